@@ -1,0 +1,233 @@
+"""Runs from disk: find run directories, say which arm each is, give one tidy frame.
+
+A run directory holds `settings.yaml` (resolved settings) and `metrics.jsonl` (one JSON object per line, key `step`).
+Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
+in gspo/metrics.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import pandas as pd
+import yaml
+
+GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
+ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
+OBJECTIVES = {"gspo": GSPO, "grpo": GRPO, "gspo_token": GSPO_TOKEN}
+
+# What may differ between two runs of one arm: who ran it, for how long, where it was written.
+NOT_THE_ARM = ("seed", "steps", "experiment", "tracking", "checkpoint", "runs", "on_existing", "resume", "threads")
+# What makes the arms different on purpose; any other difference between compared arms goes into the caption.
+MAKES_THE_ARM = ("objective", "policy.routing_replay")
+
+
+@dataclass
+class Run:
+    """One run directory. `settings` is flat: {"optim.lr": 0.001, ...}."""
+
+    path: Path
+    settings: dict[str, object]
+    rows: pd.DataFrame
+    arm: str = ""
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings["seed"])
+
+    @property
+    def last(self) -> int:
+        """The last rollout batch that the file describes."""
+        return int(self.rows["step"].max())
+
+    @property
+    def planned(self) -> int:
+        """Rollout batches that the settings ask for."""
+        return int(self.settings["steps"])
+
+
+@dataclass
+class Data:
+    """All runs. `rows` is tidy: columns run, arm, seed, step, then one per metric; notes say what was amiss."""
+
+    runs: list[Run]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        frames = [run.rows.assign(run=str(run.path), arm=run.arm, seed=run.seed) for run in self.runs]
+        rows = pd.concat(frames, ignore_index=True)
+        first = ["run", "arm", "seed", "step"]
+        self.rows = rows[first + sorted(c for c in rows.columns if c not in first)]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms found: the paper's in their fixed order, then the others by name."""
+        found = {run.arm for run in self.runs}
+        return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
+
+    def of(self, *arms: str) -> list[Run]:
+        """The runs of these arms, by arm and seed."""
+        return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
+
+    def seeds(self, *arms: str) -> list[int]:
+        """The seeds that all of these arms have."""
+        return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
+
+    def common_step(self, *arms: str) -> int:
+        """The last rollout batch that every run of these arms has reached."""
+        return min(run.last for run in self.of(*arms))
+
+    def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
+        """One metric of one arm: index step, a column per seed; NaN where the metric was not reported."""
+        rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
+        if metric not in rows:
+            rows = rows.assign(**{metric: float("nan")})
+        return rows.pivot(index="step", columns="seed", values=metric).astype(float)
+
+    def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
+        """The metric's tables of these arms, cut to the seeds and the rollout batches that all of them have."""
+        seeds, last = self.seeds(*arms), self.common_step(*arms)
+        return [self.table(arm, metric).loc[:last, seeds] for arm in arms]
+
+    def metrics(self, prefix: str) -> list[str]:
+        """Names of the reported metrics that start so."""
+        return [c for c in self.rows.columns if c.startswith(prefix) and self.rows[c].notna().any()]
+
+
+def die(message: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def load(paths: list[Path]) -> Data:
+    """All runs at or below these paths, labelled; dies if there are none, or if two are the same arm and seed."""
+    for path in paths:
+        if not path.exists():
+            die(f"{path} does not exist")
+    found = {file.parent.resolve(): file.parent for path in paths for file in sorted(path.rglob("settings.yaml"))}
+    folders = [folder for _, folder in sorted(found.items()) if (folder / "metrics.jsonl").is_file()]
+    notes: list[str] = []
+    runs = [run for folder in folders if (run := read_run(folder, notes)) is not None]
+    if not runs:
+        die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
+    label(runs, notes)
+    notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in runs if run.last < run.planned]
+    return Data(runs, notes)
+
+
+def read_run(folder: Path, notes: list[str]) -> Run | None:
+    """One run directory; None (and a note) if it is no training run or has no rollout batch yet."""
+    settings = flatten(yaml.safe_load((folder / "settings.yaml").read_text()) or {})
+    missing = [key for key in ("seed", "steps", "objective.name") if key not in settings]
+    if missing:
+        notes.append(f"left out: {folder}, settings.yaml has no {', '.join(missing)}")
+        return None
+    rows = read_rows(folder / "metrics.jsonl", notes)
+    if not any(row["step"] > 0 for row in rows):
+        notes.append(f"left out: {folder}, no rollout batch yet")
+        return None
+    frame = pd.DataFrame(rows)
+    twice = frame["step"][frame["step"].duplicated()]
+    if len(twice):
+        die(f"{folder / 'metrics.jsonl'}: step {twice.iloc[0]} stands there twice")
+    return Run(folder, settings, frame)
+
+
+def read_rows(file: Path, notes: list[str]) -> list[dict]:
+    """The rows of metrics.jsonl; null (a NaN or infinity when written) becomes None. A cut last line is left out."""
+    lines = file.read_text().splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                die(f"{file}:{number}: not a JSON object")
+            notes.append(f"cut last line left out: {file}:{number}")
+    return rows
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Nested settings as {"optim.lr": 0.001, ...}; lists become text."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
+    return flat
+
+
+def label(runs: list[Run], notes: list[str]) -> None:
+    """Set each run's arm. Where runs of the same label and seed differ in other settings, these are appended."""
+    for run in runs:
+        name, replay = run.settings["objective.name"], run.settings.get("policy.routing_replay")
+        run.arm = OBJECTIVES.get(name, name)
+        if replay not in (None, "none"):
+            run.arm += f" + Routing Replay ({replay.upper()})"
+    for base in sorted({run.arm for run in runs}):
+        group = [run for run in runs if run.arm == base]
+        keys = {key for seed in {r.seed for r in group} for key in differing([r for r in group if r.seed == seed])}
+        for run in group if keys else []:
+            run.arm = base + " [" + ", ".join(f"{key}={run.settings.get(key)}" for key in sorted(keys)) + "]"
+        seen: dict[tuple[str, int], Run] = {}
+        for run in group:
+            other = seen.setdefault((run.arm, run.seed), run)
+            if other is not run:
+                die(f"the same arm and seed twice ({run.arm}, seed {run.seed}): {other.path} and {run.path}; give one")
+        for arm in sorted({run.arm for run in group}):
+            keys = differing([run for run in group if run.arm == arm])
+            notes += [f"seeds of {arm} differ also in {', '.join(keys)}"] if keys else []
+
+
+def differing(runs: list[Run]) -> list[str]:
+    """The settings in which these runs differ, without those that may differ between runs of one arm."""
+    keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
+    return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
+
+
+def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
+    """Why these arms cannot be compared, or None if they can."""
+    if any(arm not in data.arms for arm in arms):
+        return f"needs arms {' and '.join(arms)}; found: {', '.join(data.arms)}"
+    if not data.seeds(*arms):
+        return f"needs a seed that all arms have (they are paired by seed): {', '.join(arms)} share none"
+    if data.common_step(*arms) < 2:
+        return "needs at least 2 rollout batches of every run"
+    return None
+
+
+def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:
+    """End the program with one line if the figure's arms are not there."""
+    if (why := lacking(data, arms)) is not None:
+        die(f"{figure} {why}")
+
+
+def describe(data: Data, arms: list[str]) -> str:
+    """What was run, for captions: model, batches, seeds, unfinished runs, differences that are not the arms' own."""
+    runs = data.of(*arms)
+    get = runs[0].settings.get
+    seeds = {arm: [run.seed for run in data.of(arm)] for arm in arms}
+    batch = f"{get('rollout.prompts_per_step', '?')} prompts x {get('rollout.group_size', '?')} responses"
+    text = f"Run: {get('model.name', 'model not named')}, rollout batches of {batch} in "
+    text += f"{get('trainer.minibatches', '?')} mini-batches; "
+    if len({tuple(s) for s in seeds.values()}) == 1:
+        text += count_seeds(seeds[arms[0]])
+    else:
+        text += "; ".join(f"{arm}: {count_seeds(s)}" for arm, s in seeds.items())
+    text += f"; {data.common_step(*arms)} batches common to all runs."
+    for run in runs:
+        if run.last < run.planned:
+            text += f" Unfinished: {run.arm}, seed {run.seed}, {run.last} of {run.planned} batches."
+    others = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
+    return text + (f" The runs differ also in {', '.join(others)}." if others else "")
+
+
+def count_seeds(seeds: list[int]) -> str:
+    """ "1 seed (0)" or "3 seeds (0, 1, 2)"."""
+    return f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})"

@@ -1,0 +1,22 @@
+"""The paper's own points: read off the figures of arXiv:2507.18071, see the first lines of data/gspo_paper_figures.csv.
+
+Training rewards carry an error of about +-0.001. The paper's x axis has no ticks: only the markers' order is known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+CSV = Path(__file__).parent / "data" / "gspo_paper_figures.csv"
+
+
+def series(figure: str, name: str) -> pd.Series:
+    """Values of one series (an arm's label) of one figure, by marker number; NaN where a marker was hidden."""
+    points = pd.read_csv(CSV, comment="#")
+    points = points[(points["figure"] == figure) & (points["series"] == name)].set_index("marker")["value"]
+    if points.empty:
+        raise KeyError(f"no points of {figure!r}, {name!r} in {CSV}")
+    return points.reindex(np.arange(points.index.max() + 1))

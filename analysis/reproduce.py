@@ -1,0 +1,118 @@
+"""What did the runs find? All figures that they permit, a table, and a verdict on each of the paper's claims.
+
+    python analysis/reproduce.py runs/paper_figures         (`make reproduce` ends with it; `make figures` repeats it)
+
+Prints the table, the findings in words and the paths of the figures; the same text goes to <out>/summary.md. A claim
+that is not seen is reported as not seen. The criteria stand in analysis/claims.py, one docstring per claim.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import claims
+import fig1_stability
+import fig2_clipping
+import fig3_routing_replay
+import fig_efficiency
+import fig_routing
+import load
+import numpy as np
+import pandas as pd
+import script
+from load import Data
+from stats import START, WINDOW
+
+
+def main() -> None:
+    args = script.arguments(__doc__)
+    data = load.load(args.runs)
+    paths, left_out = draw_all(data, args.out)
+    text = "\n".join(summary(data, paths, left_out)) + "\n"
+    file = args.out / "summary.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    print(text + f"\nThe same in {file}")
+
+
+def draw_all(data: Data, out: Path) -> tuple[list[Path], list[str]]:
+    """The figures that the runs permit: paths, and why the others were left out."""
+    paths, left_out = [], []
+    for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency):
+        why = load.lacking(data, figure.NEEDS)
+        if why is None:
+            paths += figure.draw(data, out)
+        else:
+            left_out.append(f"{figure.__name__} left out: {why}")
+    if data.metrics(fig_routing.PREFIX):
+        paths += fig_routing.draw(data, out)
+    else:
+        left_out.append("fig_routing left out: no routing metrics in these runs")
+    return paths, left_out
+
+
+def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
+    """The whole text, in Markdown that also reads well in a terminal."""
+    lines = ["# What the runs show", "", *(f"Note: {note}" for note in data.notes), load.describe(data, data.arms), ""]
+    lines += [
+        *table(data),
+        "",
+        f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
+    ]
+    lines += ["Held-out scores: first -> last evaluation. Clipped tokens and kept experts: mean over all batches.", ""]
+    lines += ["## The paper's claims", ""]
+    for claim in claims.all_claims(data):
+        lines += [f"- {claim.claim} ({claim.where})", f"  - here: {claim.found}", f"  - **{claim.verdict}**"]
+    lines += ["", "## Figures", "", *(f"- {path}" for path in paths), *(f"- {why}" for why in left_out)]
+    return lines
+
+
+def table(data: Data) -> list[str]:
+    """The table's lines, columns aligned: a row per quantity, a column per arm."""
+    columns = {arm: entries(data, arm) for arm in data.arms}
+    cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    rows = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return [rows[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *rows[1:]]
+
+
+def entries(data: Data, arm: str) -> dict[str, str]:
+    """One arm's column: what it reached, what it clipped, what it cost. "-" where nothing was reported."""
+    reward = data.table(arm, "reward/mean")
+    start, end = reward.head(START).mean().mean(), reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean()
+    runs = data.of(arm)
+    column = {
+        "seeds": ", ".join(str(run.seed) for run in runs),
+        "batches": ", ".join(sorted({str(run.last) for run in runs})),
+        "reward, start": number(start, ".3f"),
+        "reward, end": number(end, ".3f"),
+        "gain": number(end - start, "+.3f"),
+        "clipped tokens, active": number(mean(data.table(arm, "clip/token_active")), ".2g"),
+        "clipped tokens, outside": number(mean(data.table(arm, "clip/token_outside")), ".2g"),
+        "experts kept": number(mean(data.table(arm, "routing/consistency")), ".3f"),
+    }
+    for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
+        points = data.table(arm, name, first_step=0).mean(axis=1).dropna()
+        form = ".0f" if name == "eval/elo" else ".3f"
+        column[name] = f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}" if len(points) else "-"
+    column["training compute, FLOPs"] = number(total(data.table(arm, "compute/flops")), ".2e")
+    column["training time, minutes"] = number(total(data.table(arm, "compute/seconds")) / 60, ".1f")
+    return column
+
+
+def mean(values: pd.DataFrame) -> float:
+    """Mean over batches and seeds; NaN where nothing was reported."""
+    return float(values.mean().mean())
+
+
+def total(cumulative: pd.DataFrame) -> float:
+    """Last value of a running total, mean over seeds."""
+    return float(cumulative.max().mean())
+
+
+def number(value: float, form: str) -> str:
+    return "-" if np.isnan(value) else f"{value:{form}}"
+
+
+if __name__ == "__main__":
+    main()

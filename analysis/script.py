@@ -1,0 +1,32 @@
+"""What every figure script does from the command line: load, draw, print the paths and the verdicts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import load
+from claims import Claim
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    """The command line that all scripts of this folder share; the script's docstring is its help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run directories, or folders above them (searched recursively)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for PDF and PNG (default: figures)")
+    return parser.parse_args()
+
+
+def run(doc: str, draw: Callable[[load.Data, Path], list[Path]], judge: Callable[[load.Data], list[Claim]]) -> None:
+    """Draw one figure from the runs named on the command line."""
+    args = arguments(doc)
+    data = load.load(args.runs)
+    for note in data.notes:
+        print(f"note: {note}")
+    for path in draw(data, args.out):
+        print(path)
+    for claim in judge(data):
+        print(claim.sentence())

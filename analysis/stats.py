@@ -1,0 +1,163 @@
+"""Statistics of runs: smoothing, intervals over seeds, paired comparisons, compute efficiency. Numpy only.
+
+Two kinds of interval, and every number says which it is:
+- over seeds (two or more): what another training run could have given. Student's t.
+- within the run (one seed): how well the mean over this run's batches is known, by resampling blocks of neighbouring
+  batches. It says nothing about other seeds and is too narrow as a statement about the method.
+
+Tables are [T steps, S seeds], as numpy arrays or data frames.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW = 10  # batches in "final level" and in trailing means
+START = 5  # batches in "start reward": a single batch is noisy, more would hide the first gains
+REPS = 2000  # bootstrap draws
+# 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
+# fmt: off
+T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+        2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval. `seeds` = 1: within the run only; low and high are NaN where there is none."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    @property
+    def kind(self) -> str:
+        return f"over {self.seeds} seeds" if self.seeds > 1 else "within the single run, not over seeds"
+
+    def text(self, form: str = ".3f") -> str:
+        if math.isnan(self.low):
+            return f"{self.mean:{form}} [no interval]"
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
+    """Exponential moving average, started at the first value: m_t = decay m_{t-1} + (1 - decay) x_t. NaN is skipped."""
+    smooth, mean = [], math.nan
+    for value in np.asarray(values_T, float):
+        if not math.isnan(value):
+            mean = value if math.isnan(mean) else decay * mean + (1 - decay) * value
+        smooth.append(mean)
+    return np.array(smooth)
+
+
+def trailing_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Mean of the last `window` values, NaN before there are so many. The honest choice for "first reached at"."""
+    values_T = np.asarray(values_T, float)
+    window = min(window, len(values_T))
+    return np.concatenate([np.full(window - 1, np.nan), np.convolve(values_T, np.full(window, 1 / window), "valid")])
+
+
+def centred_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Mean over the values at most window/2 away on either side, so fewer at the ends. NaN is skipped."""
+    values_T, reach = np.asarray(values_T, float), window // 2
+    near = [values_T[max(0, t - reach) : t + reach + 1] for t in range(len(values_T))]
+    return np.array([np.nanmean(x) if np.isfinite(x).any() else math.nan for x in near])
+
+
+def t_quantile(freedom: int) -> float:
+    """97.5 % quantile of Student's t; beyond 30 degrees of freedom by the Cornish-Fisher series (error < 1e-3)."""
+    if freedom <= len(T975):
+        return T975[freedom - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def t_interval(values_S: np.ndarray) -> Interval:
+    """Mean over seeds and mean +- t_{0.975, S-1} sd / sqrt(S); without an interval for a single seed."""
+    values_S = np.asarray(values_S, float)
+    mean = float(values_S.mean())
+    if len(values_S) < 2:
+        return Interval(mean, math.nan, math.nan, 1)
+    half = t_quantile(len(values_S) - 1) * values_S.std(ddof=1) / math.sqrt(len(values_S))
+    return Interval(mean, mean - half, mean + half, len(values_S))
+
+
+def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """`length` positions below `steps`: circular blocks of round(sqrt(steps)) neighbours from random starts."""
+    block = max(1, round(math.sqrt(steps)))
+    starts = rng.integers(steps, size=math.ceil(length / block))
+    return ((starts[:, None] + np.arange(block)) % steps).ravel()[:length]
+
+
+def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
+    """Mean over the batches of ONE run; interval by the moving-block bootstrap (percentiles).
+
+    Blocks keep the correlation of neighbouring batches, which a plain bootstrap would count as independent evidence.
+    Within-run only.
+    """
+    values_T = np.asarray(values_T, float)
+    values_T = values_T[np.isfinite(values_T)]
+    if not len(values_T):
+        return Interval(math.nan, math.nan, math.nan, 1)
+    rng = np.random.default_rng(0)
+    draws = [values_T[block_indices(len(values_T), len(values_T), rng)].mean() for _ in range(reps)]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Interval(float(values_T.mean()), float(low), float(high), 1)
+
+
+def estimate(table_TS: np.ndarray) -> Interval:
+    """Mean over batches and seeds: t interval of the seeds' means, or the within-run interval of a single seed."""
+    table_TS = np.asarray(table_TS, float)
+    if table_TS.shape[1] == 1:
+        return block_bootstrap(table_TS[:, 0])
+    return t_interval(np.nanmean(table_TS, axis=0))
+
+
+def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
+    """Mean of a - b, taken batch by batch and seed by seed: both arms saw the same problems there, so the problems'
+    difficulty, the largest part of the noise, cancels."""
+    return estimate(np.asarray(a_TS, float) - np.asarray(b_TS, float))
+
+
+def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
+    """Mean of a over mean of b, per seed. Several seeds: geometric mean and t interval of the logarithms.
+    One seed: block bootstrap that draws the same batches of both arms. Where a seed's mean is 0 there is no interval;
+    inf if b is 0 throughout, NaN if both are."""
+    a_TS, b_TS = np.asarray(a_TS, float), np.asarray(b_TS, float)
+    a_S, b_S = np.nanmean(a_TS, axis=0), np.nanmean(b_TS, axis=0)
+    seeds = len(a_S)
+    if (a_S <= 0).any() or (b_S <= 0).any():  # no logarithm: the pooled ratio, without an interval
+        point = float(a_S.mean() / b_S.mean()) if b_S.mean() > 0 else math.inf if a_S.mean() > 0 else math.nan
+        return Interval(point, math.nan, math.nan, seeds)
+    if seeds > 1:
+        log = t_interval(np.log(a_S / b_S))
+        return Interval(*(math.exp(x) for x in (log.mean, log.low, log.high)), seeds)
+    rng = np.random.default_rng(0)
+    draws = []
+    for _ in range(REPS):
+        chosen = block_indices(len(a_TS), len(a_TS), rng)
+        below = np.nanmean(b_TS[chosen])
+        draws.append(np.nanmean(a_TS[chosen]) / below if below > 0 else np.inf)
+    low, high = np.quantile(draws, [0.025, 0.975], method="nearest")  # no interpolation: inf may occur
+    return Interval(float(a_S[0] / b_S[0]), float(low), float(high), 1)
+
+
+def decline(values_T: np.ndarray) -> float:
+    """1 - (mean of the last 10) / (highest point of the EMA(0.9)): 0.3 = the run ends 30 % below its peak.
+    NaN if the peak is not positive."""
+    values_T = np.asarray(values_T, float)
+    peak = float(np.nanmax(ema(values_T)))
+    return 1 - float(np.nanmean(values_T[-WINDOW:])) / peak if peak > 0 else math.nan
+
+
+def sign_flip_p(differences_S: np.ndarray) -> float:
+    """Exact two-sided p of paired differences having mean 0: share of the 2^S sign patterns at least as extreme.
+    Its smallest value is 2 / 2^S: with fewer than 6 seeds it cannot fall below 0.05."""
+    d = np.asarray(differences_S, float)
+    signs = 1 - 2 * ((np.arange(2 ** len(d))[:, None] >> np.arange(len(d))) & 1)
+    return float((np.abs((signs * d).mean(1)) >= abs(d.mean()) - 1e-12).mean())

@@ -1,0 +1,110 @@
+"""Train a policy: Hydra composes conf/, the settings become dataclasses, the trainer runs. `--help` says more."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gspo.checkpoint import load_optimizer, save_checkpoint
+from gspo.config import Settings, register_schemas, resumed_settings, to_settings
+from gspo.evaluation import evaluate
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.source import OnPolicySource, Rollout
+from gspo.runs import STOP, claim, command_line, find, finished, log_to, one_line, open_policy
+from gspo.tracking import Progress, Tracker, supersede
+from gspo.trainer import Trainer
+
+register_schemas()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@one_line
+def main(config: DictConfig) -> None:
+    job = HydraConfig.get()
+    if config.resume:
+        settings = resumed_settings(Path(config.resume), list(job.overrides.task))
+    else:
+        settings = to_settings(config)
+    STOP.install()
+    if not STOP.requested():  # a sweep that was asked to stop starts no further run
+        run(settings, alone=job.mode == RunMode.RUN)
+
+
+def run(settings: Settings, alone: bool = True) -> None:
+    """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
+    folder, checkpoint = find(settings)
+    if finished(checkpoint, settings.steps):
+        print(f"{folder} has reached step {settings.steps} already")
+        return
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    trainer = build(settings, checkpoint, alone)
+    claim(settings, folder)
+    log_file = log_to(folder)
+    supersede(folder, trainer.state.step if checkpoint else -1)
+    tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
+    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.experiment, tags)
+    exit_code = 1
+    try:
+        train(settings, folder, trainer, tracker, alone)
+        exit_code = 0
+    finally:
+        trainer.source.task.close()
+        sync = tracker.finish(exit_code)
+        log_file.close()
+    how = "stopped" if STOP.requested() else "finished"
+    print(
+        f"{folder}: {how} at step {trainer.state.step}/{settings.steps}" + (f"; to upload it: {sync}" if sync else "")
+    )
+
+
+def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
+    """Policy, engine, source and trainer; from the checkpoint if there is one."""
+    bar = Progress("cold start", settings.cold_start.steps, 0, alone)
+    policy = open_policy(settings, checkpoint, lambda step, steps, loss: bar(step, loss=loss))
+    bar.close()
+    source = OnPolicySource(LocalEngine(policy), settings.task, settings.rollout, settings.seed)
+    parts = (settings.objective, settings.advantage, settings.optim, settings.trainer, settings.policy)
+    trainer = Trainer(policy, source, *parts, seed=settings.seed)
+    if checkpoint:
+        trainer.state = load_optimizer(checkpoint, trainer.optimizer)
+    return trainer
+
+
+def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, alone: bool) -> None:
+    """Fit, with evaluation, tracking and checkpoints where they are due."""
+    progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
+    engine, task = trainer.source.engine, trainer.source.task
+
+    def evaluation(step: int) -> dict[str, float]:
+        if step % settings.evaluation.every and step != settings.steps:
+            return {}
+        started = time.perf_counter()
+        metrics, _ = evaluate(engine, task, settings.evaluation, settings.rollout.max_new_tokens, step)
+        return metrics | {"time/eval_s": time.perf_counter() - started}
+
+    def log(step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
+        kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
+        tracker.log(step, metrics, rollout.responses if kept else None)
+        if rollout:
+            progress(step, reward=metrics["reward/mean"], clipped=metrics["clip/token_active"])
+
+    def checkpoint(step: int, last: bool) -> None:
+        if last or step % settings.checkpoint.every == 0:
+            save_checkpoint(folder, trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
+
+    try:
+        trainer.fit(settings.steps, evaluation, log, checkpoint, STOP.requested)
+    finally:
+        progress.close()
+
+
+if __name__ == "__main__":
+    command_line(main)

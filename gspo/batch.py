@@ -1,0 +1,94 @@
+"""Responses as tensors: packing, mini-batches, trimming.
+
+One row per response: the prompt padded on its left, the response padded on its right, so that all responses start in
+the same column `prompt_width`:
+
+    . . 7 + 5 = ? | 7 + 5 = 1 2 ; # 1 2 $
+    3 - 8 + 9 = ? | 3 - 8 = - 5 ; - 5 + 9 = ...
+
+Shape suffixes: B responses, T response tokens, S = prompt_width + T all tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from gspo.records import Response
+
+
+@dataclass
+class TrainBatch:
+    """What an update needs of B responses."""
+
+    tokens_BS: Tensor  # int64
+    attention_BS: Tensor  # bool, True on real tokens
+    mask_BT: Tensor  # bool, True on response tokens (the end-of-sequence token included)
+    engine_logp_BT: Tensor  # log-probs as the engine reported them
+    adv_BT: Tensor  # advantages
+    old_logp_BT: Tensor | None = None  # log-probs under the old policy
+    experts_BSLK: Tensor | None = None  # experts chosen under the old policy; None for dense models
+
+    @property
+    def prompt_width(self) -> int:
+        return self.tokens_BS.shape[1] - self.mask_BT.shape[1]
+
+    def __len__(self) -> int:
+        return self.tokens_BS.shape[0]
+
+    def to(self, device: torch.device) -> TrainBatch:
+        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(self, **{name: value.to(device) for name, value in present.items()})
+
+    def rows(self, rows: Tensor) -> TrainBatch:
+        """Some rows, in the order given, with the columns that are padding in all of them cut away."""
+        attention_BS = self.attention_BS[rows]
+        start = self.prompt_width - int(attention_BS[:, : self.prompt_width].sum(1).max())
+        width = int(self.mask_BT[rows].sum(1).max())
+        taken = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            columns = slice(start, self.prompt_width + width) if "_BS" in field.name else slice(0, width)
+            taken[field.name] = value[rows][:, columns]
+        return replace(self, **taken)
+
+    def split(self, size: int) -> list[TrainBatch]:
+        """Micro-batches of at most `size` rows of similar length, so that little of the compute is spent on padding."""
+        by_length = self.attention_BS.sum(1).argsort(stable=True)
+        return [self.rows(chunk) for chunk in by_length.split(size)]
+
+
+def pack(responses: list[Response], adv_B: Tensor, pad_id: int) -> TrainBatch:
+    """Lay out responses as above; every token of a response gets its advantage.
+
+    Raises ValueError if a response has no token or not one log-prob per token (an engine that returns such is broken).
+    """
+    for r in responses:
+        if not r.token_ids or len(r.token_ids) != len(r.logprobs):
+            raise ValueError(
+                f"problem {r.problem.index}, response {r.sample}: {len(r.token_ids)} tokens, {len(r.logprobs)} log-probs"
+            )
+    batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
+    for i, r in enumerate(responses):
+        batch.engine_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.logprobs)
+    batch.adv_BT += adv_B.unsqueeze(-1)
+    return batch
+
+
+def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:
+    """(prompt, response) token lists as a batch, advantages and log-probs still 0."""
+    prompt_width = max(len(prompt) for prompt, _ in rows)
+    width = max(len(response) for _, response in rows)
+    tokens_BS = torch.full((len(rows), prompt_width + width), pad_id, dtype=torch.int64)
+    attention_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
+    for i, (prompt, response) in enumerate(rows):
+        columns = slice(prompt_width - len(prompt), prompt_width + len(response))
+        tokens_BS[i, columns] = torch.tensor(prompt + response)
+        attention_BS[i, columns] = True
+    zeros_BT = torch.zeros(len(rows), width)
+    mask_BT = attention_BS[:, prompt_width:].clone()
+    return TrainBatch(tokens_BS, attention_BS, mask_BT, engine_logp_BT=zeros_BT, adv_BT=zeros_BT.clone())

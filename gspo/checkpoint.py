@@ -1,0 +1,99 @@
+"""Checkpoints: written beside, then renamed, so that one is either whole or not there; `latest` moves last.
+
+checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json
+checkpoints/latest         the name of the newest whole one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from gspo.policy.models import save
+from gspo.policy.policy import Policy
+
+
+@dataclass
+class CheckpointSettings:
+    """When to write one, and how many to keep. A checkpoint is always written at the end and when a run is stopped."""
+
+    every: int = 10  # steps
+    keep: int = 2  # newest ones; 0 keeps all
+
+    def __post_init__(self):
+        if self.every < 1 or self.keep < 0:
+            raise ValueError(
+                f"checkpoint.every={self.every} must be at least 1 and checkpoint.keep={self.keep} at least 0"
+            )
+
+
+@dataclass
+class TrainState:
+    """What a resumed run must know beside weights and optimizer; all counts are of the whole run."""
+
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+def save_checkpoint(run: Path, policy: Policy, optimizer: Optimizer, state: TrainState, keep: int) -> Path:
+    """Write weights, optimizer and counters; then drop all but the `keep` newest checkpoints."""
+    folder = run / "checkpoints" / f"step_{state.step:06d}"
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save(policy.model, policy.tokenizer, unfinished)
+    torch.save(optimizer.state_dict(), unfinished / "optimizer.pt")
+    (unfinished / "state.json").write_text(json.dumps(asdict(state)))
+    for path in unfinished.iterdir():
+        _sync(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
+    _sync(folder.parent)
+    replace_text(folder.parent / "latest", folder.name)
+    if keep:
+        for old in sorted(folder.parent.glob("step_??????"))[:-keep]:
+            shutil.rmtree(old)
+    return folder
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run directory, if any."""
+    pointer = run / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    folder = pointer.parent / pointer.read_text().strip()
+    if not (folder / "state.json").exists():
+        raise ValueError(f"{pointer} names {folder.name}, which is not a whole checkpoint of this run")
+    return folder
+
+
+def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
+    """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    return TrainState(**json.loads((folder / "state.json").read_text()))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that it holds either the old or the new text, never half of one."""
+    beside = path.with_name(path.name + ".unfinished")
+    beside.write_text(text)
+    _sync(beside)
+    os.replace(beside, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

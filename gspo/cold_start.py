@@ -1,0 +1,114 @@
+"""The cold start: supervised training on demonstrations, so that reinforcement learning has something to sharpen.
+
+The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here demonstrations contain wrong
+steps at a set rate, so that the model learns the format and most of the skill but answers only about half of the
+problems. The result is a normal model folder, kept under the hash of everything it depends on and made only once, also
+when several runs of a sweep want it at the same time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gspo.batch import TrainBatch, layout
+from gspo.masked import Totals, aggregate
+from gspo.policy.models import ModelSettings, save
+from gspo.policy.policy import Policy
+from gspo.seeding import generator
+from gspo.tasks.base import Task
+
+
+@dataclass
+class ColdStartSettings:
+    """Supervised steps before reinforcement learning; steps=0 starts from the model as it is."""
+
+    steps: int = 0
+    batch_size: int = 64
+    micro_batch_size: int = 16  # of similar length; changes speed and memory, not the gradient
+    lr: float = 3e-3
+    warmup_steps: int = 50
+    wrong_step_rate: float = 0.12  # share of demonstration steps that are wrong
+    seed: int = 0  # its own seed: all seeds of a study share one cold start
+
+    def __post_init__(self):
+        if not 0 <= self.wrong_step_rate < 1:
+            raise ValueError(f"cold_start.wrong_step_rate={self.wrong_step_rate} must lie in [0, 1)")
+        if self.steps < 0 or self.batch_size < 1:
+            raise ValueError(
+                f"cold_start.steps={self.steps} and cold_start.batch_size={self.batch_size} must be positive"
+            )
+
+
+def cold_start(
+    model: ModelSettings,
+    task: Task,
+    settings: ColdStartSettings,
+    cache: Path,
+    report: Callable[[int, int, float], None],
+) -> Path:
+    """The folder of the cold-started model, made if it is not there yet. `report(step, steps, loss)` shows progress."""
+    key = json.dumps([asdict(model), asdict(task), asdict(settings)], sort_keys=True)
+    folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
+        if not (folder / "cold_start.json").exists():
+            network, tokenizer = model.make()
+            started = time.perf_counter()
+            losses = _train(Policy(network, tokenizer), task, settings, report)
+            unfinished = folder.with_suffix(f".{os.getpid()}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            save(network, tokenizer, unfinished)
+            record = {"settings": json.loads(key), "seconds": time.perf_counter() - started, "losses": losses[::10]}
+            (unfinished / "cold_start.json").write_text(json.dumps(record, indent=1))
+            unfinished.rename(folder)
+    return folder
+
+
+def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Callable) -> list[float]:
+    """Next-character prediction on the demonstrations, AdamW, cosine to zero; returns the loss of every step."""
+    if not settings.steps:
+        return []
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, max(settings.warmup_steps, 1))
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(settings.steps - settings.warmup_steps, 1))
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [max(settings.warmup_steps, 1)])
+    losses = []
+    for step in range(settings.steps):
+        batch = demonstrations(policy, task, settings, step)
+        totals, batch_loss = Totals.of(batch.mask_BT), 0.0
+        for micro in batch.split(settings.micro_batch_size):
+            logp_BT = policy.forward(micro).logp_BT
+            loss = aggregate(-logp_BT, micro.mask_BT.to(policy.device), "token_mean", totals)
+            loss.backward()
+            batch_loss += loss.item()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(batch_loss)
+        report(step + 1, settings.steps, losses[-1])
+    return losses
+
+
+def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step: int) -> TrainBatch:
+    """The batch of a supervised step: a pure function of the settings and the step."""
+    rows = []
+    for i in range(settings.batch_size):
+        index = step * settings.batch_size + i
+        problem = task.problem(settings.seed, "cold_start", index)
+        rng = generator(settings.seed, "demonstration", index)
+        text = task.demonstration(problem, settings.wrong_step_rate, rng)
+        prompt_ids, answer_ids = (policy.tokenizer(t)["input_ids"] for t in (problem.prompt, text))
+        rows.append((prompt_ids, [*answer_ids, policy.tokenizer.eos_token_id]))
+    return layout(rows, policy.tokenizer.pad_token_id)

@@ -1,0 +1,210 @@
+"""The settings tree: plain dataclasses that are Hydra's schema and the library's arguments at once.
+
+Hydra composes conf/, `to_settings` converts once, and everything below sees dataclasses. An unknown key, a wrong type,
+a bad range or a clash of options fails here, before a model loads, in one line that names the key and the value.
+Order of precedence: defaults < experiment < arm < command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gspo.advantages import GroupNormalized
+from gspo.checkpoint import CheckpointSettings, replace_text
+from gspo.cold_start import ColdStartSettings
+from gspo.evaluation import EvaluationSettings
+from gspo.objectives import GRPO, GSPO, GSPOToken
+from gspo.policy.models import HFModel, TinyDense, TinyMoE
+from gspo.rollout.source import RolloutSettings
+from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.function_writing import FunctionWriting
+from gspo.tasks.mixture import Mixture
+from gspo.tracking import TrackingSettings
+from gspo.trainer import OptimSettings, PolicySettings, TrainerSettings
+
+# the option groups whose options are different dataclasses; an option file starts with `defaults: [_<name>]`
+CHOICES: dict[str, dict[str, type]] = {
+    "objective": {"gspo": GSPO, "gspo_token": GSPOToken, "grpo": GRPO},
+    "advantage": {"group_normalized": GroupNormalized},
+    "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
+    "task": {"math": ChainArithmetic, "code": FunctionWriting, "mixed": Mixture},
+}
+NOT_PART_OF_THE_RESULT = ("steps", "tracking", "runs", "on_existing", "resume", "threads")  # left out of the hash
+CHANGEABLE_ON_RESUME = ("steps", "tracking")
+
+
+@dataclass
+class Settings:
+    """Everything a run depends on."""
+
+    experiment: str = "default"  # groups runs: runs/<experiment>/..., and the group in W&B
+    seed: int = 1
+    steps: int = 100  # rollout batches
+    objective: Any = MISSING
+    advantage: Any = MISSING
+    model: Any = MISSING
+    task: Any = MISSING
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    cold_start: ColdStartSettings = field(default_factory=ColdStartSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    allow_on_policy: bool = (
+        False  # permit one update per rollout batch with step_start log-probs: nothing can be clipped
+    )
+    threads: int = 0  # CPU threads of torch; 0 leaves torch's choice
+    runs: str = "runs"  # where run directories go
+    on_existing: str = "refuse"  # a run directory that is there already: refuse | resume
+    resume: str = ""  # continue this run directory with its own settings; only `steps` and `tracking` may be given
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+        if self.on_existing not in ("refuse", "resume"):
+            raise ValueError(f"on_existing={self.on_existing!r}: choose refuse or resume")
+
+    def label(self) -> str:
+        """The arm in a few words: objective, replay, seed."""
+        replay = "+r2" if self.policy.routing_replay == "r2" else ""
+        return f"{self.objective.name}{replay} seed {self.seed}"
+
+
+@dataclass
+class EvaluateCommand:
+    """What experiments/evaluate.py takes."""
+
+    run: str = MISSING
+    step: int = -1  # which checkpoint; -1 is the newest
+    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(problems=256, samples=4))
+
+
+@dataclass
+class SampleCommand:
+    """What experiments/sample.py takes."""
+
+    run: str = MISSING
+    step: int = -1  # which checkpoint; -1 is the newest
+    set: str = "train"  # train or one of the task's evaluation sets
+    first: int = 0  # index of the first problem
+    problems: int = 4
+    samples: int = 2
+    temperature: float = 1.0
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra, under the names that conf/ refers to."""
+    store = ConfigStore.instance()
+    for name, schema in (("_settings", Settings), ("_evaluate", EvaluateCommand), ("_sample", SampleCommand)):
+        store.store(name=name, node=schema)
+    for group, options in CHOICES.items():
+        for name, schema in options.items():
+            store.store(group=group, name=f"_{name}", node=schema)
+
+
+def to_settings(config: DictConfig) -> Settings:
+    """The composed config as dataclasses, checked. Raises ValueError or an OmegaConf error naming key and value."""
+    settings = OmegaConf.to_object(config)
+    check(settings)
+    return settings
+
+
+def check(s: Settings) -> None:
+    """The combinations of settings that cannot work or would mean something else than they say."""
+    updates = s.trainer.minibatches * s.trainer.epochs
+    if s.rollout.prompts_per_step % s.trainer.minibatches:
+        raise ValueError(
+            f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="
+            f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
+        )
+    if s.rollout.group_size == 1 and s.advantage.needs_group:
+        raise ValueError(
+            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2"
+        )
+    if isinstance(s.model, TinyDense) and s.policy.routing_replay != "none":
+        raise ValueError(
+            f"policy.routing_replay={s.policy.routing_replay} needs an MoE model; model={s.model.name} is dense"
+        )
+    if updates == 1 and s.policy.old_logprobs == "step_start" and not s.allow_on_policy:
+        raise ValueError(
+            f"trainer.minibatches=1 with policy.old_logprobs=step_start: every ratio is 1, so "
+            f"objective={s.objective.name} cannot clip and all objectives are the same; "
+            "use more mini-batches, or say allow_on_policy=true"
+        )
+    if updates == 1 and s.policy.routing_replay == "r2":
+        raise ValueError(
+            "policy.routing_replay=r2 changes nothing with one update per rollout batch (trainer.minibatches=1)"
+        )
+    unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
+    if unknown:
+        raise ValueError(
+            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has {', '.join(s.task.evaluation_sets())}"
+        )
+
+
+def settings_hash(settings: Settings) -> str:
+    """Ten hexadecimal digits of everything that the run's numbers depend on."""
+    content = {key: value for key, value in asdict(settings).items() if key not in NOT_PART_OF_THE_RESULT}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def run_directory(settings: Settings) -> Path:
+    """runs/<experiment>/<objective>-seed<k>-<hash>/"""
+    name = f"{settings.objective.name}-seed{settings.seed}-{settings_hash(settings)}"
+    return Path(settings.runs) / settings.experiment / name
+
+
+def write_settings(settings: Settings, folder: Path) -> None:
+    replace_text(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings of a run directory. Raises ValueError if it is none, or was written by another version."""
+    path = folder / "settings.yaml"
+    if not path.exists():
+        raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
+    content = yaml.safe_load(path.read_text())
+    schema = OmegaConf.structured(Settings)
+    for group, options in CHOICES.items():
+        name = content.get(group, {}).get("name")
+        if name not in options:
+            raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
+        schema[group] = OmegaConf.structured(options[name])
+    try:
+        return to_settings(OmegaConf.merge(schema, content))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path} was written by another version:") from error
+
+
+def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
+    """A run directory's settings with `steps` and `tracking.*` changed by the command line, all else refused."""
+    recorded = read_settings(folder)
+    for override in overrides:
+        key = override.split("=")[0].lstrip("+~")
+        if key != "resume" and key.split(".")[0] not in CHANGEABLE_ON_RESUME:
+            raise ValueError(
+                f"{override} with resume={folder}: only {' and '.join(CHANGEABLE_ON_RESUME)} may be changed"
+            )
+    changes = OmegaConf.from_dotlist([o for o in overrides if not o.startswith("resume=")])
+    schema = OmegaConf.structured(recorded)
+    return to_settings(OmegaConf.merge(schema, changes, {"resume": str(folder)}))
+
+
+def same_result(a: Settings, b: Settings) -> str | None:
+    """The first setting that makes two runs different, as "key: a against b"; None if their results are the same."""
+    flat_a, flat_b = (OmegaConf.to_container(OmegaConf.create(asdict(s))) for s in (a, b))
+    for key in flat_a:
+        if key not in NOT_PART_OF_THE_RESULT and flat_a[key] != flat_b[key]:
+            return f"{key}: {flat_a[key]} against {flat_b[key]}"
+    return None

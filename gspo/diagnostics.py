@@ -1,0 +1,186 @@
+"""What a step tells of itself: tested functions from tensors to sums, and the tally that turns sums into metrics.
+
+Every function adds sums and counts, never means of means: the tally divides once at the end of the step, so a metric
+does not depend on how the step was cut into micro-batches.
+
+Shape suffixes: P problems, G responses per problem, B responses, T response tokens, S all tokens, L MoE layers,
+K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from gspo.batch import TrainBatch
+from gspo.masked import masked_mean
+from gspo.objectives import LossOutputs, log_ratio
+from gspo.records import Response
+
+
+class Tally:
+    """Sums, counts and extremes of a step."""
+
+    def __init__(self):
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._moments: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._extremes: dict[str, float] = {}
+        self.expert_loads_LE: Tensor | None = None
+
+    def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        entry = self._sums[name]
+        entry[0] += float(total)
+        entry[1] += float(count)
+
+    def ess(self, name: str, weights: Tensor) -> None:
+        """Effective sample size as a share: (sum w)^2 / (n sum w^2)."""
+        entry = self._moments[name]
+        weights = weights.double()
+        for i, value in enumerate((weights.numel(), weights.sum(), weights.square().sum())):
+            entry[i] += float(value)
+
+    def largest(self, name: str, value: Tensor | float) -> None:
+        self._extremes[name] = max(self._extremes.get(name, -math.inf), float(value))
+
+    def smallest(self, name: str, value: Tensor | float) -> None:
+        self._extremes[name] = min(self._extremes.get(name, math.inf), float(value))
+
+    def result(self) -> dict[str, float]:
+        """All metrics; a mean over nothing is left out rather than reported as 0."""
+        means = {name: total / count for name, (total, count) in self._sums.items() if count}
+        shares = {name: s * s / (n * ss) for name, (n, s, ss) in self._moments.items() if n and ss}
+        result = means | shares | self._extremes
+        if self.expert_loads_LE is not None:
+            result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
+        return result
+
+
+def rewards(groups: list[list[Response]], tally: Tally) -> None:
+    """Rewards by task, verdicts, and which groups carry a signal."""
+    for group in groups:
+        values = [r.score.reward for r in group]
+        tally.mean("group/zero_variance", min(values) == max(values), 1)
+        tally.mean("group/all_correct", min(values) == 1, 1)
+        for r in group:
+            tally.mean("reward/mean", r.score.reward, 1)
+            tally.mean(f"reward/{r.problem.task}", r.score.reward, 1)
+    responses = [r for group in groups for r in group]
+    for key in sorted({(r.problem.task, r.score.verdict) for r in responses}):
+        tally.mean(
+            "verdict/" + "_".join(key), sum((r.problem.task, r.score.verdict) == key for r in responses), len(responses)
+        )
+
+
+def lengths(responses: list[Response], tally: Tally) -> None:
+    """Lengths, truncation and repetition of the responses."""
+    counts = torch.tensor([len(r.token_ids) for r in responses], dtype=torch.float64)
+    tally.mean("length/mean", counts.sum(), len(counts))
+    tally.largest("length/p95", counts.quantile(0.95))
+    for r in responses:
+        tally.mean("length/truncated", r.finish_reason == "length", 1)
+        tally.mean("length/repetition", repetition(r.token_ids), 1)
+
+
+def repetition(token_ids: list[int], n: int = 4) -> float:
+    """Share of a response's n-grams that occurred before in it; 0 if it is shorter than n.
+
+    >>> repetition([1, 2, 3, 4]), repetition([5] * 13)
+    (0.0, 0.9)
+    """
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def mismatch(batch: TrainBatch, tally: Tally) -> None:
+    """How far the trainer's old log-probs are from those the engine reported: k3 and the largest difference."""
+    log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+    tally.mean("mismatch/k3", torch.where(batch.mask_BT, k3(log_BT), 0.0).sum(), batch.mask_BT.sum())
+    tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
+
+
+def k3(log_BT: Tensor) -> Tensor:
+    """r - 1 - log r with r = exp(log_BT): an estimate of KL(old || new) that is never negative (Schulman 2020)."""
+    return torch.expm1(log_BT) - log_BT
+
+
+def clips(outputs: LossOutputs, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
+    """Clip fractions: token- and sequence-weighted, active and outside, by sign of the advantage and by mini-batch."""
+    mask_BT, tokens, sequences = batch.mask_BT, batch.mask_BT.sum(), batch.mask_BT.any(-1).sum()
+    for kind, clipped_BT in (("active", outputs.active_BT), ("outside", outputs.outside_BT)):
+        clipped_BT = clipped_BT & mask_BT
+        tally.mean(f"clip/token_{kind}", clipped_BT.sum(), tokens)
+        tally.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped_BT.sum(), tokens)
+        tally.mean(f"clip/sequence_{kind}", masked_mean(clipped_BT.float(), mask_BT).sum(), sequences)
+    for sign, chosen_BT in (("positive", batch.adv_BT > 0), ("negative", batch.adv_BT < 0)):
+        chosen_BT = chosen_BT & mask_BT
+        tally.mean(f"clip/token_active_{sign}", (outputs.active_BT & chosen_BT).sum(), chosen_BT.sum())
+    tally.mean("clip/log_ratio_bounded", (outputs.bounded_BT & mask_BT).sum(), tokens)
+
+
+def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> None:
+    """Importance ratios of tokens and sequences, their effective sample sizes, and the KL estimates from them."""
+    mask_BT = batch.mask_BT
+    log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT).clamp(-bound, bound)
+    token_N, log_N = log_BT.exp()[mask_BT], log_BT[mask_BT]
+    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)]
+    variance_B = masked_mean(log_BT.square(), mask_BT)[mask_BT.any(-1)] - log_s_B.square()
+    for kind, ratio in (("token", token_N), ("sequence", log_s_B.exp())):
+        tally.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))
+        tally.smallest(f"ratio/{kind}_min", ratio.min())
+        tally.largest(f"ratio/{kind}_max", ratio.max())
+        tally.ess(f"ratio/ess_{kind}", ratio)
+    tally.mean("ratio/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
+    tally.mean("ratio/token_log_var", variance_B.clamp(min=0).sum(), len(variance_B))
+    tally.mean("kl/old_k1", -log_N.sum(), len(log_N))
+    tally.mean("kl/old_k3", k3(log_N).sum(), len(log_N))
+
+
+def entropy(entropy_BT: Tensor, batch: TrainBatch, tally: Tally) -> None:
+    """Entropy of the policy at every response token."""
+    tally.mean("policy/entropy", torch.where(batch.mask_BT, entropy_BT, 0.0).sum(), batch.mask_BT.sum())
+
+
+def consistency(own_BSLK: Tensor, old_BSLK: Tensor) -> Tensor:
+    """Share of the K old experts that the router's own choice still contains, [B, S, L].
+
+    |S_own intersect S_old| / K: 1 - this is the share of changed experts of the GSPO paper's section 5.3.
+    """
+    return (old_BSLK.unsqueeze(-1) == own_BSLK.unsqueeze(-2)).any(-1).float().mean(-1)
+
+
+def predicting(x_BS: Tensor, batch: TrainBatch) -> Tensor:
+    """The positions whose forward pass predicts the response tokens: one before each. [B, T, ...]"""
+    return x_BS[:, batch.prompt_width - 1 : -1]
+
+
+def routing(own_BSLK: Tensor, batch: TrainBatch, experts: int, minibatch: int | None, tally: Tally) -> None:
+    """Consistency of the routers' own choice with the record of the step's start, and the loads of the experts.
+
+    `minibatch` counts from 1: the first is the record itself and says nothing; None stands for "after the last update".
+    """
+    own_BTLK, old_BTLK = predicting(own_BSLK, batch), predicting(batch.experts_BSLK, batch)
+    if minibatch is not None:
+        loads_LE = torch.stack(
+            [torch.bincount(layer.reshape(-1).long(), minlength=experts) for layer in own_BTLK[batch.mask_BT].unbind(1)]
+        )
+        tally.expert_loads_LE = loads_LE if tally.expert_loads_LE is None else tally.expert_loads_LE + loads_LE
+    if minibatch == 1:
+        return
+    kept_NL = consistency(own_BTLK, old_BTLK)[batch.mask_BT]
+    if minibatch is None:
+        tally.mean("routing/consistency_after_step", kept_NL.sum(), kept_NL.numel())
+        return
+    tally.mean("routing/consistency", kept_NL.sum(), kept_NL.numel())
+    tally.mean(f"routing/consistency_minibatch_{minibatch}", kept_NL.sum(), kept_NL.numel())
+    tally.mean("routing/changed_any_layer", (kept_NL < 1).any(-1).sum(), len(kept_NL))
+    for layer, kept_N in enumerate(kept_NL.unbind(1)):
+        tally.mean(f"routing/consistency_layer_{layer}", kept_N.sum(), len(kept_N))
+
+
+def load_entropy(loads_LE: Tensor) -> float:
+    """Entropy of the expert loads over log E, mean over layers: 1 is a perfectly even use, 0 a single expert."""
+    share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
+    return float((torch.special.entr(share_LE).sum(-1) / math.log(loads_LE.shape[-1])).mean())

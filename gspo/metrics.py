@@ -1,0 +1,123 @@
+"""The registry of metrics: name, unit, meaning. Dashboards, figures and the README read it; the tracker refuses others.
+
+A name with `*` stands for a family (`reward/*`: one per task). Each is computed by a tested function of
+gspo.diagnostics, gspo.evaluation or the trainer. All averages over a step are weighted by what they count (tokens,
+responses), over all mini-batches of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the metrics table. `summary` is what a run's summary keeps: "last", "max", "min" or "mean"."""
+
+    name: str
+    unit: str
+    meaning: str
+    summary: str = "last"
+
+
+TOKEN, SEQUENCE = "share of tokens", "share of responses"
+
+METRICS = [
+    Metric("step", "rollout batches", "the step axis: row s describes rollout batch s; row 0 is the start"),
+    # rewards and what the verifiers said
+    Metric("reward/mean", "reward", "mean reward of the step's responses", "max"),
+    Metric("reward/*", "reward", "mean reward of one task's responses", "max"),
+    Metric("verdict/*", SEQUENCE, "responses with this verdict (task_verdict)"),
+    Metric("group/zero_variance", "share of groups", "groups whose responses all have the same reward: no signal"),
+    Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
+    # held-out evaluation
+    Metric("eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"),
+    Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems"),
+    Metric(
+        "eval/*/pass@*", "share of problems", "problems solved by at least one of k samples (k samples drawn)", "max"
+    ),
+    Metric(
+        "eval/elo",
+        "Elo points",
+        "rating at which the rated set's solves are as expected (MAP, prior 1500 +- 700)",
+        "max",
+    ),
+    Metric("eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior"),
+    # clipping: active = the clip removed the gradient (sign-aware); outside = the ratio left the band
+    Metric("clip/token_active", TOKEN, "tokens whose gradient the clip removed (Fig 2 of the paper)", "mean"),
+    Metric("clip/token_outside", TOKEN, "tokens whose ratio lies outside the clip range", "mean"),
+    Metric(
+        "clip/sequence_active", SEQUENCE, "mean over responses of the share of their tokens that are clipped", "mean"
+    ),
+    Metric(
+        "clip/sequence_outside", SEQUENCE, "mean over responses of the share of their tokens outside the range", "mean"
+    ),
+    Metric("clip/token_active_positive", TOKEN, "the same, among tokens of responses with advantage > 0", "mean"),
+    Metric("clip/token_active_negative", TOKEN, "the same, among tokens of responses with advantage < 0", "mean"),
+    Metric("clip/token_active_minibatch_*", TOKEN, "the same, in mini-batch n of the step; 0 in the first", "mean"),
+    Metric("clip/token_outside_minibatch_*", TOKEN, "outside the range, in mini-batch n of the step", "mean"),
+    Metric(
+        "clip/log_ratio_bounded", TOKEN, "tokens whose log-ratio left the numerical bound: no gradient, and counted"
+    ),
+    # importance ratios pi / pi_old
+    Metric("ratio/sequence_mean", "ratio", "mean over responses of s = exp(mean log-ratio)"),
+    Metric("ratio/sequence_min", "ratio", "smallest s of the step"),
+    Metric("ratio/sequence_max", "ratio", "largest s of the step"),
+    Metric("ratio/sequence_log_abs", "nats", "mean |log s|, the quantity GSPO's clip range is compared with"),
+    Metric("ratio/token_mean", "ratio", "mean token ratio"),
+    Metric("ratio/token_min", "ratio", "smallest token ratio of the step"),
+    Metric("ratio/token_max", "ratio", "largest token ratio of the step"),
+    Metric("ratio/token_log_var", "nats^2", "mean over responses of the variance of their token log-ratios"),
+    Metric("ratio/ess_token", "share", "effective sample size of the token ratios, (sum w)^2 / (n sum w^2)"),
+    Metric("ratio/ess_sequence", "share", "effective sample size of the sequence ratios s"),
+    # divergence, entropy
+    Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
+    Metric("kl/old_k3", "nats", "mean over tokens of r - 1 - log r, r = pi/pi_old"),
+    Metric("mismatch/k3", "nats", "k3 between the trainer's old log-probs and those the engine reported"),
+    Metric("mismatch/logp_abs_max", "nats", "largest difference between trainer and engine log-probs of the step"),
+    Metric("policy/entropy", "nats", "mean over response tokens of the policy's entropy"),
+    # optimisation
+    Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
+    Metric("optim/grad_norm", "norm", "mean over the step's updates of the gradient norm before clipping"),
+    Metric("optim/grad_norm_max", "norm", "largest gradient norm of the step's updates, before clipping", "max"),
+    Metric("optim/lr", "1", "learning rate of the step's last update"),
+    Metric("optim/updates", "updates", "optimizer updates so far"),
+    # responses
+    Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
+    Metric("length/p95", "tokens", "95th percentile of the response length"),
+    Metric("length/truncated", SEQUENCE, "responses that hit the token limit"),
+    Metric(
+        "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
+    ),
+    # expert routing, against the record of the step's start
+    Metric(
+        "routing/consistency", "share of experts", "old experts that the router's own choice still contains", "mean"
+    ),
+    Metric("routing/consistency_layer_*", "share of experts", "the same, for one MoE layer", "mean"),
+    Metric("routing/consistency_minibatch_*", "share of experts", "the same, in mini-batch n of the step", "mean"),
+    Metric("routing/consistency_after_step", "share of experts", "after the step's last update, on a sample", "mean"),
+    Metric("routing/changed_any_layer", TOKEN, "response tokens of which at least one layer's experts changed", "mean"),
+    Metric("routing/load_entropy", "share", "entropy of expert loads / log(number of experts), mean over layers"),
+    # cost
+    Metric("compute/tokens", "tokens", "tokens generated so far (the trained tokens are the same ones)"),
+    Metric(
+        "compute/flops", "FLOPs", "so far: 2 per active parameter and generated or scored token, 6 per trained token"
+    ),
+    Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out"),
+    Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
+    Metric("time/score_s", "s", "seconds of the step spent in the verifiers"),
+    Metric("time/train_s", "s", "seconds of the step spent in old log-probs and updates"),
+    Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
+    Metric("time/checkpoint_s", "s", "seconds spent in writing the previous checkpoint"),
+    Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
+    Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
+]
+
+
+def lookup(name: str) -> Metric:
+    """The registry entry that a metric name falls under. Raises KeyError for a name nobody defined."""
+    for metric in METRICS:
+        if metric.name == name or ("*" in metric.name and fnmatchcase(name, metric.name)):
+            return metric
+    raise KeyError(f"metric {name!r} is not in gspo/metrics.py; give it a name, a unit and a meaning there")

@@ -1,0 +1,162 @@
+"""Which model the policy is: made here from a config (tiny ones), or loaded from a folder or the hub.
+
+A made model and a loaded one are the same thing afterwards: transformers' AutoModelForCausalLM and a tokenizer, and
+`save` writes a folder that any engine can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils import logging
+
+from gspo.policy.tokenizer import character_tokenizer
+
+logging.disable_progress_bar()  # a bar for every checkpoint would drown the run's own
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class ModelSettings:
+    """Base of the model choices; `name` says which one it is."""
+
+    name: str = ""
+
+    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model as it is before any training of ours."""
+        raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
+
+    def open(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A folder that `save` wrote for this model, in this model's precision."""
+        return load(str(folder))
+
+
+@dataclass
+class TinyMoE(ModelSettings):
+    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per character."""
+
+    name: str = "tiny_moe"
+    hidden: int = 64
+    layers: int = 4
+    heads: int = 4
+    experts: int = 16
+    experts_per_token: int = 2
+    expert_width: int = 32
+    init_seed: int = 0
+
+    def __post_init__(self):
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must lie in 1..model.experts={self.experts}"
+            )
+
+    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        tokenizer = character_tokenizer()
+        config = Qwen3MoeConfig(
+            **_shared_config(self, tokenizer),
+            num_experts=self.experts,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_width,
+            intermediate_size=self.expert_width,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+        )
+        return _random_model(Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
+
+
+@dataclass
+class TinyDense(ModelSettings):
+    """A dense Qwen3 with random weights: the control without a router."""
+
+    name: str = "tiny_dense"
+    hidden: int = 64
+    layers: int = 6
+    heads: int = 4
+    width: int = 128
+    init_seed: int = 0
+
+    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        tokenizer = character_tokenizer()
+        config = Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
+        return _random_model(Qwen3ForCausalLM, config, self.init_seed), tokenizer
+
+
+@dataclass
+class HFModel(ModelSettings):
+    """Any AutoModelForCausalLM: a folder, or a name on the hub. The tokenizer must have an end-of-sequence token."""
+
+    name: str = "hf"
+    path: str = ""
+    dtype: str = "float32"  # of the weights; log-probabilities are always float32
+    attention: str = "sdpa"
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+
+    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        if not self.path:
+            raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
+        return load(self.path, self.dtype, self.attention)
+
+    def open(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        return load(str(folder), self.dtype, self.attention)
+
+
+def load(path: str, dtype: str = "float32", attention: str = "sdpa") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a folder or hub name. Raises ValueError in one line if there is nothing to load there."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A normal transformers folder: weights, config, tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _shared_config(settings: TinyMoE | TinyDense, tokenizer: PreTrainedTokenizerBase) -> dict:
+    if settings.hidden % settings.heads or (settings.hidden // settings.heads) % 2:
+        raise ValueError(
+            f"model.hidden={settings.hidden} divided by model.heads={settings.heads} must be an even whole number"
+        )
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "head_dim": settings.hidden // settings.heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _random_model(kind: type[PreTrainedModel], config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).to(torch.float32)

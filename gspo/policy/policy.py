@@ -1,0 +1,101 @@
+"""The policy that is trained: log-probabilities and entropy of responses, with their routing; its cost in FLOPs.
+
+Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gspo.batch import TrainBatch
+from gspo.policy.routing import NOT_RECORDED, Routing
+
+
+@dataclass
+class PolicyOutput:
+    """What one forward pass over a batch says of its response tokens."""
+
+    logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
+    entropy_BT: Tensor  # float32, -sum_v pi log pi, without gradient
+    experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None for dense models
+
+
+class Policy:
+    """A causal language model as a policy."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0):
+        self.model = model.eval()  # no dropout: pi and pi_old must be the same function
+        self.tokenizer = tokenizer
+        self.temperature = temperature
+        self.routing = Routing(model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def forward(self, batch: TrainBatch, replay: bool = False) -> PolicyOutput:
+        """Log-probs of the response tokens; with `replay`, through the experts that the batch has on record."""
+        batch = batch.to(self.device)
+        width = batch.mask_BT.shape[1]
+        with self.routing.recording(batch.experts_BSLK if replay else None):
+            logits_BTV = self.model(
+                input_ids=batch.tokens_BS,
+                attention_mask=batch.attention_BS.long(),
+                position_ids=(batch.attention_BS.cumsum(-1) - 1).clamp(min=0),
+                use_cache=False,
+                logits_to_keep=width + 1,  # the last prompt token predicts the first response token
+            ).logits[:, :-1]
+            experts_BSLK = self.routing.recorded(len(batch)) if self.routing.layers else None
+        logprobs_BTV = (logits_BTV.float() / self.temperature).log_softmax(-1)
+        logp_BT = logprobs_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
+        with torch.no_grad():
+            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK)
+
+    @torch.no_grad()
+    def score(self, batch: TrainBatch, micro_batch_size: int) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [B, T] and experts [B, S, L, K] of a whole batch under the current weights, without gradient."""
+        logp_BT = torch.zeros_like(batch.engine_logp_BT)
+        experts_BSLK = None
+        if self.routing.layers:
+            shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.routers[0].top_k)
+            experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
+        order = batch.attention_BS.sum(1).argsort(stable=True)
+        for rows in order.split(micro_batch_size):
+            chunk = batch.rows(rows)
+            output = self.forward(chunk)
+            logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
+            if experts_BSLK is not None:
+                start = batch.prompt_width - chunk.prompt_width
+                kept = torch.where(chunk.attention_BS[:, :, None, None], output.experts_BSLK.cpu(), NOT_RECORDED)
+                experts_BSLK[rows, start : start + kept.shape[1]] = kept
+        return logp_BT, experts_BSLK
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through: of E experts K count, the input embedding's look-up does not."""
+        total = sum(p.numel() for p in self.model.parameters())
+        if not self.model.config.tie_word_embeddings:
+            total -= self.model.get_input_embeddings().weight.numel()
+        for name, module in self.model.named_modules():
+            if name.endswith("experts") and self.routing.layers:
+                share = self.routing.routers[0].top_k / self.routing.experts
+                total -= round((1 - share) * sum(p.numel() for p in module.parameters()))
+        return total
+
+    def forward_flops(self, lengths: Tensor) -> float:
+        """FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus attention.
+
+        Attention: scores and weighted values are 2 multiply-adds per head dimension and pair of positions, half of the
+        pairs being masked: 2 * layers * heads * head_dim * length^2 per sequence. A backward costs twice a forward.
+        """
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        lengths = lengths.double()
+        return float(2.0 * self.active_parameters * lengths.sum() + attention * lengths.square().sum())

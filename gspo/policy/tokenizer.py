@@ -1,0 +1,33 @@
+"""A character tokenizer, saved as a normal PreTrainedTokenizerFast so that any engine can load the model's folder."""
+
+from __future__ import annotations
+
+import string
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and newline, plus padding, begin and end of sequence.
+
+    >>> tokenizer = character_tokenizer()
+    >>> tokenizer.decode(tokenizer("7+5=12")["input_ids"])
+    '7+5=12'
+    """
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=PAD,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )

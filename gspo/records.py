@@ -1,0 +1,47 @@
+"""The words everybody shares: a problem, a response to it, and the verifier's score.
+
+No torch here: tasks, rewards, figures and tests can use these on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One query. A pure function of (seed, split, index) in the task that made it."""
+
+    task: str  # which task made it, and scores it: "math", "code"
+    index: int  # its position in the split
+    prompt: str  # the text that the policy sees
+    answer: Any  # what the verifier compares with; never shown to the policy, never sent to a sandbox
+    family: str = ""  # the kind of problem within the task (number of operands, composition of operations)
+    rating: float | None = None  # difficulty on the Elo scale, for rated sets
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verifier's judgement of one response."""
+
+    reward: float  # in [0, 1]
+    verdict: str  # one word why: "correct", "wrong", "truncated", "no_answer", "timeout", ...
+
+
+@dataclass
+class Response:
+    """One sampled response. Arrays are over the T response tokens, the end-of-sequence token included."""
+
+    problem: Problem
+    sample: int  # which of the group's G samples
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: np.ndarray  # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
+    finish_reason: str  # "stop" (end of sequence sampled) or "length" (token limit)
+    text: str  # decoded, without special tokens
+    policy_step: int  # the training step whose weights sampled it
+    experts: np.ndarray | None = None  # [prompt + T - 1, L, K]: experts at every position that was fed to the model
+    score: Score | None = None

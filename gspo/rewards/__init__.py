@@ -1,0 +1,1 @@
+"""Verifiers that need more than a comparison: running programs. No torch here."""

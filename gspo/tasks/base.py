@@ -1,0 +1,77 @@
+"""What a task is, and the one rule that keeps evaluation problems out of training.
+
+A task makes problems, can write demonstrations for them, and scores responses. Problem i of a split is a pure function
+of (seed, split, i): every run, worker and resumed run sees the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from gspo.records import Problem, Score
+
+TRAINING_SPLITS = ("train", "cold_start")
+HELD_OUT_ONE_IN = 8
+MAX_DRAWS = 1000
+
+
+class Task(Protocol):
+    """A source of verifiable problems. `name` is what `Problem.task` and the metric `reward/<name>` say."""
+
+    name: str
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        """Problem `index` of a split: "train", "cold_start" or one of `evaluation_sets()`. A pure function."""
+        ...
+
+    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
+        """A worked response, without end of sequence. Each step is wrong with probability `wrong_step_rate`.
+
+        A response with at least one wrong step scores 0, so its chance to score 1 is (1 - wrong_step_rate)^steps.
+        """
+        ...
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        """Scores in the order of `answers` = (problem, response text, whether the response ended by itself).
+
+        A response that was cut off scores 0 with the verdict "truncated", whatever it says so far.
+        """
+        ...
+
+    def evaluation_sets(self) -> list[str]:
+        """Names of the held-out sets; each is also a split of `problem`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the task's processes, if it has any. The task can be used again afterwards."""
+        ...
+
+
+def held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to evaluation: 1 in 8 do, decided by its text alone, hence the same for every seed."""
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+
+def draw_prompt(split: str, make: Callable[[], str]) -> str:
+    """Draws prompts from `make` until one lies on the split's side of `held_out`: outside for training, else inside."""
+    for _ in range(MAX_DRAWS):
+        prompt = make()
+        if held_out(prompt) == (split not in TRAINING_SPLITS):
+            return prompt
+    raise RuntimeError(f"no prompt for split {split!r} in {MAX_DRAWS} draws: the task has too few different problems")
+
+
+def check_split(split: str, evaluation_sets: list[str]) -> None:
+    """Raises ValueError for a split that the task does not have."""
+    if split not in TRAINING_SPLITS and split not in evaluation_sets:
+        raise ValueError(f"split={split!r} is none of {[*TRAINING_SPLITS, *evaluation_sets]}")
+
+
+def check_range(key: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError that names the setting and its value unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"{key}={value!r} is not in [{low}, {high}]")

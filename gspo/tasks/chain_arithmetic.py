@@ -1,0 +1,107 @@
+"""The math task: add and subtract small numbers from left to right, showing each partial sum.
+
+    prompt      7+5-3+8=?
+    response    7+5=12;12-3=9;9+8=17;#17
+
+Only the answer after `#` is scored: exact, no credit for the steps.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+from gspo.records import Problem, Score
+from gspo.seeding import generator
+from gspo.tasks.base import check_range, check_split, draw_prompt
+
+INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
+SIGNED = re.compile(r"[+-]?[0-9]+")
+
+
+@dataclass
+class ChainArithmetic:
+    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`; one step fewer than operands."""
+
+    name: str = "math"
+    min_operands: int = 2
+    max_operands: int = 6
+    largest: int = 9
+
+    def __post_init__(self) -> None:
+        check_range("min_operands", self.min_operands, 2, 20)
+        check_range("max_operands", self.max_operands, self.min_operands, 20)
+        check_range("largest", self.largest, 5, 999)  # below 5 there are too few problems to hold some out
+
+    def evaluation_sets(self) -> list[str]:
+        return ["math_easy", "math_hard", "rated"]
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        """Problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points:
+        1000 for two operands, 1800 for six, the longest of training by default, 2200 for eight.
+        """
+        check_split(split, self.evaluation_sets())
+        low, high = self._operands(split)
+        rng = generator(seed, self.name, split, index)
+        prompt = draw_prompt(split, lambda: self._chain(rng, rng.randint(low, high)) + "=?")
+        terms = _terms(prompt)
+        return Problem(
+            task=self.name,
+            index=index,
+            prompt=prompt,
+            answer=sum(terms),
+            family=f"{len(terms)} operands",
+            rating=1000.0 + 200.0 * (len(terms) - 2) if split == "rated" else None,
+        )
+
+    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
+        """The worked chain. After a wrong step the following ones are right sums of the wrong value."""
+        terms = _terms(problem.prompt)
+        truth = value = terms[0]
+        steps = []
+        for term in terms[1:]:
+            truth += term
+            result = value + term
+            if rng.random() < wrong_step_rate:
+                # never back onto the true sum by chance: a demonstration with a wrong step has a wrong answer
+                result = rng.choice([result + slip for slip in (-2, -1, 1, 2) if result + slip != truth])
+            steps.append(f"{value}{term:+d}={result};")
+            value = result
+        return "".join(steps) + f"#{value}"
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        verdicts = [_verdict(problem, text) if ended else "truncated" for problem, text, ended in answers]
+        return [Score(float(verdict == "correct"), verdict) for verdict in verdicts]
+
+    def close(self) -> None:
+        """Nothing to end: scoring needs no process."""
+
+    def _operands(self, split: str) -> tuple[int, int]:
+        """Fewest and most operands of a split."""
+        if split == "math_easy":
+            return 2, 4
+        if split == "math_hard":
+            return self.max_operands, self.max_operands
+        if split == "rated":  # from the easiest to beyond training, so that a good policy is not off the scale
+            return 2, self.max_operands + 2
+        return self.min_operands, self.max_operands
+
+    def _chain(self, rng: random.Random, operands: int) -> str:
+        rest = (rng.choice("+-") + str(rng.randint(1, self.largest)) for _ in range(operands - 1))
+        return str(rng.randint(1, self.largest)) + "".join(rest)
+
+
+def _terms(prompt: str) -> list[int]:
+    """The signed numbers of a prompt: "7+5-3=?" gives [7, 5, -3]."""
+    return [int(term) for term in SIGNED.findall(prompt)]
+
+
+def _verdict(problem: Problem, text: str) -> str:
+    """Judges what follows the only `#`. Numbers are compared as text: a million digits cost nothing."""
+    if "#" not in text:
+        return "no_answer"
+    answer = text.partition("#")[2]
+    if not INTEGER.fullmatch(answer):  # a second `#`, trailing text and hedges end here
+        return "malformed"
+    return "correct" if answer == str(problem.answer) else "wrong"

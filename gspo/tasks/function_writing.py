@@ -1,0 +1,136 @@
+"""The code task: write the body of a small Python function from a description. The program is run on hidden tests.
+
+    prompt      #times 3, add 4, mod 7      response     x=x*3
+                def f(x):                                x=x+4
+                                                         x=x%7
+                                                         return x
+
+(each line of the response starts with one space). Reward 1 if all hidden tests pass, else 0.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.records import Problem, Score
+from gspo.rewards.code_runner import CodeRunner, Program, Result
+from gspo.seeding import generator
+from gspo.tasks.base import check_range, check_split, draw_prompt
+from gspo.tasks.operations import (
+    CATALOGUE,
+    FAMILIES,
+    HELD_OUT_FAMILIES,
+    Family,
+    Step,
+    draw_steps,
+    hidden_inputs,
+    reference,
+    wrong_step,
+)
+
+MAX_DRAWS = 100
+
+
+@dataclass
+class FunctionWriting:
+    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes."""
+
+    name: str = "code"
+    slots: int = 1
+    cpu_seconds: float = 0.5
+    wall_seconds: float = 2.0
+    memory_mb: int = 256
+
+    def __post_init__(self) -> None:
+        check_range("slots", self.slots, 1, 64)
+        check_range("cpu_seconds", self.cpu_seconds, 0.01, 60)
+        check_range("wall_seconds", self.wall_seconds, self.cpu_seconds, 600)
+        check_range("memory_mb", self.memory_mb, 64, 65536)
+        self._runner = CodeRunner(self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb)
+
+    def evaluation_sets(self) -> list[str]:
+        return ["code", "code_heldout"]
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        """Problem `index` of a split; "code_heldout" has the families that training never sees."""
+        check_split(split, self.evaluation_sets())
+        families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
+        rng = generator(seed, self.name, split, index)
+        for _ in range(MAX_DRAWS):
+            prompt = draw_prompt(split, lambda: _prompt(rng.choice(families), rng))
+            variable, steps = _parse(prompt)
+            tests = [((value,), reference(steps, value)) for value in hidden_inputs(variable, rng)]
+            if any(expected != tests[0][1] for _, expected in tests):  # else a constant would pass
+                family = f"{variable}: {' '.join(operation.word for operation, _ in steps)}"
+                return Problem(self.name, index, prompt, answer=tests, family=family)
+        raise RuntimeError(f"no function with two different outputs in {MAX_DRAWS} draws")
+
+    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
+        """The body of the function. A wrong step is another operation or another parameter; the tests catch it."""
+        variable, steps = _parse(problem.prompt)
+        wrong = [rng.random() < wrong_step_rate for _ in steps]
+        if not any(wrong):
+            return _body(variable, steps)
+        for _ in range(MAX_DRAWS):  # some changes change nothing (two that cancel, sort instead of rev before sum)
+            changed = [wrong_step(variable, step, rng) if bad else step for step, bad in zip(steps, wrong, strict=True)]
+            if any(reference(changed, value) != expected for (value,), expected in problem.answer):
+                return _body(variable, changed)
+        raise RuntimeError(f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws")
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        """Runs the programs and compares their outputs here; the expected ones never leave this process."""
+        verdicts = ["truncated" if not ended else "" if text.strip() else "no_answer" for _, text, ended in answers]
+        to_run = [i for i, verdict in enumerate(verdicts) if not verdict]
+        results = self._runner.run([program(answers[i][0], answers[i][1]) for i in to_run])
+        for i, result in zip(to_run, results, strict=True):
+            verdicts[i] = judge(answers[i][0], result)
+        return [Score(float(verdict == "correct"), verdict) for verdict in verdicts]
+
+    def close(self) -> None:
+        """Ends the processes that run programs."""
+        self._runner.close()
+
+
+def program(problem: Problem, response: str) -> Program:
+    """What is run: the signature and the response, on the inputs of the hidden tests."""
+    signature = problem.prompt.split("\n")[1]
+    return Program(f"{signature}\n{response}", "f", [list(arguments) for arguments, _ in problem.answer])
+
+
+def judge(problem: Problem, result: Result) -> str:
+    """The verdict on a program. Values are compared as JSON text: 1, 1.0, true and "1" differ, a tuple is a list."""
+    if result.status != "ok":
+        return result.status
+    expected = [expected for _, expected in problem.answer]
+    return "correct" if json.dumps(result.values) == json.dumps(expected) else "wrong"
+
+
+def _prompt(family: Family, rng: random.Random) -> str:
+    variable, _ = family
+    steps = draw_steps(family, rng)
+    words = [op.word if parameter is None else f"{op.word} {parameter}" for op, parameter in steps]
+    return f"#{', '.join(words)}\ndef f({variable}):\n"
+
+
+def _parse(prompt: str) -> tuple[str, list[Step]]:
+    """The variable and the steps that a prompt describes."""
+    description, signature, _ = prompt.split("\n")
+    variable = signature[len("def f(")]
+    return variable, [_step(variable, words) for words in description[1:].split(", ")]
+
+
+def _step(variable: str, words: str) -> Step:
+    word, _, text = words.partition(" ")
+    operation = CATALOGUE[variable][word]
+    parameter: Any = next(value for value in operation.parameters if value is None or str(value) == text)
+    return operation, parameter
+
+
+def _body(variable: str, steps: list[Step]) -> str:
+    lines = [operation.line(parameter) for operation, parameter in steps]
+    if not steps[-1][0].ends:
+        lines.append(f"return {variable}")
+    return "\n".join(f" {line}" for line in lines)

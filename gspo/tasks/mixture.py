@@ -1,0 +1,59 @@
+"""Math and code in one run, as in the paper: each problem belongs to one of the two tasks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from gspo.records import Problem, Score
+from gspo.seeding import generator
+from gspo.tasks.base import check_range, check_split
+from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.function_writing import FunctionWriting
+
+
+@dataclass
+class Mixture:
+    """A share `code_share` of the training problems is code, the others math. Evaluation sets stay apart."""
+
+    name: str = "mixed"
+    math: ChainArithmetic = field(default_factory=ChainArithmetic)
+    code: FunctionWriting = field(default_factory=FunctionWriting)
+    code_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_range("code_share", self.code_share, 0, 1)
+        if self.math.name == self.code.name:
+            raise ValueError(f"math.name=code.name={self.code.name!r}: the tasks of a mixture need different names")
+
+    def evaluation_sets(self) -> list[str]:
+        return self.math.evaluation_sets() + self.code.evaluation_sets()
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        """Problem `index` of the task that owns the evaluation set or, in training, of the one drawn for `index`."""
+        check_split(split, self.evaluation_sets())
+        if split in self.math.evaluation_sets():
+            return self.math.problem(seed, split, index)
+        if split in self.code.evaluation_sets():
+            return self.code.problem(seed, split, index)
+        is_code = generator(seed, self.name, split, index).random() < self.code_share
+        return (self.code if is_code else self.math).problem(seed, split, index)
+
+    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
+        return self._owner(problem).demonstration(problem, wrong_step_rate, rng)
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        """Each task scores its own responses together; the order is kept."""
+        scores: dict[int, Score] = {}
+        for task in (self.math, self.code):
+            mine = [i for i, (problem, _, _) in enumerate(answers) if self._owner(problem) is task]
+            scores.update(zip(mine, task.score([answers[i] for i in mine]), strict=True))
+        return [scores[i] for i in range(len(answers))]
+
+    def close(self) -> None:
+        self.math.close()
+        self.code.close()
+
+    def _owner(self, problem: Problem) -> ChainArithmetic | FunctionWriting:
+        """The task that made a problem. Raises KeyError for a problem of neither."""
+        return {self.math.name: self.math, self.code.name: self.code}[problem.task]

@@ -1,0 +1,202 @@
+"""Tracking: metrics.jsonl first, then Weights & Biases with the same numbers; rollouts; progress on the terminal.
+
+Files are the truth, trackers are views. W&B is online where an account is configured and offline otherwise. An offline
+file loses what was not flushed at a kill, so it is flushed every second, and a resumed run opens a new offline segment
+under the same run id and writes the whole history into it: the newest segment alone is always complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import wandb
+from requests.utils import get_netrc_auth
+from tqdm import tqdm
+
+from gspo.metrics import METRICS, lookup
+from gspo.records import Response
+
+log = logging.getLogger(__name__)
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class TrackingSettings:
+    """Where a run is shown. Changes nothing in its results."""
+
+    wandb: str = "auto"  # auto: online if an account is configured, else offline | online | offline | disabled
+    project: str = "gspo"
+    entity: str = ""  # W&B user or team; empty: the account's default
+    tags: list[str] = field(default_factory=list)
+    rollouts_every: int = 10  # steps between saved rollout batches; the first and the last are always saved
+    table_rows: int = 16  # responses of a saved batch that are also shown as a W&B table
+
+    def __post_init__(self):
+        if self.wandb not in WANDB_MODES:
+            raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(WANDB_MODES)}")
+        if self.rollouts_every < 1:
+            raise ValueError(f"tracking.rollouts_every={self.rollouts_every} must be at least 1")
+
+
+class Tracker:
+    """Writes a run's rows to its directory and to W&B."""
+
+    def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
+        self.run, self.settings = run, settings
+        self.rows = open(run / "metrics.jsonl", "a")  # noqa: SIM115, closed by `finish`
+        self.wandb = None
+        mode = _mode(settings.wandb)
+        if mode != "disabled":
+            self.wandb = self._open_wandb(mode, config, group, tags)
+
+    def _open_wandb(self, mode: str, config: dict, group: str, tags: list[str]):
+        identity = self.run / "wandb_id"
+        resumed = identity.exists()
+        if not resumed:
+            identity.write_text(secrets.token_hex(6))
+        run = wandb.init(
+            project=self.settings.project,
+            entity=self.settings.entity or None,
+            id=identity.read_text(),
+            name=self.run.name,
+            group=group,
+            job_type="train",
+            tags=[*tags, *self.settings.tags],
+            config=config,
+            dir=str(self.run),
+            mode=mode,
+            resume="allow",
+            settings=wandb.Settings(x_transaction_log_flush_interval=1.0, silent=True, console="off"),
+        )
+        run.define_metric("step")
+        for metric in METRICS:
+            if metric.name != "step" and "*" not in metric.name:
+                run.define_metric(metric.name, step_metric="step", summary=metric.summary)
+        run.define_metric("*", step_metric="step")
+        if resumed and mode == "offline":
+            for row in read_rows(self.run / "metrics.jsonl"):
+                run.log(row)
+        return run
+
+    def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
+        """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
+        for name in metrics:
+            lookup(name)  # raises for a metric that nobody defined
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row = {"step": step} | finite
+        if responses:
+            write_rollouts(self.run / "rollouts" / f"step_{step:06d}.jsonl", responses)
+        self.rows.write(json.dumps(row) + "\n")
+        self.rows.flush()
+        os.fsync(self.rows.fileno())
+        if self.wandb:
+            self.wandb.log(row | ({"rollouts": self._table(responses)} if responses else {}))
+
+    def _table(self, responses: list[Response]) -> wandb.Table:
+        chosen = responses[:: max(1, len(responses) // max(self.settings.table_rows, 1))]
+        return wandb.Table(columns=list(rollout_row(chosen[0])), data=[list(rollout_row(r).values()) for r in chosen])
+
+    def finish(self, exit_code: int) -> str | None:
+        """Close everything; returns the command that uploads an offline run, if there is one."""
+        self.rows.close()
+        if not self.wandb:
+            return None
+        offline, folder = self.wandb.settings.mode == "offline", Path(self.wandb.dir).parent
+        self.wandb.finish(exit_code=exit_code)
+        return f"wandb sync {os.path.relpath(folder)}" if offline else None
+
+
+def _mode(wanted: str) -> str:
+    """online if an account is configured (an API key in the environment or in the netrc file), else offline."""
+    if wanted != "auto":
+        return wanted
+    if os.environ.get("WANDB_MODE") in WANDB_MODES[1:]:
+        return os.environ["WANDB_MODE"]
+    account = os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url)
+    return "online" if account else "offline"
+
+
+def rollout_row(response: Response) -> dict:
+    """What is kept of a response: enough to read it and to see why it got its reward."""
+    return {
+        "task": response.problem.task,
+        "family": response.problem.family,
+        "problem": response.problem.index,
+        "sample": response.sample,
+        "prompt": response.problem.prompt,
+        "response": response.text,
+        "reward": response.score.reward,
+        "verdict": response.score.verdict,
+        "length": len(response.token_ids),
+        "finish_reason": response.finish_reason,
+        "policy_step": response.policy_step,
+    }
+
+
+def write_rollouts(path: Path, responses: list[Response]) -> None:
+    """One JSON object per response."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return [json.loads(line) for line in lines]
+
+
+def supersede(run: Path, step: int) -> None:
+    """Move rows and rollouts after `step` to superseded/: a run that resumes there will write them again."""
+    metrics, attic = run / "metrics.jsonl", run / "superseded"
+    rows = read_rows(metrics)
+    later = [row for row in rows if row["step"] > step]
+    rollouts = [p for p in (run / "rollouts").glob("step_*.jsonl") if int(p.stem.removeprefix("step_")) > step]
+    if later or rollouts:
+        attic.mkdir(exist_ok=True)
+        with open(attic / "metrics.jsonl", "a") as kept:
+            kept.writelines(json.dumps(row) + "\n" for row in later)
+        for path in rollouts:
+            path.rename(attic / path.name)
+    beside = metrics.with_name("metrics.jsonl.unfinished")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    os.replace(beside, metrics)
+
+
+class Progress:
+    """Step, reward and time left: a bar on a terminal, a line now and then elsewhere or beside other jobs."""
+
+    def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = 10.0):
+        self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
+        self.started, self.spoken = time.perf_counter(), 0.0
+        bar = alone and sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=done, desc=title, unit="step", dynamic_ncols=True) if bar else None
+
+    def __call__(self, step: int, **figures: float) -> None:
+        text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        now = time.perf_counter()
+        pace = (now - self.started) / max(step - self.first, 1)
+        left = round(pace * (self.steps - step))
+        line = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
+        log.info(line)
+        if self.bar:
+            self.bar.set_postfix_str(text)
+            self.bar.update(step - self.bar.n)
+        elif now - self.spoken > self.pause or step == self.steps:
+            print(line, flush=True)
+            self.spoken = now
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()

@@ -1,0 +1,60 @@
+"""Small real models and batches that several test files use."""
+
+import pytest
+import torch
+
+from gspo.batch import TrainBatch, pack
+from gspo.policy.models import TinyDense, TinyMoE
+from gspo.policy.policy import Policy
+from gspo.records import Problem, Response
+from gspo.rollout.engine import LocalEngine, Sampling
+
+torch.set_num_threads(1)
+
+PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n", "9-1=?"]
+
+
+def small_policy(model=None) -> Policy:
+    """A random model whose logits are far enough apart that greedy choices and routes are not ties."""
+    model = model or TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
+    network, tokenizer = model.make()
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25, generator=g)
+    return Policy(network, tokenizer)
+
+
+def perturb(policy: Policy, scale: float, seed: int = 3) -> None:
+    """Change the weights, as an update would."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=g))
+
+
+def problems() -> list[Problem]:
+    return [Problem("math", i, prompt, "0") for i, prompt in enumerate(PROMPTS)]
+
+
+def sample(policy: Policy, group_size: int = 3, tokens: int = 12, **options) -> list[Response]:
+    groups = LocalEngine(policy).generate(problems(), group_size, Sampling(1.0, tokens), (1, "test"), **options)
+    return [r for group in groups for r in group]
+
+
+def batch_of(policy: Policy, responses: list[Response]) -> TrainBatch:
+    g = torch.Generator().manual_seed(2)
+    batch = pack(responses, torch.randn(len(responses), generator=g), policy.tokenizer.pad_token_id)
+    batch.old_logp_BT, batch.experts_BSLK = policy.score(batch, micro_batch_size=4)
+    return batch
+
+
+@pytest.fixture
+def moe() -> Policy:
+    return small_policy()
+
+
+@pytest.fixture
+def dense() -> Policy:
+    return small_policy(TinyDense(hidden=32, layers=3, heads=2, width=48))

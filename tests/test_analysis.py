@@ -1,0 +1,247 @@
+"""analysis/: every verdict on runs with a known effect, loading, the figures. Statistics: test_analysis_stats.py."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+ANALYSIS = Path(__file__).parents[1] / "analysis"
+sys.path.insert(0, str(ANALYSIS))
+
+import claims  # noqa: E402
+import fig1_stability  # noqa: E402
+import fig2_clipping  # noqa: E402
+import fig_efficiency  # noqa: E402
+import fig_routing  # noqa: E402
+import load  # noqa: E402
+import reproduce  # noqa: E402
+import style  # noqa: E402
+from load import GRPO, GRPO_R2, GSPO  # noqa: E402
+
+from gspo import metrics  # noqa: E402
+
+# ------------------------------------------------------------------------------------------ runs with a known effect
+PAPER_LIKE = {GSPO: (0.25, 0.25), GRPO_R2: (0.25, 0.12), GRPO: (0.25, -0.12)}  # start, gain over the run
+KINDS = {GSPO: ("gspo", "none", 3e-4, 4e-4), GRPO_R2: ("grpo", "r2", 0.2, 0.27), GRPO: ("grpo", "none", 0.2, 0.27)}
+CLIPPED = {GSPO: (0.15, 0.3), GRPO_R2: (0.0016, 0.004), GRPO: (0.004, 0.009)}  # active, outside
+
+
+def write_run(folder: Path, arm: str, seed: int, start: float, gain: float, steps: int = 80, **settings) -> Path:
+    """A run directory whose expected reward is known. A seed's arms share the problems' difficulty (sd 0.08)."""
+    name, replay, low, high = KINDS[arm]
+    tree = {
+        "experiment": "synthetic",
+        "seed": seed,
+        "steps": steps,
+        "objective": {"name": name, "clip_low": low, "clip_high": high},
+        "policy": {"routing_replay": replay},
+        "rollout": {"prompts_per_step": 16, "group_size": 8},
+        "trainer": {"minibatches": 4, "epochs": 1},
+        "optim": {"lr": 1e-3},
+        "model": {"name": "tiny_moe"},
+    }
+    difficulty = np.random.default_rng(seed).normal(0, 0.08, steps + 1)
+    noise = np.random.default_rng([seed, sum(map(ord, arm))])
+    rows = [
+        one_row(arm, s, start + gain * (1 - math.exp(-2 * s / steps)) / 0.865, steps, noise) for s in range(steps + 1)
+    ]
+    for s, row in enumerate(rows[1:], start=1):
+        row["reward/mean"] = round(row["reward/mean"] + difficulty[s], 4)
+    folder = folder / f"{name}-{replay}-seed{seed}"
+    folder.mkdir(parents=True)
+    (folder / "settings.yaml").write_text(yaml.safe_dump(tree | settings))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def one_row(arm: str, s: int, expected: float, steps: int, noise: np.random.Generator) -> dict:
+    row: dict = {"step": s}
+    if s % 20 == 0:
+        for name, shift in (("math_heldout", 0.03), ("math_hard", -0.2), ("code_heldout", 0.1)):
+            row |= {f"eval/{name}/avg@4": expected + shift + noise.normal(0, 0.01), f"eval/{name}/stderr": 0.02}
+        row |= {"eval/elo": 1500 + 800 * (expected - 0.25) + noise.normal(0, 10), "eval/elo_stderr": 20.0}
+    if s == 0:
+        return row
+    active, outside = (share * (0.7 + 0.6 * s / steps) * noise.uniform(0.8, 1.2) for share in CLIPPED[arm])
+    row |= {"reward/mean": expected + noise.normal(0, 0.04), "optim/grad_norm": None, "policy/entropy": 0.5}
+    row |= {"clip/token_active": active, "clip/token_outside": outside}
+    row |= {f"clip/token_active_minibatch_{n}": active * (n - 1) / 1.5 for n in range(1, 5)}
+    kept = [0.97 - 0.015 * layer - 0.03 * s / steps * (arm == GRPO) + noise.normal(0, 0.006) for layer in range(4)]
+    row |= {f"routing/consistency_layer_{layer}": value for layer, value in enumerate(kept)}
+    tokens = 4000 * s * (1.03 if arm == GSPO else 1.0)
+    return row | {
+        "routing/consistency": float(np.mean(kept)),
+        "compute/tokens": tokens,
+        "compute/flops": tokens * 9e6,
+        "compute/seconds": 6.0 * s,
+    }
+
+
+def write_arms(folder: Path, effects: dict, seeds=(1, 2, 3), steps: int = 80) -> Path:
+    for arm, (start, gain) in effects.items():
+        for seed in seeds:
+            write_run(folder, arm, seed, start, gain, steps)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def paper_like(tmp_path_factory) -> Path:
+    return write_arms(tmp_path_factory.mktemp("paper_like"), PAPER_LIKE)
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory) -> load.Data:
+    same = {GSPO: (0.25, 0.12), GRPO_R2: (0.25, 0.12)}
+    return load.load([write_arms(tmp_path_factory.mktemp("equal"), same, seeds=(1, 2, 3, 4, 5))])
+
+
+@pytest.fixture(scope="module")
+def below(tmp_path_factory) -> load.Data:
+    worse = {GSPO: (0.25, -0.12), GRPO_R2: (0.25, 0.12), GRPO: (0.25, 0.12)}
+    return load.load([write_arms(tmp_path_factory.mktemp("below"), worse)])
+
+
+# -------------------------------------------------------------------------------------------------------- verdicts
+def verdicts(data: load.Data) -> dict[str, str]:
+    return {claim.claim: claim.verdict for claim in claims.all_claims(data)}
+
+
+def test_effects_that_are_there_are_seen(paper_like):
+    found = verdicts(load.load([paper_like]))
+    assert len(found) == 8
+    assert all(verdict.startswith("seen") for verdict in found.values()), found
+
+
+def test_equal_arms_are_undecided(equal):
+    for claim in (claims.reward(equal), claims.held_out(equal), claims.cheaper(equal)):
+        assert claim.verdict.startswith("undecided"), claim
+    assert "includes 0" in claims.reward(equal).verdict
+
+
+def test_the_opposite_is_reported_as_not_seen(below):
+    for claim in (claims.reward(below), claims.held_out(below), claims.cheaper(below), claims.stable(below)):
+        assert claim.verdict.startswith("not seen: contradicted"), claim
+    assert claims.collapse_without_replay(below).verdict.startswith("not seen")
+    assert claims.replay_helps(below).verdict.startswith("undecided")
+
+
+def test_clipping_verdicts(tmp_path, monkeypatch):
+    for share, verdict in ((0.15, "seen"), (0.004, "not seen"), (0.0, "not seen")):
+        monkeypatch.setitem(CLIPPED, GSPO, (share, 2 * share))
+        folder = write_arms(tmp_path / str(share), {GSPO: (0.2, 0), GRPO_R2: (0.2, 0)}, steps=20)
+        assert claims.clipping(load.load([folder])).verdict.startswith(verdict)
+
+
+def test_a_single_seed_gives_within_run_intervals(tmp_path):
+    data = load.load([write_arms(tmp_path, PAPER_LIKE, seeds=(7,))])
+    assert "within the single run, not over seeds" in claims.reward(data).verdict
+    assert "over problems, not over seeds" in claims.held_out(data).verdict
+    assert "1 seed (7)" in load.describe(data, data.arms)
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+def test_tidy_frame(paper_like):
+    data = load.load([paper_like / "gspo-none-seed1", paper_like])  # a run named twice counts once
+    assert list(data.rows.columns[:4]) == ["run", "arm", "seed", "step"] and len(data.runs) == 9
+    assert data.arms == [GSPO, GRPO_R2, GRPO]
+    assert data.table(GSPO, "reward/mean").shape == (80, 3)
+    assert data.table(GSPO, "optim/grad_norm").isna().all(axis=None)  # null
+    assert data.table(GSPO, "eval/elo", first_step=0).dropna().index.tolist() == [0, 20, 40, 60, 80]
+
+
+def test_cut_last_line_and_unfinished_run(tmp_path):
+    write_run(tmp_path, GSPO, 1, 0.2, 0.1, steps=30)
+    file = write_run(tmp_path, GRPO_R2, 1, 0.2, 0.1, steps=30) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:21]) + lines[21][:40])
+    data = load.load([tmp_path])
+    assert data.common_step(GSPO, GRPO_R2) == 20
+    assert any("cut last line" in note for note in data.notes) and any("20 of 30" in note for note in data.notes)
+    assert "Unfinished: GRPO + Routing Replay (R2), seed 1, 20 of 30" in load.describe(data, data.arms)
+    assert "batches 11 to 20" in claims.reward(data).found
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    def error(*paths: Path) -> str:
+        with pytest.raises(SystemExit) as stop:
+            fig1_stability.draw(load.load(list(paths)), tmp_path / "out")
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "no runs under" in error(tmp_path)
+    assert "does not exist" in error(tmp_path / "nothing")
+    first = write_run(tmp_path / "a", GSPO, 1, 0.2, 0.1, steps=5)
+    needs = "error: fig1 needs arms GSPO and GRPO + Routing Replay (R2); found: GSPO\n"
+    assert error(tmp_path) == needs
+    write_run(tmp_path / "a", GRPO_R2, 2, 0.2, 0.1, steps=5)
+    assert "share none" in error(tmp_path)
+    again = write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=6, experiment="other")
+    message = error(tmp_path)
+    assert str(first) in message and str(again) in message and "twice" in message
+
+
+def test_differing_settings_are_appended(tmp_path):
+    write_run(tmp_path / "a", GSPO, 1, 0.2, 0.1, steps=5)
+    write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=5, optim={"lr": 0.01})
+    data = load.load([tmp_path])
+    assert data.arms == ["GSPO [optim.lr=0.001]", "GSPO [optim.lr=0.01]"]
+    assert style.colour(data.arms[0]) == style.colour(GSPO)
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", str(paper_like), "--out", str(tmp_path / "figures")])
+    reproduce.main()
+    printed, summary = capsys.readouterr().out, (tmp_path / "figures" / "summary.md").read_text()
+    assert summary in printed
+    names = ("fig1_stability", "fig2_clipping", "fig3_routing_replay", "fig_efficiency", "fig_routing")
+    for name in names:
+        for suffix, magic in ((".pdf", b"%PDF"), (".png", b"\x89PNG")):
+            path = tmp_path / "figures" / (name + suffix)
+            assert path.read_bytes().startswith(magic) and str(path) in printed
+    data = load.load([paper_like])
+    for path in fig2_clipping.draw(data, tmp_path / "again") + fig_routing.draw(data, tmp_path / "again"):
+        assert path.read_bytes() == (tmp_path / "figures" / path.name).read_bytes(), path.name
+
+
+def test_one_seed_and_censored_runs_draw(tmp_path, below):
+    write_arms(tmp_path / "runs", {GSPO: (0.25, 0.1), GRPO_R2: (0.25, 0.1)}, seeds=(1,), steps=8)
+    assert all(path.is_file() for path in fig2_clipping.draw(load.load([tmp_path / "runs"]), tmp_path))
+    assert all(path.is_file() for path in fig_efficiency.draw(below, tmp_path))
+
+
+def test_runs_as_a_script_without_torch():
+    modules = ", ".join(sorted(file.stem for file in ANALYSIS.glob("*.py")))
+    code = f"import sys; sys.path.insert(0, {str(ANALYSIS)!r}); import {modules}; print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"'torch'", "'transformers'", "'wandb'", "'hydra'"} & set(loaded.strip("[]\n").split(", "))
+    script = [sys.executable, str(ANALYSIS / "fig2_clipping.py"), "--help"]
+    shown = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert "which share of the tokens is clipped" in shown and "Expected" in shown and "--out" in shown
+
+
+def test_without_evaluation_and_routing(tmp_path):
+    for arm in (GSPO, GRPO_R2):
+        file = write_run(tmp_path, arm, 1, 0.2, 0.1, steps=12) / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [{k: v for k, v in row.items() if not k.startswith(("eval/", "routing/"))} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load.load([tmp_path])
+    assert all(path.is_file() for path in fig1_stability.draw(data, tmp_path / "figures"))
+    with pytest.raises(SystemExit):
+        fig_routing.draw(data, tmp_path / "figures")
+    assert len(claims.all_claims(data)) == 4
+    assert "experts kept" in "\n".join(reproduce.table(data))
+
+
+def test_every_metric_read_is_in_the_registry():
+    kinds = "reward|clip|eval|routing|compute"
+    for file in ANALYSIS.glob("*.py"):
+        for name in re.findall(rf'"((?:{kinds})/[a-z_]+)"', file.read_text()):
+            metrics.lookup(name + "0" if name.endswith("_") else name)

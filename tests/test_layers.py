@@ -1,0 +1,82 @@
+"""The house's floors: a module imports its own floor's helpers and the floors below, never above."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {
+    "records": 0, "seeding": 0, "metrics": 0,
+    "masked": 1, "batch": 1, "objectives": 1, "advantages": 1, "diagnostics": 1, "tasks": 1, "rewards": 1,
+    "policy": 2, "rollout": 2,
+    "checkpoint": 3, "tracking": 3, "evaluation": 3,
+    "trainer": 4, "cold_start": 4,
+    "config": 5, "runs": 5,
+}  # fmt: skip
+ONLY_IN = {
+    "transformers": ("policy", "rollout"),
+    "tokenizers": ("policy",),
+    "wandb": ("tracking",),
+    "hydra": ("config", "runs"),
+    "omegaconf": ("config", "runs"),
+}
+NO_TORCH = ("records", "seeding", "metrics", "tasks", "rewards")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms():
+    for path in sorted((ROOT / "gspo").rglob("*.py")):
+        room = path.relative_to(ROOT / "gspo").parts[0].removesuffix(".py")
+        if room != "__init__":
+            yield room, path
+
+
+def test_every_room_has_a_floor_and_imports_only_downwards():
+    for room, path in rooms():
+        assert room in FLOORS, f"{path}: say in this test which floor {room} is on"
+        for name in imports(path):
+            if name.startswith("gspo."):
+                other = name.split(".")[1]
+                assert FLOORS[other] <= FLOORS[room], (
+                    f"{path} (floor {FLOORS[room]}) imports {name} (floor {FLOORS[other]})"
+                )
+
+
+def test_heavy_packages_stay_in_their_rooms():
+    for room, path in rooms():
+        packages = {name.split(".")[0] for name in imports(path)}
+        for package, allowed in ONLY_IN.items():
+            assert package not in packages or room in allowed, f"{path} imports {package}"
+        assert room not in NO_TORCH or "torch" not in packages, f"{path} imports torch"
+
+
+def test_analysis_needs_neither_torch_nor_the_trainer():
+    allowed = {"gspo", "gspo.metrics"}
+    for path in sorted((ROOT / "analysis").glob("*.py")):
+        names = imports(path)
+        assert "torch" not in {name.split(".")[0] for name in names}, path
+        used = {name for name in names if name.startswith("gspo") and not name.startswith("gspo.metrics")}
+        assert used <= allowed, f"{path} imports {used - allowed}"
+
+
+def test_files_and_functions_stay_short():
+    for path in [
+        *(ROOT / "gspo").rglob("*.py"),
+        *(ROOT / "experiments").glob("*.py"),
+        *(ROOT / "analysis").glob("*.py"),
+    ]:
+        text = path.read_text()
+        assert text.count("\n") <= 320, f"{path} has {text.count(chr(10))} lines: split it by meaning"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 50, f"{path}:{node.name} has {length} lines"

@@ -1,0 +1,151 @@
+"""Routing record and replay on Qwen3-MoE and other MoE families, and the consistency metric."""
+
+import pytest
+import torch
+from conftest import batch_of, perturb, sample, small_policy
+from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
+
+from gspo.diagnostics import Tally, consistency, load_entropy, routing
+from gspo.policy.policy import Policy
+from gspo.policy.routing import NOT_RECORDED, Routing
+
+
+def other_family(kind: str) -> Policy:
+    """A small random model of another MoE family, with the character tokenizer."""
+    tokenizer = small_policy().tokenizer
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=2))
+    else:
+        model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25)
+    return Policy(model, tokenizer)
+
+
+@pytest.fixture(params=["qwen3_moe", "mixtral", "olmoe"])
+def policy(request) -> Policy:
+    return small_policy() if request.param == "qwen3_moe" else other_family(request.param)
+
+
+def test_replay_of_the_own_record_changes_nothing(policy):
+    batch = batch_of(policy, sample(policy))
+    free, replayed = policy.forward(batch), policy.forward(batch, replay=True)
+    assert torch.equal(free.logp_BT[batch.mask_BT], replayed.logp_BT[batch.mask_BT])
+    assert torch.equal(free.experts_BSLK, replayed.experts_BSLK)
+
+
+def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy):
+    batch = batch_of(policy, sample(policy))
+    perturb(policy, 0.1)
+    used = []
+    for layer, router in enumerate(policy.routing.routers):
+        router.register_forward_hook(lambda m, a, output, layer=layer: used.append((layer, output[2])))
+    with torch.no_grad():
+        policy.forward(batch)
+        own = torch.stack([experts for _, experts in used], 1)
+        used.clear()
+        policy.forward(batch, replay=True)
+    replayed = torch.stack([experts for _, experts in used], 1)
+    real = batch.attention_BS.flatten()
+    record = batch.experts_BSLK.flatten(0, 1)
+    assert torch.equal(replayed[real], record[real].long())
+    assert not torch.equal(own[real], record[real].long()), "the change should have moved some routes"
+    assert (record[~real] == NOT_RECORDED).all() and (replayed >= 0).all()
+
+
+def test_replay_changes_log_probs_once_weights_have_moved(policy):
+    batch = batch_of(policy, sample(policy))
+    perturb(policy, 0.1)
+    with torch.no_grad():
+        free, replayed = policy.forward(batch), policy.forward(batch, replay=True)
+    assert (free.logp_BT - replayed.logp_BT)[batch.mask_BT].abs().max() > 1e-3
+
+
+def test_the_router_keeps_its_gradient_under_replay(policy):
+    batch = batch_of(policy, sample(policy))
+    perturb(policy, 0.1)
+    policy.forward(batch, replay=True).logp_BT[batch.mask_BT].sum().backward()
+    for router in policy.routing.routers:
+        assert router.weight.grad.abs().max() > 0
+
+
+def test_replayed_gate_weights_come_from_the_current_router(policy):
+    """The gradient of a replayed forward with respect to the router's weights equals the finite difference."""
+    batch = batch_of(policy, sample(policy)[:2])
+    perturb(policy, 0.1)
+    router = policy.routing.routers[0]
+
+    def total():
+        return policy.forward(batch, replay=True).logp_BT.double()[batch.mask_BT].sum()
+
+    total().backward()
+    index = divmod(int(router.weight.grad.abs().argmax()), router.weight.shape[1])
+    step = 1e-2
+    with torch.no_grad():
+        router.weight[index] += step
+        up = total()
+        router.weight[index] -= 2 * step
+        down = total()
+    assert ((up - down) / (2 * step)).item() == pytest.approx(router.weight.grad[index].item(), rel=2e-2)
+
+
+def test_a_router_with_another_gate_formula_is_refused():
+    class SigmoidTopKRouter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 8))
+            self.top_k, self.num_experts = 2, 4
+
+        def forward(self, x):
+            logits = x @ self.weight.T
+            weights, experts = logits.sigmoid().topk(2)
+            return logits, weights, experts
+
+    with pytest.raises(ValueError, match=r"SigmoidTopKRouter .* cannot be replayed"):
+        Routing(SigmoidTopKRouter())
+
+
+def test_dense_models_have_no_routing(dense):
+    batch = batch_of(dense, sample(dense))
+    assert dense.routing.layers == 0 and batch.experts_BSLK is None
+    assert dense.forward(batch).experts_BSLK is None
+
+
+def test_consistency_by_hand():
+    old = torch.tensor([[[[0, 1], [2, 3]]]])  # one token, two layers
+    own = torch.tensor([[[[1, 0], [2, 7]]]])  # order does not matter; one of two changed
+    assert consistency(own, old).tolist() == [[[1.0, 0.5]]]
+    three = consistency(torch.tensor([[[[4, 5, 6]]]]), torch.tensor([[[[6, 1, 2]]]]))
+    assert three.item() == pytest.approx(1 / 3)
+
+
+def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe):
+    batch = batch_of(moe, sample(moe)[:2])
+    own = batch.experts_BSLK.clone()
+    start = batch.prompt_width
+    own[0, : start - 1] = 7 - own[0, : start - 1]  # prompt positions before the last predict no response token
+    own[0, start + int(batch.mask_BT[0].sum()) - 1 :] = 7  # the last token predicts nothing
+    tally = Tally()
+    routing(own, batch, 8, 2, tally)
+    assert tally.result()["routing/consistency"] == 1
+    own[0, start - 1, 1] = (batch.experts_BSLK[0, start - 1, 1] + 1) % 8  # now one that predicts the first token
+    kept = consistency(own[:1, start - 1 : start, 1:2], batch.experts_BSLK[:1, start - 1 : start, 1:2]).item()
+    tally = Tally()
+    routing(own, batch, 8, 2, tally)
+    tokens, result = int(batch.mask_BT.sum()), tally.result()
+    assert result["routing/consistency"] == pytest.approx(1 - (1 - kept) / tokens / 3)
+    assert result["routing/consistency_layer_1"] == pytest.approx(1 - (1 - kept) / tokens)
+    assert result["routing/consistency_minibatch_2"] == result["routing/consistency"]
+    assert result["routing/changed_any_layer"] == pytest.approx(1 / tokens)
+
+
+def test_load_entropy_by_hand():
+    assert load_entropy(torch.tensor([[5, 5, 5, 5]])) == pytest.approx(1)
+    assert load_entropy(torch.tensor([[9, 0, 0, 0]])) == 0
+    assert load_entropy(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])) == pytest.approx((0.5 + 1) / 2)

@@ -1,0 +1,172 @@
+"""The step: first mini-batch on policy, lr=0 null control, independence of the cut, learning, compute accounting."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import problems, small_policy
+
+from gspo.advantages import GroupNormalized
+from gspo.metrics import lookup
+from gspo.objectives import GRPO, GSPO, GSPOToken
+from gspo.policy.models import TinyDense
+from gspo.records import Problem, Score
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.source import OnPolicySource, RolloutSettings
+from gspo.trainer import OptimSettings, PolicySettings, Trainer, TrainerSettings
+
+
+@dataclass
+class FirstCharacter:
+    """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a lower-case letter."""
+
+    name: str = "first"
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        return Problem("first", index, problems()[index % len(problems())].prompt, None)
+
+    def score(self, answers) -> list[Score]:
+        scores = []
+        for _, text, _ in answers:
+            right = text[:1].isdigit() or text[:1].islower()
+            scores.append(Score(float(right), "correct" if right else "wrong"))
+        return scores
+
+    def close(self) -> None:
+        pass
+
+
+def trainer(objective=None, lr=1e-3, replay="none", model=None, seed=1, rollout=None, **settings) -> Trainer:
+    policy = small_policy(model)
+    rollout = rollout or RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10)
+    source = OnPolicySource(LocalEngine(policy), FirstCharacter(), rollout, seed)
+    return Trainer(
+        policy,
+        source,
+        objective or GRPO(),
+        GroupNormalized(),
+        OptimSettings(lr=lr, warmup_updates=1),
+        TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5} | settings),
+        PolicySettings(routing_replay=replay),
+        seed,
+    )
+
+
+def steps(t: Trainer, count: int) -> list[dict]:
+    first = t.state.step + 1
+    return [t.train_step(step, t.source.next(step)) for step in range(first, first + count)]
+
+
+def weights(t: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in t.policy.model.parameters()]
+
+
+@pytest.mark.parametrize("objective", [GSPO(), GSPOToken(), GRPO()])
+@pytest.mark.parametrize("replay", ["none", "r2"])
+def test_on_the_first_minibatch_every_ratio_is_one_and_nothing_is_clipped(objective, replay):
+    t = trainer(objective, replay=replay, minibatches=1)
+    metrics = steps(t, 1)[0]
+    for name in ("ratio/token_min", "ratio/token_max", "ratio/sequence_min", "ratio/sequence_max"):
+        assert metrics[name] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip/token_active"] == metrics["clip/token_outside"] == 0
+    later = steps(trainer(objective, replay=replay), 1)[0]
+    assert later["clip/token_outside_minibatch_1"] == 0
+    assert later["ratio/token_max"] > 1 + 1e-4, "later mini-batches are off policy"
+
+
+@pytest.mark.parametrize("replay", ["none", "r2"])
+def test_with_lr_zero_policy_metrics_and_routing_stay_put(replay):
+    t = trainer(GSPO(), lr=0.0, replay=replay)
+    before = weights(t)
+    for metrics in steps(t, 2):
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))
+        assert metrics["ratio/token_min"] == pytest.approx(1, abs=1e-5)
+        assert metrics["ratio/token_max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["clip/token_outside"] == 0 and metrics["kl/old_k3"] < 1e-10
+        assert metrics["routing/consistency"] == metrics["routing/consistency_after_step"] == 1
+        assert metrics["routing/changed_any_layer"] == 0
+
+
+def test_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
+    results = []
+    for size in (1, 3, 32):
+        t = trainer(GSPO(clip_low=0.01, clip_high=0.01), micro_batch_size=size)
+        results.append((steps(t, 1)[0], weights(t)))
+    for metrics, tensors in results[1:]:
+        for a, b in zip(tensors, results[0][1], strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+        for name, value in results[0][0].items():
+            if not name.startswith(("time", "throughput", "compute/seconds")):
+                assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("objective", [GSPO(clip_low=0.02, clip_high=0.03), GRPO()])
+def test_reward_rises_on_a_task_that_can_be_learned(objective):
+    rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
+    rewards = [m["reward/mean"] for m in steps(trainer(objective, lr=3e-3, rollout=rollout), 25)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+
+
+def test_every_metric_is_registered_and_dense_models_have_no_routing_metrics():
+    for metrics in (
+        steps(trainer(), 1)[0],
+        steps(trainer(model=TinyDense(hidden=32, layers=2, heads=2, width=32)), 1)[0],
+    ):
+        for name in metrics:
+            lookup(name)
+    assert not any(name.startswith("routing/") for name in metrics)
+
+
+def test_replay_is_what_makes_the_arms_differ():
+    plain, replayed = trainer(lr=1e-2), trainer(lr=1e-2, replay="r2")
+    a, b = steps(plain, 1)[0], steps(replayed, 1)[0]
+    assert a["reward/mean"] == b["reward/mean"] and a["length/mean"] == b["length/mean"]  # the same rollouts
+    assert a["routing/consistency"] < 1 and b["routing/consistency"] < 1  # the routers' own choice moves in both
+    assert any(not torch.equal(x, y) for x, y in zip(weights(plain), weights(replayed), strict=True))
+
+
+def test_engine_log_probs_as_old_ones():
+    t = trainer(GSPO())
+    t.old_logprobs = "engine"
+    metrics = steps(t, 1)[0]
+    assert metrics["mismatch/logp_abs_max"] < 1e-4 and metrics["clip/token_outside_minibatch_1"] == 0
+
+
+def test_updates_epochs_and_warm_up():
+    t = trainer(epochs=2)
+    t.optim.warmup_updates = 16
+    first, second = steps(t, 2)
+    assert first["optim/updates"] == 8 and second["optim/updates"] == 16
+    assert first["optim/lr"] == pytest.approx(1e-3 * 8 / 16) and second["optim/lr"] == pytest.approx(1e-3)
+    assert "clip/token_active_minibatch_8" in first
+
+
+def test_compute_by_hand():
+    t = trainer()
+    rollout = t.source.next(1)
+    metrics = t.train_step(1, rollout)
+    policy = t.policy
+    # 32 hidden, 3 layers, 8 experts of 3 * 32 * 16, 2 active; 4 attention matrices of 32 * 32, q and k norms of 16;
+    # two norms of 32 a layer and one at the end; router 8 * 32; tied embedding counted once, as the output head
+    per_layer = 2 * 3 * 32 * 16 + 4 * 32 * 32 + 2 * 16 + 2 * 32 + 8 * 32
+    active = 3 * per_layer + 32 + len(policy.tokenizer) * 32
+    assert policy.active_parameters == active
+    flops = 0.0
+    for group in rollout.groups:
+        for i, r in enumerate(group):
+            prompt, length = len(r.prompt_ids), len(r.prompt_ids) + len(r.token_ids)
+            forward = lambda n: 2 * active * n + 2 * 3 * 32 * n * n  # noqa: E731
+            flops += forward(length) * 4 + forward(length) - forward(prompt) + (forward(prompt) if i == 0 else 0)
+    assert metrics["compute/flops"] == pytest.approx(flops, rel=1e-9)
+    assert metrics["compute/tokens"] == sum(len(r.token_ids) for r in rollout.responses)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights():
+    t = trainer()
+    rollout = t.source.next(1)
+    with torch.no_grad():
+        t.policy.model.lm_head.weight[5] = float("nan")
+    before = weights(t)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        t.train_step(1, rollout)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, weights(t), strict=True))
