@@ -21,7 +21,7 @@ ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
 OBJECTIVES = {"gspo": GSPO, "grpo": GRPO, "gspo_token": GSPO_TOKEN}
 
 # What may differ between two runs of one arm: who ran it, for how long, where it was written.
-NOT_THE_ARM = ("seed", "steps", "experiment", "tracking", "checkpoint", "runs", "on_existing", "resume", "threads")
+NOT_THE_ARM = ("seed", "steps", "study", "tracking", "checkpoint", "runs", "on_existing", "resume", "threads")
 # What makes the arms different on purpose; any other difference between compared arms goes into the caption.
 MAKES_THE_ARM = ("objective", "policy.routing_replay")
 

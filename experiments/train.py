@@ -50,7 +50,7 @@ def run(settings: Settings, alone: bool = True) -> None:
     log_file = log_to(folder)
     supersede(folder, trainer.state.step if checkpoint else -1)
     tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
-    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.experiment, tags)
+    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
     exit_code = 1
     try:
         train(settings, folder, trainer, tracker, alone)

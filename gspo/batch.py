@@ -70,7 +70,7 @@ def pack(responses: list[Response], adv_B: Tensor, pad_id: int) -> TrainBatch:
     for r in responses:
         if not r.token_ids or len(r.token_ids) != len(r.logprobs):
             raise ValueError(
-                f"problem {r.problem.index}, response {r.sample}: {len(r.token_ids)} tokens, {len(r.logprobs)} log-probs"
+                f"response {r.sample}, problem {r.problem.index}: {len(r.token_ids)} tokens, {len(r.logprobs)} logprobs"
             )
     batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
     for i, r in enumerate(responses):

@@ -38,7 +38,8 @@ CHOICES: dict[str, dict[str, type]] = {
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {"math": ChainArithmetic, "code": FunctionWriting, "mixed": Mixture},
 }
-NOT_PART_OF_THE_RESULT = ("steps", "tracking", "runs", "on_existing", "resume", "threads")  # left out of the hash
+# left out of the hash
+NOT_PART_OF_THE_RESULT = ("steps", "tracking", "study", "runs", "on_existing", "resume", "threads")
 CHANGEABLE_ON_RESUME = ("steps", "tracking")
 
 
@@ -46,7 +47,7 @@ CHANGEABLE_ON_RESUME = ("steps", "tracking")
 class Settings:
     """Everything a run depends on."""
 
-    experiment: str = "default"  # groups runs: runs/<experiment>/..., and the group in W&B
+    study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
     seed: int = 1
     steps: int = 100  # rollout batches
     objective: Any = MISSING
@@ -160,9 +161,9 @@ def settings_hash(settings: Settings) -> str:
 
 
 def run_directory(settings: Settings) -> Path:
-    """runs/<experiment>/<objective>-seed<k>-<hash>/"""
+    """runs/<study>/<objective>-seed<k>-<hash>/"""
     name = f"{settings.objective.name}-seed{settings.seed}-{settings_hash(settings)}"
-    return Path(settings.runs) / settings.experiment / name
+    return Path(settings.runs) / settings.study / name
 
 
 def write_settings(settings: Settings, folder: Path) -> None:

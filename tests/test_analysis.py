@@ -36,7 +36,7 @@ def write_run(folder: Path, arm: str, seed: int, start: float, gain: float, step
     """A run directory whose expected reward is known. A seed's arms share the problems' difficulty (sd 0.08)."""
     name, replay, low, high = KINDS[arm]
     tree = {
-        "experiment": "synthetic",
+        "study": "synthetic",
         "seed": seed,
         "steps": steps,
         "objective": {"name": name, "clip_low": low, "clip_high": high},
@@ -181,7 +181,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert error(tmp_path) == needs
     write_run(tmp_path / "a", GRPO_R2, 2, 0.2, 0.1, steps=5)
     assert "share none" in error(tmp_path)
-    again = write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=6, experiment="other")
+    again = write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=6, study="other")
     message = error(tmp_path)
     assert str(first) in message and str(again) in message and "twice" in message
 

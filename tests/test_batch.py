@@ -51,7 +51,7 @@ def test_split_keeps_every_row_once_and_pads_less():
 def test_an_engine_that_lost_log_probs_is_refused():
     broken = response([1], [3, 4])
     broken.logprobs = broken.logprobs[:1]
-    with pytest.raises(ValueError, match="2 tokens, 1 log-probs"):
+    with pytest.raises(ValueError, match="2 tokens, 1 logprobs"):
         pack([broken], torch.zeros(1), pad_id=0)
 
 

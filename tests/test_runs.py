@@ -1,0 +1,223 @@
+"""Whole runs: directory, tracking, resume after SIGKILL and SIGTERM, refusal. Real processes, the real W&B client."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from wandb.proto import wandb_internal_pb2 as pb
+
+from gspo.tracking import read_rows
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "study=small", "task=math", "steps=12", "cold_start.steps=4", "cold_start.batch_size=8", "threads=1",
+    "model.hidden=16", "model.layers=2", "model.heads=2", "model.experts=4", "model.expert_width=8",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=12", "trainer.minibatches=2",
+    "evaluation.problems=4", "evaluation.every=2", "checkpoint.every=2", "optim.lr=1e-3", "tracking.rollouts_every=1",
+]  # fmt: skip
+TIMES = ("time/", "throughput/", "compute/seconds")
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "experiments" / "train.py"), *overrides]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"NETRC": "/nonexistent"}
+
+
+def train(cwd: Path, *overrides: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*overrides), cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = (folder / "runs" / "small").glob("*-seed*")
+    return run
+
+
+def comparable(run: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_rows(run / "metrics.jsonl")]
+
+
+def wandb_rows(run: Path) -> list[dict]:
+    """History rows of the newest offline segment: 32 KiB LevelDB-log blocks of protobuf records."""
+    data = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)[-1].read_bytes()
+    rows, position, parts = [], 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        crc, length, kind = struct.unpack_from("<IHB", data, position)
+        body = data[position + 7 : position + 7 + length]
+        if len(body) < length:
+            break
+        assert zlib.crc32(body, zlib.crc32(bytes([kind]))) == crc
+        position += 7 + length
+        parts = body if kind in (1, 2) else parts + body
+        if kind in (1, 4):
+            record = pb.Record()
+            record.ParseFromString(parts)
+            if record.WhichOneof("record_type") == "history":
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """A run of twelve steps without interruption."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = train(folder, *SMALL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished at step 12/12" in done.stdout and "wandb sync runs/small/" in done.stdout
+    return only_run(folder)
+
+
+def test_a_run_directory_holds_everything(straight):
+    rows = read_rows(straight / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(13))
+    assert "eval/math_easy/avg@2" in rows[0] and "reward/mean" not in rows[0]
+    assert all("reward/mean" in row and "routing/consistency" in row for row in rows[1:])
+    assert ["eval/elo" in row for row in rows] == [step % 2 == 0 for step in range(13)]
+    first = [json.loads(line) for line in (straight / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(first) == 16 and set(first[0]) >= {"prompt", "response", "reward", "verdict", "length", "finish_reason"}
+    mean = sum(row["reward"] for row in first) / 16
+    assert mean == pytest.approx(rows[1]["reward/mean"])
+    assert (straight / "checkpoints" / "latest").read_text() == "step_000012"
+    assert {p.name for p in (straight / "checkpoints").glob("step_*")} == {"step_000010", "step_000012"}
+    assert {"commit", "changed_files", "versions", "command"} <= set(json.loads((straight / "code.json").read_text()))
+    assert "step 12/12" in (straight / "train.log").read_text()
+
+
+def test_wandb_has_the_same_numbers(straight):
+    rows, seen = read_rows(straight / "metrics.jsonl"), wandb_rows(straight)
+    assert [row["step"] for row in seen] == list(range(13))
+    for row, other in zip(rows, seen, strict=True):
+        for key, value in row.items():
+            assert other[key] == pytest.approx(value), key
+    assert "rollouts" in " ".join(seen[1])
+
+
+def test_an_existing_directory_is_refused_and_left_alone(straight):
+    before = {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()}
+    done = train(straight.parents[2], *SMALL)
+    assert done.returncode == 2 and "exists already" in done.stderr and done.stderr.count("\n") == 1
+    assert before == {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()}
+    again = train(straight.parents[2], *SMALL, "on_existing=resume")
+    assert again.returncode == 0 and "has reached step 12 already" in again.stdout
+
+
+def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for path in (run_folder / "runs" / "small").glob("*-seed*/metrics.jsonl"):
+            if any(row["step"] >= step for row in read_rows(path)):
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def interrupted(folder: Path, number: int) -> subprocess.Popen:
+    """A run of 200 steps that got a signal once step 3 was in its metrics."""
+    process = subprocess.Popen(
+        command(*SMALL, "steps=200"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(folder, 3, process)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    return process
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = (load_file(run / "checkpoints" / "step_000012" / "model.safetensors") for run in (a, b))
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.slow
+def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
+    process = interrupted(tmp_path, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    run = only_run(tmp_path)
+    done = train(tmp_path, f"resume={run}", "steps=12")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert comparable(run) == comparable(straight)
+    assert same_weights(run, straight)
+    assert [row["step"] for row in wandb_rows(run)] == list(range(13)), "the newest W&B segment holds the whole history"
+    for step in (1, 12):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (run / name).read_text() == (straight / name).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(straight, tmp_path, number):
+    process = interrupted(tmp_path, number)
+    assert process.returncode == 128 + number
+    run = only_run(tmp_path)
+    last = read_rows(run / "metrics.jsonl")[-1]["step"]
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{last:06d}", "nothing that was computed is lost"
+    assert [row["step"] for row in wandb_rows(run)] == list(range(last + 1))
+    assert last < 12, "the signal came too late to show anything"
+    assert train(tmp_path, f"resume={run}", "steps=12").returncode == 0
+    assert comparable(run) == comparable(straight)
+    assert same_weights(run, straight)
+
+
+@pytest.mark.slow
+def test_resume_moves_later_rows_aside(straight, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(straight, run)
+    (run / "checkpoints" / "latest").write_text("step_000010")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "reward/me')  # a line that a kill cut short
+    done = train(tmp_path, f"resume={run}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert comparable(run) == comparable(straight)
+    assert [row["step"] for row in read_rows(run / "superseded" / "metrics.jsonl")] == [11, 12]
+    assert {p.name for p in (run / "superseded").glob("step_*")} == {"step_000011.jsonl", "step_000012.jsonl"}
+
+
+def test_a_foreign_folder_is_refused(straight, tmp_path):
+    done = train(tmp_path, f"resume={straight / 'rollouts'}")
+    assert done.returncode == 2 and "is not a run directory" in done.stderr
+    done = train(tmp_path, f"resume={straight}", "seed=3")
+    assert done.returncode == 2 and "only steps and tracking" in done.stderr
+
+
+@pytest.mark.slow
+def test_evaluate_and_sample_read_a_run(straight):
+    def script(name, *overrides):
+        path = str(ROOT / "experiments" / name)
+        return subprocess.run(
+            [sys.executable, path, f"run={straight}", *overrides],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=straight,
+        )
+
+    done = script("evaluate.py", "evaluation.problems=8", "evaluation.samples=2")
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads((straight / "evaluation_step_000012.json").read_text())["metrics"]
+    assert f"{numbers['eval/math_easy/avg@2']:.3f}" in done.stdout and "Elo" in done.stdout
+    done = script("sample.py", "set=math_hard", "problems=2", "samples=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("=?") >= 2 and done.stdout.count("mean log-prob") == 6
+    assert script("sample.py", "set=nothing").returncode == 2
+    bad = script("evaluate.py", "step=3")
+    assert bad.returncode == 2 and "step_000010, step_000012" in bad.stderr
