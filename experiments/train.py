@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from gspo.config import Settings, register_schemas, resumed_settings, to_setting
 from gspo.evaluation import evaluate
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.source import OnPolicySource, Rollout
-from gspo.runs import STOP, claim, command_line, find, finished, log_to, one_line, open_policy
+from gspo.runs import Stopped, claim, command_line, find, finished, log_to, one_line, open_policy, stop_signal
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 
@@ -32,9 +33,13 @@ def main(config: DictConfig) -> None:
         settings = resumed_settings(Path(config.resume), list(job.overrides.task))
     else:
         settings = to_settings(config)
-    STOP.install()
-    if not STOP.requested():  # a sweep that was asked to stop starts no further run
+    stop_signal().install(signal.SIGINT, signal.SIGTERM)
+    if stop_signal().requested():  # a sweep that was asked to stop starts no further run
+        return
+    try:
         run(settings, alone=job.mode == RunMode.RUN)
+    except Stopped:
+        print(f"{settings.label()}: stopped before its first step")
 
 
 def run(settings: Settings, alone: bool = True) -> None:
@@ -59,7 +64,7 @@ def run(settings: Settings, alone: bool = True) -> None:
         trainer.source.task.close()
         sync = tracker.finish(exit_code)
         log_file.close()
-    how = "stopped" if STOP.requested() else "finished"
+    how = "stopped" if stop_signal().requested() else "finished"
     print(
         f"{folder}: {how} at step {trainer.state.step}/{settings.steps}" + (f"; to upload it: {sync}" if sync else "")
     )
@@ -68,8 +73,15 @@ def run(settings: Settings, alone: bool = True) -> None:
 def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     """Policy, engine, source and trainer; from the checkpoint if there is one."""
     bar = Progress("cold start", settings.cold_start.steps, 0, alone)
-    policy = open_policy(settings, checkpoint, lambda step, steps, loss: bar(step, loss=loss))
-    bar.close()
+
+    def report(step: int, steps: int, loss: float) -> None:
+        stop_signal().raise_if_requested()
+        bar(step, loss=loss)
+
+    try:
+        policy = open_policy(settings, checkpoint, report)
+    finally:
+        bar.close()
     source = OnPolicySource(LocalEngine(policy), settings.task, settings.rollout, settings.seed)
     parts = (settings.objective, settings.advantage, settings.optim, settings.trainer, settings.policy)
     trainer = Trainer(policy, source, *parts, seed=settings.seed)
@@ -101,10 +113,12 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
             save_checkpoint(folder, trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
 
     try:
-        trainer.fit(settings.steps, evaluation, log, checkpoint, STOP.requested)
+        trainer.fit(settings.steps, evaluation, log, checkpoint, stop_signal().requested)
     finally:
         progress.close()
 
 
 if __name__ == "__main__":
+    stop_signal().loud = True
+    stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     command_line(main)

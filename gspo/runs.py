@@ -106,33 +106,47 @@ def log_to(folder: Path) -> logging.Handler:
     return handler
 
 
+class Stopped(Exception):
+    """Raised where a run that was asked to stop has nothing to save yet."""
+
+
 class StopSignal:
     """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
 
     One per process: a process that was asked to stop runs no further jobs of its sweep.
     """
 
-    number: int = 0
+    number: int = 0  # the signal that asked
+    loud: bool = False  # whether this process tells the user; the workers of a sweep leave it to the process above
 
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+    def install(self, *numbers: int) -> None:
+        for number in numbers:
             signal.signal(number, self._note)
 
     def requested(self) -> bool:
         return self.number != 0
+
+    def raise_if_requested(self) -> None:
+        if self.number:
+            raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
         if self.number:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.number = number
-        print(
-            "\nstopping after the current step (once more: stop now, losing what follows the last checkpoint)",
-            flush=True,
-        )
+        if self.loud:
+            print(
+                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True
+            )
 
 
-STOP = StopSignal()
+_STOP = StopSignal()
+
+
+def stop_signal() -> StopSignal:
+    """This process's. Entry points must ask here: a sweep's launcher copies their globals into its workers."""
+    return _STOP
 
 
 USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
@@ -165,8 +179,8 @@ def command_line(main: Callable[[], None]) -> None:
         main()
     except USER_ERRORS as error:
         sys.exit(report(error))
-    if STOP.number:
-        sys.exit(128 + STOP.number)
+    if _STOP.number:
+        sys.exit(128 + _STOP.number)
 
 
 def report(error: BaseException) -> int:

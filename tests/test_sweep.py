@@ -1,0 +1,68 @@
+"""A sweep as users type it: Ctrl-C reaches every worker, the same command continues, finished arms are not run again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_runs import ROOT, SMALL, environment
+
+from gspo.tracking import read_rows
+
+COMMAND = [
+    sys.executable,
+    str(ROOT / "experiments" / "train.py"),
+    "-cd",
+    str(ROOT / "sweeps"),
+    "-cn",
+    "paper_figures",
+    "-m",
+]
+OVERRIDES = [o for o in SMALL if not o.startswith(("study=", "steps=", "checkpoint."))]
+
+
+def sweep(folder, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, *OVERRIDES, "seed=1", "steps=40", "checkpoint.every=100"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def steps_of(folder) -> dict[str, int]:
+    paths = (folder / "runs" / "paper_figures").glob("*/metrics.jsonl")
+    return {path.parent.name: read_rows(path)[-1]["step"] for path in paths if read_rows(path)}
+
+
+@pytest.mark.slow
+def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
+    process = sweep(tmp_path, start_new_session=True)
+    deadline = time.monotonic() + 180
+    while sorted(steps_of(tmp_path).values())[-2:] < [3, 3] or len(steps_of(tmp_path)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does: everyone in the foreground gets it
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output and output.count("stopping after the current step") == 1
+    stopped = steps_of(tmp_path)
+    for name, step in stopped.items():  # no step that was computed is lost
+        latest = tmp_path / "runs" / "paper_figures" / name / "checkpoints" / "latest"
+        assert latest.read_text() == f"step_{step:06d}"
+    output, _ = (again := sweep(tmp_path)).communicate(timeout=400)
+    assert again.returncode == 0, output
+    assert set(steps_of(tmp_path).values()) == {40} and len(steps_of(tmp_path)) == 3
+    for name, step in stopped.items():
+        rows = read_rows(tmp_path / "runs" / "paper_figures" / name / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(41))
+        assert not (tmp_path / "runs" / "paper_figures" / name / "superseded").exists(), (
+            f"{name} lost steps before {step}"
+        )
+    output, _ = (third := sweep(tmp_path)).communicate(timeout=120)
+    assert third.returncode == 0 and output.count("has reached step 40 already") == 3
