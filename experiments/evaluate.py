@@ -27,7 +27,11 @@ def main(config: DictConfig) -> None:
     step = json.loads((checkpoint / "state.json").read_text())["step"]
     try:
         metrics, groups = evaluate(
-            LocalEngine(policy), settings.task, command.evaluation, settings.rollout.max_new_tokens, step
+            LocalEngine(policy, settings.rollout.batch_rows),
+            settings.task,
+            command.evaluation,
+            settings.rollout.max_new_tokens,
+            step,
         )
     finally:
         settings.task.close()

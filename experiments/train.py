@@ -13,12 +13,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.checkpoint import load_optimizer, save_checkpoint
+from gspo.checkpoint import latest_checkpoint, load_optimizer, save_checkpoint
 from gspo.config import Settings, register_schemas, resumed_settings, to_settings
 from gspo.evaluation import evaluate
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.source import OnPolicySource, Rollout
-from gspo.runs import Stopped, claim, command_line, find, finished, log_to, one_line, open_policy, stop_signal
+from gspo.runs import (
+    Failed,
+    Stopped,
+    claim,
+    command_line,
+    exclusive,
+    find,
+    finished,
+    log_to,
+    one_line,
+    open_policy,
+    stop_signal,
+)
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 
@@ -44,30 +56,31 @@ def main(config: DictConfig) -> None:
 
 def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
-    folder, checkpoint = find(settings)
-    if finished(checkpoint, settings.steps):
-        print(f"{folder} has reached step {settings.steps} already")
-        return
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    trainer = build(settings, checkpoint, alone)
-    claim(settings, folder)
-    log_file = log_to(folder)
-    supersede(folder, trainer.state.step if checkpoint else -1)
-    tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
-    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
-    exit_code = 1
-    try:
-        train(settings, folder, trainer, tracker, alone)
-        exit_code = 0
-    finally:
-        trainer.source.task.close()
-        sync = tracker.finish(exit_code)
-        log_file.close()
-    how = "stopped" if stop_signal().requested() else "finished"
-    print(
-        f"{folder}: {how} at step {trainer.state.step}/{settings.steps}" + (f"; to upload it: {sync}" if sync else "")
-    )
+    folder = find(settings, in_sweep=not alone)
+    with exclusive(folder), log_to(folder):
+        checkpoint = latest_checkpoint(folder)
+        if finished(checkpoint, settings.steps):
+            print(f"{folder} has reached step {settings.steps} already")
+            return
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        trainer = build(settings, checkpoint, alone)
+        claim(settings, folder)
+        supersede(folder, trainer.state.step if checkpoint else -1)
+        tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
+        tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
+        exit_code = 1
+        try:
+            train(settings, folder, trainer, tracker, alone)
+            exit_code = 0 if trainer.state.step == settings.steps else 130
+        except ValueError as error:  # not the user's: those were found before
+            raise Failed(f"{folder} failed after step {trainer.state.step}") from error
+        finally:
+            settings.task.close()
+            sync = tracker.finish(exit_code)
+    how = "stopped" if exit_code else "finished"
+    upload = f"; to upload it: {sync}" if sync else ""
+    print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")
 
 
 def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
@@ -82,7 +95,9 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
         policy = open_policy(settings, checkpoint, report)
     finally:
         bar.close()
-    source = OnPolicySource(LocalEngine(policy), settings.task, settings.rollout, settings.seed)
+    source = OnPolicySource(
+        LocalEngine(policy, settings.rollout.batch_rows), settings.task, settings.rollout, settings.seed
+    )
     parts = (settings.objective, settings.advantage, settings.optim, settings.trainer, settings.policy)
     trainer = Trainer(policy, source, *parts, seed=settings.seed)
     if checkpoint:
@@ -93,7 +108,7 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, alone: bool) -> None:
     """Fit, with evaluation, tracking and checkpoints where they are due."""
     progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
-    engine, task = trainer.source.engine, trainer.source.task
+    engine, task, spent = trainer.source.engine, trainer.source.task, {}
 
     def evaluation(step: int) -> dict[str, float]:
         if step % settings.evaluation.every and step != settings.steps:
@@ -104,13 +119,16 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
 
     def log(step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
         kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
-        tracker.log(step, metrics, rollout.responses if kept else None)
+        tracker.log(step, metrics | spent, rollout.responses if kept else None)
+        spent.clear()
         if rollout:
             progress(step, reward=metrics["reward/mean"], clipped=metrics["clip/token_active"])
 
     def checkpoint(step: int, last: bool) -> None:
         if last or step % settings.checkpoint.every == 0:
+            started = time.perf_counter()
             save_checkpoint(folder, trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
+            spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:
         trainer.fit(settings.steps, evaluation, log, checkpoint, stop_signal().requested)

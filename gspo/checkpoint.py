@@ -61,7 +61,7 @@ def save_checkpoint(run: Path, policy: Policy, optimizer: Optimizer, state: Trai
     _sync(folder.parent)
     replace_text(folder.parent / "latest", folder.name)
     if keep:
-        for old in sorted(folder.parent.glob("step_??????"))[:-keep]:
+        for old in sorted(p for p in folder.parent.glob("step_??????") if p.name <= folder.name)[:-keep]:
             shutil.rmtree(old)
     return folder
 
@@ -79,7 +79,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     return TrainState(**json.loads((folder / "state.json").read_text()))
 
 

@@ -24,8 +24,12 @@ from gspo.batch import TrainBatch, layout
 from gspo.masked import Totals, aggregate
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
+from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.source import score
 from gspo.seeding import generator
 from gspo.tasks.base import Task
+
+CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128  # of the reward that is recorded with a cold start
 
 
 @dataclass
@@ -43,10 +47,14 @@ class ColdStartSettings:
     def __post_init__(self):
         if not 0 <= self.wrong_step_rate < 1:
             raise ValueError(f"cold_start.wrong_step_rate={self.wrong_step_rate} must lie in [0, 1)")
-        if self.steps < 0 or self.batch_size < 1:
-            raise ValueError(
-                f"cold_start.steps={self.steps} and cold_start.batch_size={self.batch_size} must be positive"
-            )
+        for key in ("batch_size", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"cold_start.{key}={getattr(self, key)} must be at least 1")
+        for key in ("steps", "warmup_steps"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"cold_start.{key}={getattr(self, key)} must not be negative")
+        if not self.lr > 0:
+            raise ValueError(f"cold_start.lr={self.lr} must be positive")
 
 
 def cold_start(
@@ -55,6 +63,7 @@ def cold_start(
     settings: ColdStartSettings,
     cache: Path,
     report: Callable[[int, int, float], None],
+    device: str = "cpu",
 ) -> Path:
     """The folder of the cold-started model, made if it is not there yet. `report(step, steps, loss)` shows progress."""
     key = json.dumps([asdict(model), asdict(task), asdict(settings)], sort_keys=True)
@@ -65,11 +74,17 @@ def cold_start(
         if not (folder / "cold_start.json").exists():
             network, tokenizer = model.make()
             started = time.perf_counter()
-            losses = _train(Policy(network, tokenizer), task, settings, report)
+            policy = Policy(network.to(device), tokenizer)
+            losses = _train(policy, task, settings, report)
             unfinished = folder.with_suffix(f".{os.getpid()}")
             shutil.rmtree(unfinished, ignore_errors=True)
             save(network, tokenizer, unfinished)
-            record = {"settings": json.loads(key), "seconds": time.perf_counter() - started, "losses": losses[::10]}
+            record = {
+                "settings": json.loads(key),
+                "seconds": time.perf_counter() - started,
+                "reward": sampled_reward(policy, task, settings.seed),
+                "losses": losses[::10],
+            }
             (unfinished / "cold_start.json").write_text(json.dumps(record, indent=1))
             unfinished.rename(folder)
     return folder
@@ -101,6 +116,15 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Call
     return losses
 
 
+def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
+    """Mean reward of one sampled response to each of 512 training problems: where reinforcement learning starts."""
+    problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
+    sampling = Sampling(max_new_tokens=CHECKED_TOKENS)
+    groups = LocalEngine(policy).generate(problems, 1, sampling, (seed, "cold start"))
+    score(task, [r for group in groups for r in group])
+    return sum(group[0].score.reward for group in groups) / len(groups)
+
+
 def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step: int) -> TrainBatch:
     """The batch of a supervised step: a pure function of the settings and the step."""
     rows = []
@@ -109,6 +133,6 @@ def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step
         problem = task.problem(settings.seed, "cold_start", index)
         rng = generator(settings.seed, "demonstration", index)
         text = task.demonstration(problem, settings.wrong_step_rate, rng)
-        prompt_ids, answer_ids = (policy.tokenizer(t)["input_ids"] for t in (problem.prompt, text))
-        rows.append((prompt_ids, [*answer_ids, policy.tokenizer.eos_token_id]))
+        answer_ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows.append((policy.encode_prompt(problem.prompt), [*answer_ids, policy.tokenizer.eos_token_id]))
     return layout(rows, policy.tokenizer.pad_token_id)

@@ -67,14 +67,18 @@ class Settings:
     )
     threads: int = 0  # CPU threads of torch; 0 leaves torch's choice
     runs: str = "runs"  # where run directories go
-    on_existing: str = "refuse"  # a run directory that is there already: refuse | resume
+    on_existing: str = "auto"  # a run directory that is there already: refuse | resume | auto (resume in a sweep)
     resume: str = ""  # continue this run directory with its own settings; only `steps` and `tracking` may be given
 
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        if self.on_existing not in ("refuse", "resume"):
-            raise ValueError(f"on_existing={self.on_existing!r}: choose refuse or resume")
+        if self.on_existing not in ("auto", "refuse", "resume"):
+            raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
+        if self.threads < 0:
+            raise ValueError(f"threads={self.threads} must be 0 (torch's choice) or positive")
+        if not self.study or "/" in self.study or self.study.startswith("."):
+            raise ValueError(f"study={self.study!r} must be a plain folder name")
 
     def label(self) -> str:
         """The arm in a few words: objective, replay, seed."""
@@ -124,6 +128,10 @@ def to_settings(config: DictConfig) -> Settings:
 def check(s: Settings) -> None:
     """The combinations of settings that cannot work or would mean something else than they say."""
     updates = s.trainer.minibatches * s.trainer.epochs
+    for group, options in CHOICES.items():
+        chosen = getattr(s, group)
+        if type(chosen) is not options.get(chosen.name):
+            raise ValueError(f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=...")
     if s.rollout.prompts_per_step % s.trainer.minibatches:
         raise ValueError(
             f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="

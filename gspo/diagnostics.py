@@ -96,7 +96,7 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
 
 def mismatch(batch: TrainBatch, tally: Tally) -> None:
     """How far the trainer's old log-probs are from those the engine reported: k3 and the largest difference."""
-    log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+    log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT).clamp(-20, 20)  # keeps k3 finite
     tally.mean("mismatch/k3", torch.where(batch.mask_BT, k3(log_BT), 0.0).sum(), batch.mask_BT.sum())
     tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
 
@@ -123,9 +123,10 @@ def clips(outputs: LossOutputs, batch: TrainBatch, minibatch: int, tally: Tally)
 def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> None:
     """Importance ratios of tokens and sequences, their effective sample sizes, and the KL estimates from them."""
     mask_BT = batch.mask_BT
-    log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT).clamp(-bound, bound)
+    log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
+    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)].clamp(-bound, bound)  # as the objectives bound it
+    log_BT = log_BT.clamp(-bound, bound)
     token_N, log_N = log_BT.exp()[mask_BT], log_BT[mask_BT]
-    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)]
     variance_B = masked_mean(log_BT.square(), mask_BT)[mask_BT.any(-1)] - log_s_B.square()
     for kind, ratio in (("token", token_N), ("sequence", log_s_B.exp())):
         tally.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))

@@ -30,9 +30,11 @@ class EvaluationSettings:
     sets: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        for key in ("every", "problems", "samples"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"evaluation.{key}={getattr(self, key)} must be at least 1")
+        for key, least in (("every", 1), ("problems", 2), ("samples", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"evaluation.{key}={getattr(self, key)} must be at least {least}")
+        if not self.temperature >= 0:
+            raise ValueError(f"evaluation.temperature={self.temperature} must be 0 (greedy) or positive")
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
                 f"evaluation.samples={self.samples} with temperature=0: greedy samples are all alike; use 1"
@@ -73,7 +75,7 @@ def summarise(name: str, rewards_PK: np.ndarray) -> dict[str, float]:
     means_P = rewards_PK.mean(1)
     return {
         f"eval/{name}/avg@{samples}": float(means_P.mean()),
-        f"eval/{name}/stderr": float(means_P.std(ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan,
+        f"eval/{name}/stderr": float(means_P.std(ddof=1) / math.sqrt(problems)),
         f"eval/{name}/pass@{samples}": float((rewards_PK == 1).any(1).mean()),
     }
 

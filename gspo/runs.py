@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -10,59 +11,73 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo.checkpoint import latest_checkpoint, replace_text
-from gspo.cold_start import cold_start
+from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, read_settings, run_directory, same_result, write_settings
 from gspo.policy.policy import Policy
 
 
-def find(settings: Settings) -> tuple[Path, Path | None]:
-    """The run's directory, and the checkpoint to go on from if there is one. Writes nothing.
-
-    Raises ValueError if the directory holds results that may not be continued.
-    """
+def find(settings: Settings, in_sweep: bool) -> Path:
+    """The run's directory. Writes nothing. Raises ValueError if it holds results that may not be continued."""
     folder = Path(settings.resume) if settings.resume else run_directory(settings)
     if (folder / "metrics.jsonl").exists():
-        if not settings.resume and settings.on_existing == "refuse":
-            raise ValueError(
-                f"{folder} exists already; continue it with resume={folder} (or on_existing=resume), or remove it"
-            )
+        may = settings.resume or settings.on_existing == "resume" or (settings.on_existing == "auto" and in_sweep)
+        if not may:
+            raise ValueError(f"{folder} exists already; continue it with resume={folder}, or remove it")
         difference = same_result(settings, read_settings(folder))
         if difference:
             raise ValueError(f"{folder} was made with other settings: {difference}")
-    return folder, latest_checkpoint(folder)
+    return folder
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """One process at a time in a run directory. Raises ValueError if another one is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another process; wait for it, or stop it first") from None
+        yield
 
 
 def claim(settings: Settings, folder: Path) -> None:
-    """Make the directory and say in it what runs there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Say in the directory what runs there."""
     write_settings(settings, folder)
     replace_text(folder / "code.json", json.dumps(code_state(), indent=1))
 
 
 def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Policy:
     """The policy of a checkpoint; without one, the policy that reinforcement learning starts from."""
+    device = settings.policy.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if checkpoint:
         model, tokenizer = settings.model.open(checkpoint)
     elif settings.cold_start.steps:
         cache = Path(settings.runs) / "cold_starts"
-        model, tokenizer = settings.model.open(
-            cold_start(settings.model, settings.task, settings.cold_start, cache, report)
-        )
+        folder = cold_start(settings.model, settings.task, settings.cold_start, cache, report, device)
+        reward = json.loads((folder / "cold_start.json").read_text())["reward"]
+        print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
+        model, tokenizer = settings.model.open(folder)
     else:
         model, tokenizer = settings.model.make()
-    device = settings.policy.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    limit, longest = settings.rollout.max_new_tokens, getattr(model.config, "max_position_embeddings", None)
+    if longest and limit >= longest:
+        raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {longest} positions")
     return Policy(model.to(device), tokenizer, settings.rollout.temperature)
 
 
@@ -96,14 +111,26 @@ def code_state() -> dict:
     }
 
 
-def log_to(folder: Path) -> logging.Handler:
-    """Send the library's log to the run's train.log; close the handler at the end of the run."""
+@contextmanager
+def log_to(folder: Path) -> Iterator[None]:
+    """Within: the library's log goes to the run's train.log, with the traceback of whatever ends the run."""
     handler = logging.FileHandler(folder / "train.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("gspo")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    return handler
+    try:
+        yield
+    except Exception:
+        logger.exception("the run failed")
+        raise
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class Failed(RuntimeError):
+    """A run failed after it had begun: no mistake in its settings, so its traceback is shown and it exits with 1."""
 
 
 class Stopped(Exception):
@@ -113,10 +140,12 @@ class Stopped(Exception):
 class StopSignal:
     """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
 
-    One per process: a process that was asked to stop runs no further jobs of its sweep.
+    One per process: a process that was asked to stop runs no further jobs of its sweep. The worker of a sweep also
+    stops when the process above it is gone, killed perhaps: nobody would collect its work or stop it.
     """
 
     number: int = 0  # the signal that asked
+    parent: int = os.getppid()
     loud: bool = False  # whether this process tells the user; the workers of a sweep leave it to the process above
 
     def install(self, *numbers: int) -> None:
@@ -124,10 +153,11 @@ class StopSignal:
             signal.signal(number, self._note)
 
     def requested(self) -> bool:
-        return self.number != 0
+        orphaned = not self.loud and os.getppid() != self.parent
+        return self.number != 0 or orphaned
 
     def raise_if_requested(self) -> None:
-        if self.number:
+        if self.requested():
             raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
@@ -160,6 +190,8 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
         try:
             job(config)
         except USER_ERRORS as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # the other jobs of the sweep go on; `command_line` reports it at the end
             sys.exit(report(error))
         except OSError as error:
             print(

@@ -21,7 +21,7 @@ import wandb
 from requests.utils import get_netrc_auth
 from tqdm import tqdm
 
-from gspo.metrics import METRICS, lookup
+from gspo.metrics import lookup
 from gspo.records import Response
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,16 @@ class TrackingSettings:
     def __post_init__(self):
         if self.wandb not in WANDB_MODES:
             raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(WANDB_MODES)}")
-        if self.rollouts_every < 1:
-            raise ValueError(f"tracking.rollouts_every={self.rollouts_every} must be at least 1")
+        for key in ("rollouts_every", "table_rows"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"tracking.{key}={getattr(self, key)} must be at least 1")
 
 
 class Tracker:
     """Writes a run's rows to its directory and to W&B."""
 
     def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
-        self.run, self.settings = run, settings
+        self.run, self.settings, self.known = run, settings, set()
         self.rows = open(run / "metrics.jsonl", "a")  # noqa: SIM115, closed by `finish`
         self.wandb = None
         mode = _mode(settings.wandb)
@@ -77,19 +78,19 @@ class Tracker:
             settings=wandb.Settings(x_transaction_log_flush_interval=1.0, silent=True, console="off"),
         )
         run.define_metric("step")
-        for metric in METRICS:
-            if metric.name != "step" and "*" not in metric.name:
-                run.define_metric(metric.name, step_metric="step", summary=metric.summary)
         run.define_metric("*", step_metric="step")
-        if resumed and mode == "offline":
+        if resumed and (mode == "offline" or not run.resumed):  # also a run that was offline until now
             for row in read_rows(self.run / "metrics.jsonl"):
-                run.log(row)
+                run.log(row, step=row["step"], commit=True)
         return run
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
         """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
-        for name in metrics:
-            lookup(name)  # raises for a metric that nobody defined
+        for name in metrics.keys() - self.known:
+            metric = lookup(name)  # raises for a metric that nobody defined
+            if self.wandb:
+                self.wandb.define_metric(name, step_metric="step", summary=metric.summary)
+            self.known.add(name)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row = {"step": step} | finite
         if responses:
@@ -98,10 +99,13 @@ class Tracker:
         self.rows.flush()
         os.fsync(self.rows.fileno())
         if self.wandb:
-            self.wandb.log(row | ({"rollouts": self._table(responses)} if responses else {}))
+            table = {"rollouts": self._table(responses)} if responses else {}
+            self.wandb.log(
+                row | table, step=step, commit=True
+            )  # a step that the server has from before a resume is not doubled
 
     def _table(self, responses: list[Response]) -> wandb.Table:
-        chosen = responses[:: max(1, len(responses) // max(self.settings.table_rows, 1))]
+        chosen = responses[:: max(1, len(responses) // self.settings.table_rows)]
         return wandb.Table(columns=list(rollout_row(chosen[0])), data=[list(rollout_row(r).values()) for r in chosen])
 
     def finish(self, exit_code: int) -> str | None:
@@ -158,17 +162,17 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def supersede(run: Path, step: int) -> None:
-    """Move rows and rollouts after `step` to superseded/: a run that resumes there will write them again."""
+    """Move what lies after `step` to superseded/<n>/: a run that resumes there will make it again."""
     metrics, attic = run / "metrics.jsonl", run / "superseded"
     rows = read_rows(metrics)
     later = [row for row in rows if row["step"] > step]
-    rollouts = [p for p in (run / "rollouts").glob("step_*.jsonl") if int(p.stem.removeprefix("step_")) > step]
-    if later or rollouts:
-        attic.mkdir(exist_ok=True)
-        with open(attic / "metrics.jsonl", "a") as kept:
-            kept.writelines(json.dumps(row) + "\n" for row in later)
-        for path in rollouts:
-            path.rename(attic / path.name)
+    files = [p for p in run.glob("*/step_*") if p.parent != attic and int(p.stem.removeprefix("step_")) > step]
+    if later or files:
+        attic = attic / str(1 + len(list(attic.glob("*"))))
+        attic.mkdir(parents=True)
+        (attic / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
+        for path in files:
+            path.rename(attic / f"{path.parent.name}_{path.name}")
     beside = metrics.with_name("metrics.jsonl.unfinished")
     beside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
     os.replace(beside, metrics)

@@ -42,9 +42,13 @@ class OptimSettings:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.lr < 0:
-            raise ValueError(f"optim.lr={self.lr} must not be negative")
-        if self.max_grad_norm <= 0:
+        for key in ("lr", "eps", "weight_decay", "warmup_updates"):
+            if not getattr(self, key) >= 0:  # so that nan fails too
+                raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1)")
+        if not self.max_grad_norm > 0:
             raise ValueError(f"optim.max_grad_norm={self.max_grad_norm} must be positive")
 
 
@@ -97,6 +101,8 @@ class Trainer:
         self.policy, self.source, self.objective, self.advantage = policy, source, objective, advantage
         self.optim, self.settings, self.seed = optim, settings, seed
         self.replay = policy_settings.routing_replay == "r2"
+        if self.replay:
+            policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
         self.state = TrainState()
         self.optimizer = torch.optim.AdamW(
@@ -192,7 +198,7 @@ class Trainer:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
         sample = batch.rows(torch.from_numpy(chosen))
-        own_BSLK = self.policy.forward(sample).experts_BSLK.cpu()
+        _, own_BSLK = self.policy.score(sample, self.settings.micro_batch_size)
         diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
 
     def account(self, step: int, batch: TrainBatch, rollout: Rollout, train_s: float) -> None:

@@ -76,5 +76,3 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
         HFModel().make()
     with pytest.raises(ValueError, match=r"model.experts_per_token=20"):
         TinyMoE(experts_per_token=20)
-    with pytest.raises(ValueError, match=r"model.dtype='int8'"):
-        HFModel(dtype="int8")

@@ -95,8 +95,10 @@ def test_replayed_gate_weights_come_from_the_current_router(policy):
     assert ((up - down) / (2 * step)).item() == pytest.approx(router.weight.grad[index].item(), rel=2e-2)
 
 
-def test_a_router_with_another_gate_formula_is_refused():
-    class SigmoidTopKRouter(torch.nn.Module):
+def test_a_router_with_another_gate_formula_is_refused_for_replay():
+    class Qwen2MoeTopKRouter(torch.nn.Module):
+        """Has the name of a router we know, but weighs experts by sigmoid."""
+
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.randn(4, 8))
@@ -107,8 +109,14 @@ def test_a_router_with_another_gate_formula_is_refused():
             weights, experts = logits.sigmoid().topk(2)
             return logits, weights, experts
 
-    with pytest.raises(ValueError, match=r"SigmoidTopKRouter .* cannot be replayed"):
-        Routing(SigmoidTopKRouter())
+    with pytest.raises(ValueError, match=r"Qwen2MoeTopKRouter .* cannot be replayed"):
+        Routing(Qwen2MoeTopKRouter()).check_replay()
+
+
+def test_replay_without_a_router_is_refused(dense, moe):
+    moe.routing.check_replay()
+    with pytest.raises(ValueError, match="no router to replay"):
+        dense.routing.check_replay()
 
 
 def test_dense_models_have_no_routing(dense):

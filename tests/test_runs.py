@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from wandb.proto import wandb_internal_pb2 as pb
 
+from gspo.runs import exclusive
 from gspo.tracking import read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -188,8 +189,12 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
     done = train(tmp_path, f"resume={run}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert comparable(run) == comparable(straight)
-    assert [row["step"] for row in read_rows(run / "superseded" / "metrics.jsonl")] == [11, 12]
-    assert {p.name for p in (run / "superseded").glob("step_*")} == {"step_000011.jsonl", "step_000012.jsonl"}
+    assert [row["step"] for row in read_rows(run / "superseded" / "1" / "metrics.jsonl")] == [11, 12]
+    assert {p.name for p in (run / "superseded" / "1").glob("*step*")} == {
+        "rollouts_step_000011.jsonl",
+        "rollouts_step_000012.jsonl",
+        "checkpoints_step_000012",
+    }
 
 
 def test_a_foreign_folder_is_refused(straight, tmp_path):
@@ -221,3 +226,38 @@ def test_evaluate_and_sample_read_a_run(straight):
     assert script("sample.py", "set=nothing").returncode == 2
     bad = script("evaluate.py", "step=3")
     assert bad.returncode == 2 and "step_000010, step_000012" in bad.stderr
+
+
+def test_two_processes_cannot_write_one_run(straight):
+    with exclusive(straight):
+        done = train(straight.parents[2], f"resume={straight}", "steps=20")
+    assert done.returncode == 2 and "is being written by another process" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_finishes_its_good_jobs_and_names_the_bad_one(tmp_path):
+    """A grid with an impossible combination; the same grid again runs nothing twice (on_existing=auto)."""
+    grid = ["-m", *SMALL, "steps=2", "rollout.group_size=1,2"]
+    for _ in range(2):
+        done = train(tmp_path, *[o for o in grid if o != "rollout.group_size=4"])
+        assert done.returncode == 2 and "rollout.group_size=1 leaves" in done.stderr.splitlines()[-1]
+    assert [row["step"] for row in read_rows(only_run(tmp_path) / "metrics.jsonl")] == [0, 1, 2]
+    assert "has reached step 2 already" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
+    """A checkpoint folder that cannot be made: exit 1, said in one line, rows kept, traceback in train.log."""
+    process = subprocess.Popen(
+        command(*SMALL, "steps=200", "checkpoint.every=50"),
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(tmp_path, 2, process)
+    (only_run(tmp_path) / "checkpoints").write_text("in the way")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "what was written before is kept" in errors
+    run = only_run(tmp_path)
+    assert len(read_rows(run / "metrics.jsonl")) > 50 and "Traceback" in (run / "train.log").read_text()

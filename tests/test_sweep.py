@@ -1,4 +1,4 @@
-"""A sweep as users type it: Ctrl-C reaches every worker, the same command continues, finished arms are not run again."""
+"""A sweep as users type it: Ctrl-C reaches every worker, the same command continues, finished arms stay as they are."""
 
 import os
 import signal

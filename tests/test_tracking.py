@@ -61,9 +61,9 @@ def test_supersede_splits_at_the_step(tmp_path):
         (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").write_text("x")
     supersede(tmp_path, 3)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in read_rows(tmp_path / "superseded" / "metrics.jsonl")] == [4]
+    assert [row["step"] for row in read_rows(tmp_path / "superseded" / "1" / "metrics.jsonl")] == [4]
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_000002.jsonl"]
-    assert (tmp_path / "superseded" / "step_000004.jsonl").exists()
+    assert (tmp_path / "superseded" / "1" / "rollouts_step_000004.jsonl").exists()
 
 
 def test_progress_says_step_reward_and_time_left(capsys):

@@ -21,7 +21,7 @@ class PolicyOutput:
     """What one forward pass over a batch says of its response tokens."""
 
     logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
-    entropy_BT: Tensor  # float32, -sum_v pi log pi, without gradient
+    entropy_BT: Tensor | None  # float32, -sum_v pi log pi, without gradient; None if not asked for
     experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None for dense models
 
 
@@ -33,12 +33,20 @@ class Policy:
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.routing = Routing(model)
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
+        self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
-    def forward(self, batch: TrainBatch, replay: bool = False) -> PolicyOutput:
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt: with the begin-of-sequence token if the tokenizer adds one, never with an end."""
+        ids = self.tokenizer(text)["input_ids"]
+        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+    def forward(self, batch: TrainBatch, replay: bool = False, entropy: bool = True) -> PolicyOutput:
         """Log-probs of the response tokens; with `replay`, through the experts that the batch has on record."""
         batch = batch.to(self.device)
         width = batch.mask_BT.shape[1]
@@ -51,10 +59,12 @@ class Policy:
                 logits_to_keep=width + 1,  # the last prompt token predicts the first response token
             ).logits[:, :-1]
             experts_BSLK = self.routing.recorded(len(batch)) if self.routing.layers else None
-        logprobs_BTV = (logits_BTV.float() / self.temperature).log_softmax(-1)
-        logp_BT = logprobs_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
-        with torch.no_grad():
-            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        logits_BTV = logits_BTV.float() if self.temperature == 1 else logits_BTV.float() / self.temperature
+        taken_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
+        logp_BT = taken_BT - logits_BTV.logsumexp(-1)
+        entropy_BT = None
+        if entropy:
+            entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1)
         return PolicyOutput(logp_BT, entropy_BT, experts_BSLK)
 
     @torch.no_grad()
@@ -68,7 +78,7 @@ class Policy:
         order = batch.attention_BS.sum(1).argsort(stable=True)
         for rows in order.split(micro_batch_size):
             chunk = batch.rows(rows)
-            output = self.forward(chunk)
+            output = self.forward(chunk, entropy=False)
             logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
             if experts_BSLK is not None:
                 start = batch.prompt_width - chunk.prompt_width
@@ -83,7 +93,7 @@ class Policy:
         if not self.model.config.tie_word_embeddings:
             total -= self.model.get_input_embeddings().weight.numel()
         for name, module in self.model.named_modules():
-            if name.endswith("experts") and self.routing.layers:
+            if name.split(".")[-1] == "experts" and self.routing.layers:
                 share = self.routing.routers[0].top_k / self.routing.experts
                 total -= round((1 - share) * sum(p.numel() for p in module.parameters()))
         return total

@@ -6,8 +6,8 @@ go through the same network. Only the expert *indices* are replayed. The gate we
 
     p = softmax(router logits)        w_e = p_e / sum_{e' in replayed} p_e'     (as the model itself normalises)
 
-so the router keeps its gradient. Works by forward hooks on transformers' top-k softmax routers (Qwen3-MoE, Qwen2-MoE,
-OLMoE, Mixtral, ...); each router is tried once on random input, and a router with another gate formula is refused.
+so the router keeps its gradient. Works by forward hooks on the softmax routers of transformers that are named below;
+before a replay each router is tried once on random input, and one that weighs experts otherwise is refused.
 
 Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E experts, N = B*S.
 """
@@ -21,6 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+# routers that return (logits, weights, experts); other families are neither recorded nor replayed
+ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
 NOT_RECORDED = -1  # at padding: there the router's own choice stands
 
 
@@ -28,11 +30,10 @@ class Routing:
     """Hooks on a model's routers. Without MoE layers `layers` is 0 and nothing is recorded."""
 
     def __init__(self, model: nn.Module):
-        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
         self._own_LNK: list[Tensor | None] | None = None
         self._replay_BSLK: Tensor | None = None
         for layer, router in enumerate(self.routers):
-            _check_gate_formula(router)
             router.register_forward_hook(partial(self._hook, layer))
 
     @property
@@ -43,6 +44,13 @@ class Routing:
     def experts(self) -> int:
         """Experts per layer (E)."""
         return self.routers[0].num_experts
+
+    def check_replay(self) -> None:
+        """Raises ValueError if there is nothing to replay, or a router's gate weights are not what we would compute."""
+        if not self.routers:
+            raise ValueError(f"there is no router to replay; routing is known of {', '.join(ROUTERS)}")
+        for router in self.routers:
+            _check_gate_formula(router)
 
     @contextmanager
     def recording(self, replay_BSLK: Tensor | None = None) -> Iterator[None]:

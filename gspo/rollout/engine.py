@@ -30,10 +30,10 @@ class Sampling:
     max_new_tokens: int = 80
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"rollout.temperature={self.temperature} must be 0 (greedy) or positive")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
         if self.max_new_tokens < 1:
-            raise ValueError(f"rollout.max_new_tokens={self.max_new_tokens} must be at least 1")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LocalEngine:
 
     def __init__(self, policy: Policy, batch_rows: int = 512):
         self.policy = policy
-        self.batch_rows = batch_rows  # at most this many responses at once: bounds the cache's memory
+        self.batch_rows = batch_rows  # at most this many responses at once (one group at least)
 
     def generate(
         self,
@@ -78,7 +78,7 @@ class LocalEngine:
     def _rows(self, problems: list[Problem], group_size: int, sampling: Sampling, seed: tuple) -> list[_Row]:
         rows = []
         for problem in problems:
-            prompt_ids = self.policy.tokenizer(problem.prompt)["input_ids"]
+            prompt_ids = self.policy.encode_prompt(problem.prompt)
             if not prompt_ids:
                 raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
             for sample in range(group_size):
@@ -147,7 +147,7 @@ class LocalEngine:
                 row.experts.append(experts[i][fed])
 
     def _finished(self, row: _Row) -> bool:
-        return bool(row.token_ids) and row.token_ids[-1] == self.policy.tokenizer.eos_token_id
+        return bool(row.token_ids) and row.token_ids[-1] in self.policy.stop_ids
 
     def _response(self, row: _Row, policy_step: int) -> Response:
         return Response(
@@ -157,7 +157,9 @@ class LocalEngine:
             token_ids=row.token_ids,
             logprobs=np.array(row.logprobs, dtype=np.float32),
             finish_reason="stop" if self._finished(row) else "length",
-            text=self.policy.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            text=self.policy.tokenizer.decode(
+                row.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
             policy_step=policy_step,
             experts=np.concatenate(row.experts) if row.experts else None,
         )

@@ -21,14 +21,16 @@ class RolloutSettings:
     group_size: int = 8
     temperature: float = 1.0
     max_new_tokens: int = 80
+    batch_rows: int = 512  # responses sampled at once: bounds the memory of the cache, changes no response
 
     def __post_init__(self):
-        for key in ("prompts_per_step", "group_size"):
+        for key in ("prompts_per_step", "group_size", "batch_rows"):
             if getattr(self, key) < 1:
                 raise ValueError(f"rollout.{key}={getattr(self, key)} must be at least 1")
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(f"rollout.temperature={self.temperature} must be positive: greedy groups are all alike")
-        self.sampling()
+        if self.max_new_tokens < 1:
+            raise ValueError(f"rollout.max_new_tokens={self.max_new_tokens} must be at least 1")
 
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.max_new_tokens)
