@@ -38,8 +38,11 @@ def draw(data: Data, out: Path) -> list[Path]:
     panels.paper_rewards(companion, "fig1_reward", NEEDS)
     for ax, name in zip(rows[1].subplots(1, len(scores), squeeze=False)[0] if scores else [], scores, strict=True):
         score_panel(ax, data, name)
+    if scores:
+        rows[1].supxlabel(big.get_xlabel(), fontsize=big.xaxis.label.get_fontsize())
     found = [claim.sentence() for claim in judged(data)]
-    bars = " Held-out scores: mean over seeds, bars ±1 standard error over the set's problems." if scores else ""
+    how = ", ".join(sorted({name.split("/")[-1] for name in scores if name != "eval/elo"}))
+    bars = f" Held-out scores ({how}): mean over seeds, bars ±1 standard error over problems." if scores else ""
     described = f"{load.describe(data, list(NEEDS))} {panels.how_drawn(data, NEEDS)}{bars}"
     caption = "\n".join([described, *found])
     return style.save(figure, out, "fig1_stability", caption)
@@ -59,8 +62,8 @@ def score_panel(ax, data: Data, name: str) -> None:
         largest = max(largest, style.finite_max(flops))
     style.flops_axis(ax, largest)
     ax.set_xlim(-0.03 * largest, 1.03 * largest)
-    ax.set_xlabel(ax.get_xlabel().removeprefix("training "))
-    ax.set_title("Elo" if name == "eval/elo" else name.removeprefix("eval/").replace("/", ", ").replace("_", " "))
+    ax.set_xlabel("")
+    ax.set_title("Elo" if name == "eval/elo" else name.split("/")[1].replace("_", " "))
 
 
 if __name__ == "__main__":

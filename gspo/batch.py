@@ -57,9 +57,12 @@ class TrainBatch:
         return replace(self, **taken)
 
     def split(self, size: int) -> list[TrainBatch]:
-        """Micro-batches of at most `size` rows of similar length, so that little of the compute is spent on padding."""
-        by_length = self.attention_BS.sum(1).argsort(stable=True)
-        return [self.rows(chunk) for chunk in by_length.split(size)]
+        """Micro-batches of at most `size` rows: of similar length, so that little of the compute is spent on padding,
+        and rows without advantage apart from the others, so that they need no backward pass."""
+        lengths_B = self.attention_BS.sum(1)
+        idle_B = ~self.adv_BT.any(1)
+        order = (lengths_B + idle_B * (1 + lengths_B.max())).argsort(stable=True)
+        return [self.rows(chunk) for chunk in order.split(size)]
 
 
 def pack(responses: list[Response], adv_B: Tensor, pad_id: int) -> TrainBatch:

@@ -100,9 +100,8 @@ class Tracker:
         os.fsync(self.rows.fileno())
         if self.wandb:
             table = {"rollouts": self._table(responses)} if responses else {}
-            self.wandb.log(
-                row | table, step=step, commit=True
-            )  # a step that the server has from before a resume is not doubled
+            # with the step given, one that the server has from before a resume is not doubled
+            self.wandb.log(row | table, step=step, commit=True)
 
     def _table(self, responses: list[Response]) -> wandb.Table:
         chosen = responses[:: max(1, len(responses) // self.settings.table_rows)]

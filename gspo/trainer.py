@@ -168,12 +168,16 @@ class Trainer:
     def update(self, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
         """One optimizer step; the loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
+        signal = bool(batch.adv_BT.any())
         for micro in batch.split(self.settings.micro_batch_size):
-            output = self.policy.forward(micro, replay=self.replay)
-            micro = micro.to(self.policy.device)
-            losses = self.objective(LossInputs(output.logp_BT, micro.old_logp_BT, micro.adv_BT, micro.mask_BT))
-            loss = aggregate(losses.loss_BT, micro.mask_BT, self.settings.aggregation, totals)
-            loss.backward()
+            learns = bool(micro.adv_BT.any()) or not signal  # rows without advantage add exactly 0 to the gradient
+            with torch.set_grad_enabled(learns):
+                output = self.policy.forward(micro, replay=self.replay)
+                micro = micro.to(self.policy.device)
+                losses = self.objective(LossInputs(output.logp_BT, micro.old_logp_BT, micro.adv_BT, micro.mask_BT))
+                loss = aggregate(losses.loss_BT, micro.mask_BT, self.settings.aggregation, totals)
+            if learns:
+                loss.backward()
             with torch.no_grad():
                 tally.mean("optim/loss", loss, len(micro) / len(batch))
                 diagnostics.clips(losses, micro, minibatch, tally)

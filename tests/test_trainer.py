@@ -100,6 +100,24 @@ def test_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
+def test_rows_without_advantage_change_nothing_in_the_gradient():
+    """Updates that leave them out of the backward pass equal updates that do not, whatever stands beside them."""
+    results = []
+    for size in (4, 16):  # four: micro-batches of such rows alone; sixteen: mixed with others
+        t = trainer(GRPO(), micro_batch_size=size, minibatches=1)
+        rollout = t.source.next(1)
+        for group in rollout.groups[:5]:
+            for response in group:
+                response.score = Score(1.0, "correct")
+        backwards = []
+        t.policy.model.lm_head.register_full_backward_hook(lambda *_, seen=backwards: seen.append(1))
+        t.train_step(1, rollout)
+        results.append((weights(t), len(backwards)))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+    assert results[0][1] <= 3 < 8, "five of eight groups should have had no backward pass"
+
+
 @pytest.mark.parametrize("objective", [GSPO(clip_low=0.02, clip_high=0.03), GRPO()])
 def test_reward_rises_on_a_task_that_can_be_learned(objective):
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
