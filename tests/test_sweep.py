@@ -40,21 +40,44 @@ def steps_of(folder) -> dict[str, int]:
     return {path.parent.name: read_rows(path)[-1]["step"] for path in paths if read_rows(path)}
 
 
-@pytest.mark.slow
-def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
-    process = sweep(tmp_path, start_new_session=True)
+def two_runs_under_way(folder) -> subprocess.Popen:
+    process = sweep(folder, start_new_session=True)
     deadline = time.monotonic() + 180
-    while sorted(steps_of(tmp_path).values())[-2:] < [3, 3] or len(steps_of(tmp_path)) < 2:
+    while sum(step >= 3 for step in steps_of(folder).values()) < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
+    return process
+
+
+def latest(folder, name: str) -> str:
+    path = folder / "runs" / "paper_figures" / name / "checkpoints" / "latest"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.slow
+def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path):
+    process = two_runs_under_way(tmp_path)
+    process.kill()  # only the process above them: no signal reaches the workers
+    deadline = time.monotonic() + 60
+    while not all(latest(tmp_path, name) == f"step_{step:06d}" for name, step in steps_of(tmp_path).items()):
+        assert time.monotonic() < deadline, steps_of(tmp_path)
+        time.sleep(0.2)
+    stopped = steps_of(tmp_path)
+    time.sleep(3)
+    assert steps_of(tmp_path) == stopped and max(stopped.values()) < 40 and len(stopped) == 2
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
+    process = two_runs_under_way(tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does: everyone in the foreground gets it
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert "Traceback" not in output and output.count("stopping after the current step") == 1
     stopped = steps_of(tmp_path)
     for name, step in stopped.items():  # no step that was computed is lost
-        latest = tmp_path / "runs" / "paper_figures" / name / "checkpoints" / "latest"
-        assert latest.read_text() == f"step_{step:06d}"
+        assert latest(tmp_path, name) == f"step_{step:06d}"
     output, _ = (again := sweep(tmp_path)).communicate(timeout=400)
     assert again.returncode == 0, output
     assert set(steps_of(tmp_path).values()) == {40} and len(steps_of(tmp_path)) == 3
