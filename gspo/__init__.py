@@ -2,7 +2,7 @@
 
 Floors, from the top; a module imports its own floor's helpers and the floors below (tests/test_layers.py):
 
-    config                                       the settings tree; the only room that knows Hydra
+    config, runs                                 the settings tree, a run's directory; only they know Hydra
     trainer, cold_start                          the loop, the step, the update; the supervised start
     checkpoint, tracking, evaluation             what is kept, what is shown, what is measured on held-out problems
     policy/, rollout/                            models, routing record and replay; engines and rollout sources

@@ -121,6 +121,8 @@ def log_to(folder: Path) -> Iterator[None]:
     logger.addHandler(handler)
     try:
         yield
+    except Stopped:
+        raise
     except Exception:
         logger.exception("the run failed")
         raise
@@ -189,16 +191,10 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
     def reported(config: DictConfig) -> None:
         try:
             job(config)
-        except USER_ERRORS as error:
+        except (*USER_ERRORS, OSError) as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # the other jobs of the sweep go on; `command_line` reports it at the end
             sys.exit(report(error))
-        except OSError as error:
-            print(
-                f"error: {error}; what was written before is kept: go on with resume=RUN when this is mended",
-                file=sys.stderr,
-            )
-            sys.exit(1)
 
     return reported
 
@@ -209,15 +205,19 @@ def command_line(main: Callable[[], None]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         main()
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, OSError) as error:
         sys.exit(report(error))
     if _STOP.number:
         sys.exit(128 + _STOP.number)
 
 
 def report(error: BaseException) -> int:
-    print("error: " + explain(error), file=sys.stderr)
-    return 2
+    """Say in one line what went wrong; the exit code."""
+    mend = (
+        "; what was written before is kept: mend this and go on with resume=RUN" if isinstance(error, OSError) else ""
+    )
+    print(f"error: {explain(error)}{mend}", file=sys.stderr)
+    return 1 if mend else 2
 
 
 def explain(error: BaseException) -> str:
