@@ -258,6 +258,6 @@ def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
     wait_for_step(tmp_path, 2, process)
     (only_run(tmp_path) / "checkpoints").write_text("in the way")
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and "what was written before is kept" in errors
+    assert process.returncode == 1 and "what was written is kept" in errors
     run = only_run(tmp_path)
     assert len(read_rows(run / "metrics.jsonl")) > 50 and "Traceback" in (run / "train.log").read_text()
