@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_policy
 from safetensors.torch import load_file
+from test_routing import other_family
 from wandb.proto import wandb_internal_pb2 as pb
 
+from gspo.policy.models import TinyDense, save
 from gspo.runs import exclusive
 from gspo.tracking import read_rows
 
@@ -261,3 +264,19 @@ def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
     assert process.returncode == 1 and "what was written is kept" in errors
     run = only_run(tmp_path)
     assert len(read_rows(run / "metrics.jsonl")) > 50 and "Traceback" in (run / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_any_model_folder_can_be_trained_and_replay_needs_a_router(tmp_path):
+    """model=hf on another MoE family and on a dense model, as folders that `transformers` wrote."""
+    dense = small_policy(TinyDense(hidden=16, layers=1, heads=2))
+    for name, policy in (("olmoe", other_family("olmoe")), ("dense", dense)):
+        save(policy.model, policy.tokenizer, tmp_path / name)
+    small = [o for o in SMALL if not o.startswith("model.")] + ["steps=2", "model=hf", "cold_start.steps=0"]
+    done = train(tmp_path, *small, f"model.path={tmp_path / 'olmoe'}", "policy.routing_replay=r2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    assert "routing/consistency_layer_1" in rows[2] and rows[2]["mismatch/logp_abs_max"] < 1e-4
+    refused = train(tmp_path, *small, f"model.path={tmp_path / 'dense'}", "policy.routing_replay=r2")
+    assert refused.returncode == 2 and "no router to replay" in refused.stderr
+    assert train(tmp_path, *small, f"model.path={tmp_path / 'dense'}").returncode == 0
