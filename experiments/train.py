@@ -45,13 +45,17 @@ def main(config: DictConfig) -> None:
         settings = resumed_settings(Path(config.resume), list(job.overrides.task))
     else:
         settings = to_settings(config)
-    stop_signal().install(signal.SIGINT, signal.SIGTERM)
-    if stop_signal().requested():  # a sweep that was asked to stop starts no further run
-        return
-    try:
-        run(settings, alone=job.mode == RunMode.RUN)
-    except Stopped:
-        print(f"{settings.label()}: stopped before its first step")
+    stop = stop_signal()
+    stop.install(signal.SIGINT, signal.SIGTERM)
+    if not stop.loud:
+        stop.end_with_parent()
+    with stop.busy:
+        if stop.requested():  # a sweep that was asked to stop starts no further run
+            return
+        try:
+            run(settings, alone=job.mode == RunMode.RUN)
+        except Stopped:
+            print(f"{settings.label()}: stopped before its first step")
 
 
 def run(settings: Settings, alone: bool = True) -> None:

@@ -11,6 +11,8 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -142,21 +144,34 @@ class Stopped(Exception):
 class StopSignal:
     """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
 
-    One per process: a process that was asked to stop runs no further jobs of its sweep. The worker of a sweep also
-    stops when the process above it is gone, killed perhaps: nobody would collect its work or stop it.
+    One per process: a process that was asked to stop runs no further jobs of its sweep.
     """
 
-    number: int = 0  # the signal that asked
-    parent: int = os.getppid()
-    loud: bool = False  # whether this process tells the user; the workers of a sweep leave it to the process above
+    def __init__(self):
+        self.number = 0  # the signal that asked
+        self.loud = False  # whether this process tells the user; a sweep's workers leave it to the process above them
+        self.busy = threading.Lock()  # held during a run
+        self._watcher: threading.Thread | None = None
 
     def install(self, *numbers: int) -> None:
         for number in numbers:
             signal.signal(number, self._note)
 
+    def end_with_parent(self) -> None:
+        """For a sweep's worker: when the process above is gone, killed perhaps, end the step, save, and leave."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
+            self._watcher.start()
+
+    def _watch(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        self.number = self.number or signal.SIGTERM
+        with self.busy:  # waits for the run to end
+            os._exit(128 + self.number)
+
     def requested(self) -> bool:
-        orphaned = not self.loud and os.getppid() != self.parent
-        return self.number != 0 or orphaned
+        return self.number != 0
 
     def raise_if_requested(self) -> None:
         if self.requested():
