@@ -33,7 +33,7 @@ def main(config: DictConfig) -> None:
         settings.task.close()
     for group in groups:
         problem = group[0].problem
-        print(f"--- {problem.task} {problem.index} ({problem.family})\n{problem.prompt}")
+        print(f"--- {problem.task} {problem.index} ({problem.family})\n{problem.prompt.rstrip()}")
         for r in group:
             mean_logp = r.logprobs.mean()
             print(f"  [{r.score.reward:g} {r.score.verdict}; {len(r.token_ids)} tokens, mean log-prob {mean_logp:.2f}]")
