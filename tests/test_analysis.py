@@ -124,6 +124,15 @@ def test_equal_arms_are_undecided(equal):
     assert "includes 0" in claims.reward(equal).verdict
 
 
+def test_reaching_the_level_of_a_collapsed_rival_is_no_efficiency(tmp_path):
+    for seed in (1, 2, 3):
+        write_run(tmp_path, GSPO, seed, 0.5, 0.2)
+        write_run(tmp_path, GRPO_R2, seed, 0.5, -0.4)
+    data = load.load([tmp_path])
+    assert claims.reward(data).verdict.startswith("seen")
+    assert claims.cheaper(data).verdict == "undecided (the rival ends no higher than it starts)"
+
+
 def test_the_opposite_is_reported_as_not_seen(below):
     for claim in (claims.reward(below), claims.held_out(below), claims.cheaper(below), claims.stable(below)):
         assert claim.verdict.startswith("not seen: contradicted"), claim
