@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.checkpoint import latest_checkpoint, load_optimizer, save_checkpoint
-from gspo.config import Settings, register_schemas, resumed_settings, to_settings
+from gspo.checkpoint import load_optimizer, save_checkpoint
+from gspo.config import Settings, register_schemas, resumed_settings, settings_hash, to_settings
 from gspo.evaluation import evaluate
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.source import OnPolicySource, Rollout
@@ -30,6 +30,7 @@ from gspo.runs import (
     one_line,
     open_policy,
     stop_signal,
+    to_go_on_from,
 )
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
@@ -62,7 +63,7 @@ def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
     folder = find(settings, in_sweep=not alone)
     with exclusive(folder), log_to(folder):
-        checkpoint = latest_checkpoint(folder)
+        checkpoint = to_go_on_from(settings, folder)
         if finished(checkpoint, settings.steps):
             print(f"{folder} has reached step {settings.steps} already")
             return
@@ -131,7 +132,8 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
     def checkpoint(step: int, last: bool) -> None:
         if last or step % settings.checkpoint.every == 0:
             started = time.perf_counter()
-            save_checkpoint(folder, trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
+            parts = (trainer.policy, trainer.optimizer, trainer.state)
+            save_checkpoint(folder, *parts, settings.checkpoint.keep, settings_hash(settings))
             spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -44,15 +44,17 @@ class TrainState:
     seconds: float = 0.0
 
 
-def save_checkpoint(run: Path, policy: Policy, optimizer: Optimizer, state: TrainState, keep: int) -> Path:
-    """Write weights, optimizer and counters; then drop all but the `keep` newest checkpoints."""
+def save_checkpoint(
+    run: Path, policy: Policy, optimizer: Optimizer, state: TrainState, keep: int, settings: str
+) -> Path:
+    """Write weights, optimizer, counters and the hash of the settings; then drop all but the `keep` newest."""
     folder = run / "checkpoints" / f"step_{state.step:06d}"
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     save(policy.model, policy.tokenizer, unfinished)
     torch.save(optimizer.state_dict(), unfinished / "optimizer.pt")
-    (unfinished / "state.json").write_text(json.dumps(asdict(state)))
+    (unfinished / "state.json").write_text(json.dumps(asdict(state) | {"settings": settings}))
     for path in unfinished.iterdir():
         _sync(path)
     if folder.exists():
@@ -77,10 +79,18 @@ def latest_checkpoint(run: Path) -> Path | None:
     return folder
 
 
+def check_belongs(folder: Path, settings: str) -> None:
+    """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
+    written = json.loads((folder / "state.json").read_text())["settings"]
+    if written != settings:
+        raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
+
+
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return TrainState(**json.loads((folder / "state.json").read_text()))
+    content = json.loads((folder / "state.json").read_text())
+    return TrainState(**{field.name: content[field.name] for field in fields(TrainState)})
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -25,9 +25,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from gspo.checkpoint import latest_checkpoint, replace_text
+from gspo.checkpoint import check_belongs, latest_checkpoint, replace_text
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
-from gspo.config import Settings, read_settings, run_directory, same_result, write_settings
+from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
 from gspo.policy.policy import Policy
 
 
@@ -54,6 +54,17 @@ def exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"{folder} is being written by another process; wait for it, or stop it first") from None
         yield
+
+
+def to_go_on_from(settings: Settings, folder: Path) -> Path | None:
+    """The run's newest checkpoint; None to start from the beginning. Raises ValueError if it is foreign, or missing
+    although the user asked to resume."""
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint:
+        check_belongs(checkpoint, settings_hash(settings))
+    elif settings.resume:
+        raise ValueError(f"resume={settings.resume} has no checkpoint; start it again with on_existing=resume")
+    return checkpoint
 
 
 def claim(settings: Settings, folder: Path) -> None:

@@ -253,4 +253,4 @@ def test_every_metric_read_is_in_the_registry():
     kinds = "reward|clip|eval|routing|compute"
     for file in ANALYSIS.glob("*.py"):
         for name in re.findall(rf'"((?:{kinds})/[a-z_]+)"', file.read_text()):
-            metrics.lookup(name + "0" if name.endswith("_") else name)
+            assert metrics.lookup(name + "0" if name.endswith("_") else name).meaning, f"{file}: {name}"

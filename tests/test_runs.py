@@ -200,6 +200,20 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
     }
 
 
+def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(straight, run)
+    state = run / "checkpoints" / "step_000012" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"settings": "0123456789"}))  # as another run wrote it
+    before = (run / "metrics.jsonl").read_text()
+    done = train(tmp_path, f"resume={run}", "steps=20")
+    assert done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr
+    shutil.rmtree(run / "checkpoints")
+    done = train(tmp_path, f"resume={run}", "steps=20")
+    assert done.returncode == 2 and f"resume={run} has no checkpoint" in done.stderr
+    assert (run / "metrics.jsonl").read_text() == before
+
+
 def test_a_foreign_folder_is_refused(straight, tmp_path):
     done = train(tmp_path, f"resume={straight / 'rollouts'}")
     assert done.returncode == 2 and "is not a run directory" in done.stderr
