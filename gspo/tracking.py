@@ -60,8 +60,7 @@ class Tracker:
 
     def _open_wandb(self, mode: str, config: dict, group: str, tags: list[str]):
         identity = self.run / "wandb_id"
-        resumed = identity.exists()
-        if not resumed:
+        if not identity.exists():
             identity.write_text(secrets.token_hex(6))
         run = wandb.init(
             project=self.settings.project,
@@ -79,7 +78,9 @@ class Tracker:
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        if resumed and (mode == "offline" or not run.resumed):  # also a run that was offline until now
+        if (
+            mode == "offline" or not run.resumed
+        ):  # a resumed run, also one that W&B has not seen so far
             for row in read_rows(self.run / "metrics.jsonl"):
                 run.log(row, step=row["step"], commit=True)
         return run
