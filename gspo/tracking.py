@@ -78,9 +78,7 @@ class Tracker:
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        if (
-            mode == "offline" or not run.resumed
-        ):  # a resumed run, also one that W&B has not seen so far
+        if mode == "offline" or not run.resumed:  # a resumed run, also one that W&B has not seen so far
             for row in read_rows(self.run / "metrics.jsonl"):
                 run.log(row, step=row["step"], commit=True)
         return run
