@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +16,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gspo.checkpoint import load_optimizer, save_checkpoint
+from gspo.checks import warnings, warnings_after
 from gspo.config import Settings, register_schemas, resumed_settings, settings_hash, to_settings
 from gspo.evaluation import evaluate
 from gspo.rollout.engine import LocalEngine
-from gspo.rollout.source import OnPolicySource, Rollout
+from gspo.rollout.source import Rollout, make_source
 from gspo.runs import (
     Failed,
     Stopped,
@@ -29,6 +32,7 @@ from gspo.runs import (
     log_to,
     one_line,
     open_policy,
+    open_reference,
     stop_signal,
     to_go_on_from,
 )
@@ -36,6 +40,7 @@ from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 
 register_schemas()
+LOG = logging.getLogger("gspo.train")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -71,6 +76,7 @@ def run(settings: Settings, alone: bool = True) -> None:
             torch.set_num_threads(settings.threads)
         trainer = build(settings, checkpoint, alone)
         claim(settings, folder)
+        warn(warnings(settings))
         supersede(folder, trainer.state.step if checkpoint else -1)
         tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
         tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
@@ -88,6 +94,13 @@ def run(settings: Settings, alone: bool = True) -> None:
     print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")
 
 
+def warn(lines: list[str]) -> None:
+    """Say it on the terminal and in the run's train.log."""
+    for line in lines:
+        LOG.warning(line)
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     """Policy, engine, source and trainer; from the checkpoint if there is one."""
     bar = Progress("cold start", settings.cold_start.steps, 0, alone)
@@ -98,15 +111,15 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 
     try:
         policy = open_policy(settings, checkpoint, report)
+        reference = open_reference(settings, checkpoint, report)
     finally:
         bar.close()
-    source = OnPolicySource(
-        LocalEngine(policy, settings.rollout.batch_rows), settings.task, settings.rollout, settings.seed
-    )
-    parts = (settings.objective, settings.advantage, settings.optim, settings.trainer, settings.policy)
-    trainer = Trainer(policy, source, *parts, seed=settings.seed)
+    engine = LocalEngine(policy, settings.rollout.batch_rows)
+    source = make_source(engine, settings.task, settings.rollout, settings.sampler, settings.seed)
+    parts = (settings.algorithm(), settings.optim, settings.trainer, settings.policy)
+    trainer = Trainer(policy, source, *parts, settings.seed, reference)
     if checkpoint:
-        trainer.state = load_optimizer(checkpoint, trainer.optimizer)
+        trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
     return trainer
 
 
@@ -119,13 +132,15 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
         if step % settings.evaluation.every and step != settings.steps:
             return {}
         started = time.perf_counter()
-        metrics, _ = evaluate(engine, task, settings.evaluation, settings.rollout.max_new_tokens, step)
+        metrics, _ = evaluate(engine, task, settings.evaluation, settings.rollout.longest_limit, step)
         return metrics | {"time/eval_s": time.perf_counter() - started}
 
     def log(step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
         kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
         tracker.log(step, metrics | spent, rollout.responses if kept else None)
         spent.clear()
+        if step == min(10, settings.steps):  # the learning rate has begun to rise
+            warn(warnings_after(settings, metrics))
         if rollout:
             progress(step, reward=metrics["reward/mean"], clipped=metrics["clip/token_active"])
 
@@ -133,7 +148,8 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
         if last or step % settings.checkpoint.every == 0:
             started = time.perf_counter()
             parts = (trainer.policy, trainer.optimizer, trainer.state)
-            save_checkpoint(folder, *parts, settings.checkpoint.keep, settings_hash(settings))
+            moved = trainer.reference if getattr(settings.kl, "refresh_every", 0) else None
+            save_checkpoint(folder, *parts, settings.checkpoint.keep, settings_hash(settings), moved)
             spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:

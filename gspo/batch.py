@@ -30,6 +30,10 @@ class TrainBatch:
     adv_BT: Tensor  # advantages
     old_logp_BT: Tensor | None = None  # log-probs under the old policy
     experts_BSLK: Tensor | None = None  # experts chosen under the old policy; None for dense models
+    ref_logp_BT: Tensor | None = None  # log-probs under the reference policy
+    correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: no correction
+    old_values_BT: Tensor | None = None  # the critic's values at the step's start
+    returns_BT: Tensor | None = None  # what the critic should predict
 
     @property
     def prompt_width(self) -> int:
@@ -46,7 +50,9 @@ class TrainBatch:
         """Some rows, in the order given, with the columns that are padding in all of them cut away."""
         attention_BS = self.attention_BS[rows]
         start = self.prompt_width - int(attention_BS[:, : self.prompt_width].sum(1).max())
-        width = int(self.mask_BT[rows].sum(1).max())
+        width = int(
+            attention_BS[:, self.prompt_width :].sum(1).max()
+        )  # not of the mask: it may leave out whole responses
         taken = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -65,8 +71,8 @@ class TrainBatch:
         return [self.rows(chunk) for chunk in order.split(size)]
 
 
-def pack(responses: list[Response], adv_B: Tensor, pad_id: int) -> TrainBatch:
-    """Lay out responses as above; every token of a response gets its advantage.
+def pack(responses: list[Response], pad_id: int) -> TrainBatch:
+    """Lay out responses as above, with the engine's log-probs; advantages are still 0.
 
     Raises ValueError if a response has no token or not one log-prob per token (an engine that returns such is broken).
     """
@@ -78,7 +84,6 @@ def pack(responses: list[Response], adv_B: Tensor, pad_id: int) -> TrainBatch:
     batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
     for i, r in enumerate(responses):
         batch.engine_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.logprobs)
-    batch.adv_BT += adv_B.unsqueeze(-1)
     return batch
 
 

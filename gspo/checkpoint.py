@@ -1,6 +1,7 @@
 """Checkpoints: written beside, then renamed, so that one is either whole or not there; `latest` moves last.
 
-checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json
+checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
+                           value_head.pt (the critic) and reference/ (a reference policy that was refreshed)
 checkpoints/latest         the name of the newest whole one
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
+from gspo.reward_shaping import RunningMoments
 
 
 @dataclass
@@ -42,20 +44,42 @@ class TrainState:
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
+    kl_coef: float | None = None  # the adaptive coefficient
+    rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
+    source: dict = field(default_factory=dict)  # what the rollout source must know, see OnPolicySource.state
+
+    @staticmethod
+    def from_json(content: dict) -> TrainState:
+        state = TrainState(**{f.name: content[f.name] for f in fields(TrainState)})
+        state.rewards = RunningMoments(**content["rewards"])
+        return state
 
 
 def save_checkpoint(
-    run: Path, policy: Policy, optimizer: Optimizer, state: TrainState, keep: int, settings: str
+    run: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    state: TrainState,
+    keep: int,
+    settings: str,
+    reference: Policy | None = None,
 ) -> Path:
-    """Write weights, optimizer, counters and the hash of the settings; then drop all but the `keep` newest."""
+    """Write weights, optimizer, counters and the hash of the settings; then drop all but the `keep` newest.
+
+    `reference` is given where the reference policy is not the one that the run started from.
+    """
     folder = run / "checkpoints" / f"step_{state.step:06d}"
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     save(policy.model, policy.tokenizer, unfinished)
+    if policy.value_head:
+        policy.value_head.save(unfinished)
+    if reference:
+        save(reference.model, reference.tokenizer, unfinished / "reference")
     torch.save(optimizer.state_dict(), unfinished / "optimizer.pt")
     (unfinished / "state.json").write_text(json.dumps(asdict(state) | {"settings": settings}))
-    for path in unfinished.iterdir():
+    for path in [*unfinished.rglob("*")]:
         _sync(path)
     if folder.exists():
         shutil.rmtree(folder)
@@ -89,8 +113,7 @@ def check_belongs(folder: Path, settings: str) -> None:
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    content = json.loads((folder / "state.json").read_text())
-    return TrainState(**{field.name: content[field.name] for field in fields(TrainState)})
+    return TrainState.from_json(json.loads((folder / "state.json").read_text()))
 
 
 def replace_text(path: Path, text: str) -> None:

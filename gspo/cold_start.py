@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from gspo.aggregation import Aggregation, Totals
 from gspo.batch import TrainBatch, layout
-from gspo.masked import Totals, aggregate
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
 from gspo.rollout.engine import LocalEngine, Sampling
@@ -104,7 +104,7 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Call
         totals, batch_loss = Totals.of(batch.mask_BT), 0.0
         for micro in batch.split(settings.micro_batch_size):
             logp_BT = policy.forward(micro).logp_BT
-            loss = aggregate(-logp_BT, micro.mask_BT.to(policy.device), "token_mean", totals)
+            loss = Aggregation("token-mean")(-logp_BT, micro.mask_BT.to(policy.device), totals)
             loss.backward()
             batch_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)

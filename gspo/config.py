@@ -2,7 +2,8 @@
 
 Hydra composes conf/, `to_settings` converts once, and everything below sees dataclasses. An unknown key, a wrong type,
 a bad range or a clash of options fails here, before a model loads, in one line that names the key and the value.
-Order of precedence: defaults < experiment < arm < command line.
+Order of precedence: defaults < experiment < preset < arm < command line. Combinations that cannot work are refused by
+gspo.checks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gspo.advantages import GroupNormalized
+from gspo.advantages import GAE, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
+from gspo.aggregation import Aggregation
 from gspo.checkpoint import CheckpointSettings, replace_text
+from gspo.checks import check
 from gspo.cold_start import ColdStartSettings
+from gspo.corrections import MIS, TIS, Correction, IcePop, Rejection
+from gspo.credit import Algorithm
 from gspo.evaluation import EvaluationSettings
-from gspo.objectives import GRPO, GSPO, GSPOToken
+from gspo.kl import KL, KLInLoss, KLInReward
+from gspo.objectives import OBJECTIVES
 from gspo.policy.models import HFModel, TinyDense, TinyMoE
+from gspo.reward_shaping import RewardShaping
+from gspo.rollout.sampler import Grouped, Uniform
 from gspo.rollout.source import RolloutSettings
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
@@ -33,8 +41,11 @@ from gspo.trainer import OptimSettings, PolicySettings, TrainerSettings
 
 # the option groups whose options are different dataclasses; an option file starts with `defaults: [_<name>]`
 CHOICES: dict[str, dict[str, type]] = {
-    "objective": {"gspo": GSPO, "gspo_token": GSPOToken, "grpo": GRPO},
-    "advantage": {"group_normalized": GroupNormalized},
+    "objective": {kind.name: kind for kind in OBJECTIVES},
+    "advantage": {kind.name: kind for kind in (GroupNormalized, GroupMean, LeaveOneOut, Returns, ReinforcePP, GAE)},
+    "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
+    "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
+    "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {"math": ChainArithmetic, "code": FunctionWriting, "mixed": Mixture},
 }
@@ -52,8 +63,12 @@ class Settings:
     steps: int = 100  # rollout batches
     objective: Any = MISSING
     advantage: Any = MISSING
+    kl: Any = MISSING
+    correction: Any = MISSING
+    sampler: Any = MISSING
     model: Any = MISSING
     task: Any = MISSING
+    reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
@@ -65,6 +80,7 @@ class Settings:
     allow_on_policy: bool = (
         False  # permit one update per rollout batch with step_start log-probs: nothing can be clipped
     )
+    allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
     threads: int = 0  # CPU threads of torch; 0 leaves torch's choice
     runs: str = "runs"  # where run directories go
     on_existing: str = "auto"  # a run directory that is there already: refuse | resume | auto (resume in a sweep)
@@ -79,6 +95,9 @@ class Settings:
             raise ValueError(f"threads={self.threads} must be 0 (torch's choice) or positive")
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
+
+    def algorithm(self) -> Algorithm:
+        return Algorithm(self.objective, self.advantage, self.reward, self.kl, self.correction)
 
     def label(self) -> str:
         """The arm in a few words: objective, replay, seed."""
@@ -119,47 +138,30 @@ def register_schemas() -> None:
 
 
 def to_settings(config: DictConfig) -> Settings:
-    """The composed config as dataclasses, checked. Raises ValueError or an OmegaConf error naming key and value."""
+    """The composed config as dataclasses, settled and checked. Raises ValueError or an OmegaConf error naming key and
+    value."""
     settings = OmegaConf.to_object(config)
+    for group, options in CHOICES.items():
+        chosen = getattr(settings, group)
+        if type(chosen) is not options.get(chosen.name):
+            raise ValueError(f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=...")
+    settle(settings)
     check(settings)
     return settings
 
 
-def check(s: Settings) -> None:
-    """The combinations of settings that cannot work or would mean something else than they say."""
-    updates = s.trainer.minibatches * s.trainer.epochs
-    for group, options in CHOICES.items():
-        chosen = getattr(s, group)
-        if type(chosen) is not options.get(chosen.name):
-            raise ValueError(f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=...")
-    if s.rollout.prompts_per_step % s.trainer.minibatches:
-        raise ValueError(
-            f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="
-            f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
-        )
-    if s.rollout.group_size == 1 and s.advantage.needs_group:
-        raise ValueError(
-            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2"
-        )
-    if isinstance(s.model, TinyDense) and s.policy.routing_replay != "none":
-        raise ValueError(
-            f"policy.routing_replay={s.policy.routing_replay} needs an MoE model; model={s.model.name} is dense"
-        )
-    if updates == 1 and s.policy.old_logprobs == "step_start" and not s.allow_on_policy:
-        raise ValueError(
-            f"trainer.minibatches=1 with policy.old_logprobs=step_start: every ratio is 1, so "
-            f"objective={s.objective.name} cannot clip and all objectives are the same; "
-            "use more mini-batches, or say allow_on_policy=true"
-        )
-    if updates == 1 and s.policy.routing_replay == "r2":
-        raise ValueError(
-            "policy.routing_replay=r2 changes nothing with one update per rollout batch (trainer.minibatches=1)"
-        )
-    unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
-    if unknown:
-        raise ValueError(
-            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has {', '.join(s.task.evaluation_sets())}"
-        )
+def settle(s: Settings) -> None:
+    """Replace what stands for another setting by its value, so that settings.yaml says what was done."""
+    aggregation = s.trainer.aggregation
+    if aggregation.mode == "auto":
+        aggregation.mode = s.objective.aggregation
+    if aggregation.mode == "seq-mean-token-sum-norm" and aggregation.length is None:
+        aggregation.length = s.rollout.longest_limit
+    if isinstance(s.kl, KLInLoss):
+        if s.kl.aggregation.mode == "auto":
+            s.kl.aggregation = Aggregation(**asdict(aggregation))
+        elif s.kl.aggregation.mode == "seq-mean-token-sum-norm" and s.kl.aggregation.length is None:
+            s.kl.aggregation.length = s.rollout.longest_limit
 
 
 def settings_hash(settings: Settings) -> str:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gspo.batch import TrainBatch
+from gspo.corrections import importance_weight
+from gspo.kl import kl_estimate
 from gspo.masked import masked_mean
-from gspo.objectives import LossOutputs, log_ratio
+from gspo.objectives import LossInputs, LossOutputs, log_ratio
 from gspo.records import Response
 
 
@@ -58,6 +60,15 @@ class Tally:
         return result
 
 
+def rollout(groups: list[list[Response]], filtered: dict[str, float], limit: int, tally: Tally) -> None:
+    """All groups that were sampled, also those that are not trained on, and how many were left out and why."""
+    rewards(groups, tally)
+    lengths([r for group in groups for r in group], tally)
+    tally.largest("length/limit", limit)
+    for reason, count in filtered.items():
+        tally.mean(f"filter/{reason}", count, 1)
+
+
 def rewards(groups: list[list[Response]], tally: Tally) -> None:
     """Rewards by task, verdicts, and which groups carry a signal."""
     for group in groups:
@@ -94,6 +105,35 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def advantages(batch: TrainBatch, tally: Tally) -> None:
+    """Mean, std and largest size of the advantages of response tokens."""
+    adv_N = batch.adv_BT[batch.mask_BT].double()
+    if len(adv_N):
+        tally.mean("advantage/mean", adv_N.sum(), len(adv_N))
+        tally.largest("advantage/std", adv_N.std(correction=0))
+        tally.largest("advantage/abs_max", adv_N.abs().max())
+
+
+def reference(batch: TrainBatch, tally: Tally) -> None:
+    """KL(pi_old || pi_ref), estimated on the tokens that pi_old sampled: k1 and k3."""
+    d_BT = log_ratio(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
+    for estimator in ("k1", "k3"):
+        kl_BT = kl_estimate(d_BT, estimator, bound=20.0)
+        tally.mean(f"kl/ref_{estimator}", torch.where(batch.mask_BT, kl_BT, 0.0).sum(), batch.mask_BT.sum())
+
+
+def correction(batch: TrainBatch, tally: Tally) -> None:
+    """Importance weights pi_old / mu before any truncation, by level, and what the correction made of them."""
+    tokens = batch.mask_BT.sum()
+    for level in ("token", "sequence", "geometric"):
+        weight_N = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT, level)[batch.mask_BT]
+        tally.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
+        tally.largest(f"mismatch/weight_{level}_max", weight_N.max())
+        tally.ess(f"mismatch/weight_{level}_ess", weight_N)
+    tally.mean("mismatch/corrected_mean", batch.correction_BT[batch.mask_BT].sum(), tokens)
+    tally.mean("mismatch/masked", (batch.mask_BT & (batch.correction_BT == 0)).sum(), tokens)
+
+
 def mismatch(batch: TrainBatch, tally: Tally) -> None:
     """How far the trainer's old log-probs are from those the engine reported: k3 and the largest difference."""
     log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT).clamp(-20, 20)  # keeps k3 finite
@@ -106,18 +146,44 @@ def k3(log_BT: Tensor) -> Tensor:
     return torch.expm1(log_BT) - log_BT
 
 
-def clips(outputs: LossOutputs, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
-    """Clip fractions: token- and sequence-weighted, active and outside, by sign of the advantage and by mini-batch."""
-    mask_BT, tokens, sequences = batch.mask_BT, batch.mask_BT.sum(), batch.mask_BT.any(-1).sum()
+def clips(outputs: LossOutputs, inputs: LossInputs, minibatch: int, tally: Tally) -> None:
+    """Clip fractions: token- and sequence-weighted, active and outside, by sign of the advantage and by mini-batch.
+
+    The same definitions for every objective, from its own masks: `active` is what lost its gradient.
+    """
+    mask_BT, tokens, sequences = inputs.mask_BT, inputs.mask_BT.sum(), inputs.mask_BT.any(-1).sum()
     for kind, clipped_BT in (("active", outputs.active_BT), ("outside", outputs.outside_BT)):
         clipped_BT = clipped_BT & mask_BT
         tally.mean(f"clip/token_{kind}", clipped_BT.sum(), tokens)
         tally.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped_BT.sum(), tokens)
         tally.mean(f"clip/sequence_{kind}", masked_mean(clipped_BT.float(), mask_BT).sum(), sequences)
-    for sign, chosen_BT in (("positive", batch.adv_BT > 0), ("negative", batch.adv_BT < 0)):
+    for sign, chosen_BT in (("positive", inputs.adv_BT > 0), ("negative", inputs.adv_BT < 0)):
         chosen_BT = chosen_BT & mask_BT
-        tally.mean(f"clip/token_active_{sign}", (outputs.active_BT & chosen_BT).sum(), chosen_BT.sum())
+        rows = chosen_BT.any(-1).sum()
+        for kind, clipped_BT in (("active", outputs.active_BT), ("outside", outputs.outside_BT)):
+            clipped_BT = clipped_BT & chosen_BT
+            tally.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), chosen_BT.sum())
+            tally.mean(f"clip/sequence_{kind}_{sign}", masked_mean(clipped_BT.float(), chosen_BT).sum(), rows)
     tally.mean("clip/log_ratio_bounded", (outputs.bounded_BT & mask_BT).sum(), tokens)
+    tally.mean("clip/weight", torch.where(mask_BT, outputs.weight_BT, 0.0).sum(), tokens)
+    if outputs.dual_BT is not None:
+        tally.mean("clip/token_dual", (outputs.dual_BT & mask_BT).sum(), tokens)
+
+
+def values(inputs: LossInputs, clip: float, tally: Tally) -> None:
+    """The critic: its error, the share of values that its clip holds back, the variance of the returns."""
+    mask_BT = inputs.mask_BT
+    error_N = (inputs.returns_BT - inputs.values_BT)[mask_BT]
+    tally.mean("value/error", error_N.square().sum(), len(error_N))
+    tally.mean("value/clipped", ((inputs.values_BT - inputs.old_values_BT)[mask_BT].abs() > clip).sum(), len(error_N))
+
+
+def explained_variance(batch: TrainBatch, tally: Tally) -> None:
+    """1 - var(R - V) / var(R) of the values at the step's start: 1 is a perfect critic, 0 one that knows the mean."""
+    returns_N = batch.returns_BT[batch.mask_BT].double()
+    if len(returns_N) > 1 and returns_N.var() > 0:
+        left = (returns_N - batch.old_values_BT[batch.mask_BT]).var() / returns_N.var()
+        tally.mean("value/explained_variance", 1 - left, 1)
 
 
 def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> None:
@@ -127,6 +193,8 @@ def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> No
     log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)].clamp(-bound, bound)  # as the objectives bound it
     log_BT = log_BT.clamp(-bound, bound)
     token_N, log_N = log_BT.exp()[mask_BT], log_BT[mask_BT]
+    if not len(log_N):
+        return
     variance_B = masked_mean(log_BT.square(), mask_BT)[mask_BT.any(-1)] - log_s_B.square()
     for kind, ratio in (("token", token_N), ("sequence", log_s_B.exp())):
         tally.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))

@@ -26,11 +26,26 @@ TOKEN, SEQUENCE = "share of tokens", "share of responses"
 METRICS = [
     Metric("step", "rollout batches", "the step axis: row s describes rollout batch s; row 0 is the start"),
     # rewards and what the verifiers said
-    Metric("reward/mean", "reward", "mean reward of the step's responses", "max"),
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean reward of the step's responses, also of those that dynamic sampling dropped",
+        "max",
+    ),
     Metric("reward/*", "reward", "mean reward of one task's responses", "max"),
     Metric("verdict/*", SEQUENCE, "responses with this verdict (task_verdict)"),
     Metric("group/zero_variance", "share of groups", "groups whose responses all have the same reward: no signal"),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
+    Metric("reward/overlong_penalty", "reward", "mean soft overlong penalty that was added to rewards (0 or negative)"),
+    Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
+    Metric("advantage/std", "advantage", "standard deviation over response tokens"),
+    Metric("advantage/abs_max", "advantage", "largest size of an advantage of the step"),
+    Metric("filter/zero_variance", "groups", "groups dropped by dynamic sampling because all their rewards were equal"),
+    Metric("filter/surplus", "groups", "groups dropped by dynamic sampling because the batch was full"),
+    Metric("filter/filled", "groups", "groups without signal that were trained on because the refill rounds ran out"),
+    Metric("filter/refill_rounds", "rounds", "further rounds that dynamic sampling took in this step"),
+    Metric("filter/prompt_too_long", "problems", "problems replaced because their prompt was too long"),
+    Metric("filter/truncated", SEQUENCE, "responses left out of the loss because they hit the limit"),
     # held-out evaluation
     Metric("eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"),
     Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems"),
@@ -53,9 +68,21 @@ METRICS = [
     Metric(
         "clip/sequence_outside", SEQUENCE, "mean over responses of the share of their tokens outside the range", "mean"
     ),
-    Metric("clip/token_active_positive", TOKEN, "the same, among tokens of responses with advantage > 0", "mean"),
-    Metric("clip/token_active_negative", TOKEN, "the same, among tokens of responses with advantage < 0", "mean"),
-    Metric("clip/token_active_minibatch_*", TOKEN, "the same, in mini-batch n of the step; 0 in the first", "mean"),
+    Metric("clip/token_active_positive", TOKEN, "token_active among tokens with advantage > 0", "mean"),
+    Metric("clip/token_active_negative", TOKEN, "token_active among tokens with advantage < 0", "mean"),
+    Metric("clip/token_outside_positive", TOKEN, "token_outside among tokens with advantage > 0", "mean"),
+    Metric("clip/token_outside_negative", TOKEN, "token_outside among tokens with advantage < 0", "mean"),
+    Metric("clip/sequence_active_positive", SEQUENCE, "sequence_active over tokens with advantage > 0", "mean"),
+    Metric("clip/sequence_active_negative", SEQUENCE, "sequence_active over tokens with advantage < 0", "mean"),
+    Metric("clip/sequence_outside_positive", SEQUENCE, "sequence_outside over tokens with advantage > 0", "mean"),
+    Metric("clip/sequence_outside_negative", SEQUENCE, "sequence_outside over tokens with advantage < 0", "mean"),
+    Metric(
+        "clip/token_dual", TOKEN, "tokens whose gradient the dual clip removed (counted in token_active too)", "mean"
+    ),
+    Metric(
+        "clip/weight", "weight", "mean over tokens of what the objective leaves on A grad log pi (1 on policy)", "mean"
+    ),
+    Metric("clip/token_active_minibatch_*", TOKEN, "token_active in mini-batch n of the step; 0 in the first", "mean"),
     Metric("clip/token_outside_minibatch_*", TOKEN, "outside the range, in mini-batch n of the step", "mean"),
     Metric(
         "clip/log_ratio_bounded", TOKEN, "tokens whose log-ratio left the numerical bound: no gradient, and counted"
@@ -74,8 +101,23 @@ METRICS = [
     # divergence, entropy
     Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
     Metric("kl/old_k3", "nats", "mean over tokens of r - 1 - log r, r = pi/pi_old"),
+    Metric("kl/ref_k1", "nats", "mean over tokens of log pi_old - log pi_ref at the step's start (can be negative)"),
+    Metric("kl/ref_k3", "nats", "k3 estimate of KL(pi_old || pi_ref) at the step's start"),
+    Metric("kl/ref", "nats", "the same with the KL term's own estimator and bounds: what its coefficient follows"),
+    Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step"),
+    Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
     Metric("mismatch/k3", "nats", "k3 between the trainer's old log-probs and those the engine reported"),
     Metric("mismatch/logp_abs_max", "nats", "largest difference between trainer and engine log-probs of the step"),
+    Metric(
+        "mismatch/weight_token_*", "weight", "pi_old/mu of tokens before truncation: mean, max, effective sample size"
+    ),
+    Metric("mismatch/weight_sequence_*", "weight", "the same, product over the response, token-weighted"),
+    Metric("mismatch/weight_geometric_*", "weight", "the same, geometric mean over the response, token-weighted"),
+    Metric("mismatch/corrected_mean", "weight", "mean weight that the correction puts on the loss of a token"),
+    Metric("mismatch/masked", TOKEN, "tokens that the correction leaves out of the loss"),
+    Metric("value/error", "reward^2", "mean squared error of the critic's values, over the step's updates"),
+    Metric("value/clipped", TOKEN, "values further than value_clip from those at the step's start"),
+    Metric("value/explained_variance", "share", "1 - var(R - V) / var(R) at the step's start: 1 is a perfect critic"),
     Metric("policy/entropy", "nats", "mean over response tokens of the policy's entropy"),
     # optimisation
     Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
@@ -86,6 +128,7 @@ METRICS = [
     # responses
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),
+    Metric("length/limit", "tokens", "largest number of response tokens in this step"),
     Metric("length/truncated", SEQUENCE, "responses that hit the token limit"),
     Metric(
         "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
@@ -100,7 +143,8 @@ METRICS = [
     Metric("routing/changed_any_layer", TOKEN, "response tokens of which at least one layer's experts changed", "mean"),
     Metric("routing/load_entropy", "share", "entropy of expert loads / log(number of experts), mean over layers"),
     # cost
-    Metric("compute/tokens", "tokens", "tokens generated so far (the trained tokens are the same ones)"),
+    Metric("compute/tokens", "tokens", "tokens generated so far"),
+    Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
     Metric(
         "compute/flops", "FLOPs", "so far: 2 per active parameter and generated or scored token, 6 per trained token"
     ),

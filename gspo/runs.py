@@ -28,6 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from gspo.checkpoint import check_belongs, latest_checkpoint, replace_text
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
+from gspo.policy.critic import ValueHead
+from gspo.policy.models import Loaded
 from gspo.policy.policy import Policy
 
 
@@ -74,24 +76,49 @@ def claim(settings: Settings, folder: Path) -> None:
 
 
 def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Policy:
-    """The policy of a checkpoint; without one, the policy that reinforcement learning starts from."""
-    device = settings.policy.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if checkpoint:
-        model, tokenizer = settings.model.open(checkpoint)
-    elif settings.cold_start.steps:
-        cache = Path(settings.runs) / "cold_starts"
-        folder = cold_start(settings.model, settings.task, settings.cold_start, cache, report, device)
-        reward = json.loads((folder / "cold_start.json").read_text())["reward"]
-        print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
-        model, tokenizer = settings.model.open(folder)
-    else:
-        model, tokenizer = settings.model.make()
-    limit, longest = settings.rollout.max_new_tokens, getattr(model.config, "max_position_embeddings", None)
+    """The policy of a checkpoint, or the one that reinforcement learning starts from; with its critic if it has one."""
+    folder = checkpoint or starting_folder(settings, report)
+    model, tokenizer = opened(settings, folder)
+    limit, longest = settings.rollout.longest_limit, getattr(model.config, "max_position_embeddings", None)
     if longest and limit >= longest:
         raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {longest} positions")
-    return Policy(model.to(device), tokenizer, settings.rollout.temperature)
+    if folder and not checkpoint:
+        reward = json.loads((folder / "cold_start.json").read_text())["reward"]
+        print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
+    head = ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None
+    return Policy(model, tokenizer, settings.rollout.temperature, head)
+
+
+def open_reference(
+    settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]
+) -> Policy | None:
+    """The reference policy, if there is a KL term: where the run started, or what it was refreshed to since."""
+    if settings.kl.name == "none":
+        return None
+    refreshed = checkpoint / "reference" if checkpoint else None
+    folder = refreshed if refreshed and refreshed.exists() else starting_folder(settings, report)
+    model, tokenizer = opened(settings, folder)
+    return Policy(model.requires_grad_(False), tokenizer, settings.rollout.temperature)
+
+
+def starting_folder(settings: Settings, report: Callable[[int, int, float], None]) -> Path | None:
+    """The cold-started model's folder, made if it is not there yet; None where a run starts without cold start."""
+    if not settings.cold_start.steps:
+        return None
+    cache = Path(settings.runs) / "cold_starts"
+    return cold_start(settings.model, settings.task, settings.cold_start, cache, report, device(settings))
+
+
+def opened(settings: Settings, folder: Path | None) -> Loaded:
+    """A model folder, or the model as its settings make it; on the run's device."""
+    model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
+    return model.to(device(settings)), tokenizer
+
+
+def device(settings: Settings) -> str:
+    if settings.policy.device != "auto":
+        return settings.policy.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def recorded(run: str, step: int) -> tuple[Settings, Path]:

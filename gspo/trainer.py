@@ -1,32 +1,35 @@
 """The loop, the step, the update.
 
 fit         for each step: train_step, evaluate if due, log, checkpoint if due
-train_step  scored groups -> advantages -> batch -> old log-probs -> N mini-batches of updates
-update      micro-batches -> loss -> backward -> clip the gradient norm -> optimizer step
+train_step  scored groups -> batch -> old log-probs -> advantages -> N mini-batches of updates
+update      micro-batches -> sum of loss terms -> backward -> clip the gradient norm -> optimizer step
 
 How this differs from the paper (arXiv:2507.18071), which leaves them open: AdamW with linear warm-up; mini-batches are
-made of whole groups; gradients are clipped by their norm; no KL term.
+made of whole groups; gradients are clipped by their norm; no KL term unless one is chosen.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from gspo import diagnostics
-from gspo.advantages import GroupNormalized
+from gspo import compute, diagnostics
+from gspo.advantages import GAE
+from gspo.aggregation import Aggregation, Totals
 from gspo.batch import TrainBatch, pack
 from gspo.checkpoint import TrainState
+from gspo.credit import Algorithm, assign_credit
 from gspo.diagnostics import Tally
-from gspo.masked import AGGREGATIONS, Totals, aggregate
-from gspo.objectives import LossInputs, Objective
-from gspo.policy.policy import Policy
+from gspo.kl import KLCoefficient, KLInLoss, Penalized
+from gspo.objectives import LossInputs
+from gspo.policy.policy import Policy, PolicyOutput
 from gspo.rollout.source import OnPolicySource, Rollout
 from gspo.seeding import permutation
+from gspo.terms import KLTerm, PolicyTerm, Term, ValueTerm
 
 
 @dataclass
@@ -59,12 +62,13 @@ class TrainerSettings:
     minibatches: int = 4  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
     epochs: int = 1
     micro_batch_size: int = 64  # responses per forward and backward; changes memory and speed, not the gradient
-    aggregation: str = "sequence_mean"
+    aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
+    mask_truncated: bool = (
+        False  # leave responses that hit the limit out of the loss (their rewards stay in the baseline)
+    )
     consistency_sample: int = 32  # responses on which routing is measured after the step's last update
 
     def __post_init__(self):
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"trainer.aggregation={self.aggregation!r}: choose one of {', '.join(AGGREGATIONS)}")
         for key in ("minibatches", "epochs", "micro_batch_size", "consistency_sample"):
             if getattr(self, key) < 1:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 1")
@@ -85,33 +89,45 @@ class PolicySettings:
 
 
 class Trainer:
-    """Policy optimization of one policy by one objective."""
+    """Policy optimization of one policy by one algorithm. `reference` is the policy that a KL term is measured to."""
 
     def __init__(
         self,
         policy: Policy,
         source: OnPolicySource,
-        objective: Objective,
-        advantage: GroupNormalized,
+        algorithm: Algorithm,
         optim: OptimSettings,
         settings: TrainerSettings,
         policy_settings: PolicySettings,
         seed: int,
+        reference: Policy | None = None,
     ):
-        self.policy, self.source, self.objective, self.advantage = policy, source, objective, advantage
+        self.policy, self.source, self.algorithm, self.reference = policy, source, algorithm, reference
         self.optim, self.settings, self.seed = optim, settings, seed
         self.replay = policy_settings.routing_replay == "r2"
         if self.replay:
             policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
         self.state = TrainState()
+        self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
+        if self.coefficient and not reference:
+            raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
+        self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient)
+        self.every_row = any(term.needs_every_row for term in self.terms)
         self.optimizer = torch.optim.AdamW(
-            policy.model.parameters(),
+            policy.parameters(),
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
+
+    def restore(self, state: TrainState) -> None:
+        """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""
+        self.state = state
+        self.source.load_state(state.source)
+        if self.coefficient and state.kl_coef is not None:
+            self.coefficient.value = state.kl_coef
 
     def fit(
         self,
@@ -138,14 +154,13 @@ class Trainer:
                 return
 
     def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
-        """One policy iteration on a batch of scored groups: credit, old log-probs, N updates."""
+        """One policy iteration on a batch of scored groups: old log-probs, credit, N updates."""
         started, tally = time.perf_counter(), Tally()
-        rewards_PG = torch.tensor([[r.score.reward for r in group] for group in rollout.groups])
-        batch = pack(rollout.responses, self.advantage(rewards_PG).flatten(), self.policy.tokenizer.pad_token_id)
+        batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
+        groups = torch.arange(len(batch)).view(len(rollout.groups), -1)
         self.remember_old_policy(batch, tally)
-        diagnostics.rewards(rollout.groups, tally)
-        diagnostics.lengths(rollout.responses, tally)
-        groups = torch.arange(len(batch)).view(rewards_PG.shape)
+        self.credit(batch, rollout, tally)
+        diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, tally)
         update = 0
         for epoch in range(self.settings.epochs):
             order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
@@ -153,47 +168,85 @@ class Trainer:
                 update += 1
                 self.update(batch.rows(rows.flatten()), update, tally)
         self.routing_after_step(batch, step, tally)
-        self.account(step, batch, rollout, time.perf_counter() - started)
-        return tally.result() | self.costs(rollout, batch, time.perf_counter() - started)
+        self.refresh_reference(step)
+        self.state.step, self.state.source = step, self.source.state()
+        passes = 1 + (self.reference is not None) + 3 * self.settings.epochs  # old log-probs; a backward costs two
+        train_s = time.perf_counter() - started
+        costs = compute.account(self.state, self.policy, batch, rollout, passes, train_s)
+        return tally.result() | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
 
     @torch.no_grad()
     def remember_old_policy(self, batch: TrainBatch, tally: Tally) -> None:
-        """Record log-probs and routing under the weights of the step's start: the ratio's denominator."""
-        logp_BT, batch.experts_BSLK = self.policy.score(batch, self.settings.micro_batch_size)
-        batch.old_logp_BT = logp_BT
+        """Record log-probs, routing and values under the weights of the step's start, and the reference's log-probs."""
+        size = self.settings.micro_batch_size
+        scored = self.policy.score(batch, size)
+        batch.old_logp_BT, batch.experts_BSLK, batch.old_values_BT = (
+            scored.logp_BT,
+            scored.experts_BSLK,
+            scored.values_BT,
+        )
         diagnostics.mismatch(batch, tally)
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
+        if self.reference:
+            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT
+            diagnostics.reference(batch, tally)
+        if self.algorithm.correction.name != "none":
+            batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+            diagnostics.correction(batch, tally)
+
+    @torch.no_grad()
+    def credit(self, batch: TrainBatch, rollout: Rollout, tally: Tally) -> None:
+        """Advantages of the batch; afterwards the coefficient of KL follows the KL that was measured."""
+        responses, kl = rollout.responses, self.algorithm.kl
+        rewards_B = torch.tensor([r.score.reward for r in responses])
+        groups_B = torch.arange(len(rollout.groups)).repeat_interleave(len(rollout.groups[0]))
+        parts = (self.algorithm, self.coefficient, self.state.rewards, tally)
+        assign_credit(batch, rewards_B, groups_B, rollout.limit, *parts)
+        if self.coefficient:
+            kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
+            mean = float(kl_BT.sum() / batch.mask_BT.sum())
+            tally.mean("kl/ref", mean, 1)
+            tally.mean("kl/coef", self.coefficient.value, 1)
+            self.coefficient.update(mean, len(batch))
+            self.state.kl_coef = self.coefficient.value
+        if self.settings.mask_truncated:
+            cut_B = torch.tensor([r.finish_reason == "length" for r in responses])
+            batch.mask_BT &= ~cut_B.unsqueeze(-1)
+            tally.mean("filter/truncated", cut_B.sum(), len(cut_B))
 
     def update(self, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
         """One optimizer step; the loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
-        signal = bool(batch.adv_BT.any())
+        every_row = self.every_row or not batch.adv_BT.any()
         for micro in batch.split(self.settings.micro_batch_size):
-            learns = bool(micro.adv_BT.any()) or not signal  # rows without advantage add exactly 0 to the gradient
+            learns = every_row or bool(micro.adv_BT.any())  # else the rows add exactly 0 to the gradient
             with torch.set_grad_enabled(learns):
                 output = self.policy.forward(micro, replay=self.replay)
                 micro = micro.to(self.policy.device)
-                losses = self.objective(LossInputs(output.logp_BT, micro.old_logp_BT, micro.adv_BT, micro.mask_BT))
-                loss = aggregate(losses.loss_BT, micro.mask_BT, self.settings.aggregation, totals)
+                inputs = loss_inputs(output, micro)
+                loss = sum(term(inputs, totals, minibatch, tally) for term in self.terms)
             if learns:
                 loss.backward()
-            with torch.no_grad():
-                tally.mean("optim/loss", loss, len(micro) / len(batch))
-                diagnostics.clips(losses, micro, minibatch, tally)
-                diagnostics.ratios(output.logp_BT, micro, self.objective.log_ratio_bound, tally)
-                diagnostics.entropy(output.entropy_BT, micro, tally)
-                if output.experts_BSLK is not None:
-                    diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, tally)
+            tally.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+            self.observe(output, micro, minibatch, tally)
         self.state.updates += 1
         lr = self.optim.lr * min(1.0, self.state.updates / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = clip_grad_norm_(self.policy.model.parameters(), self.optim.max_grad_norm, error_if_nonfinite=True)
+        norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         tally.mean("optim/grad_norm", norm, 1)
         tally.largest("optim/grad_norm_max", norm)
+
+    @torch.no_grad()
+    def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:
+        """What the update's forward pass tells for free."""
+        diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, tally)
+        diagnostics.entropy(output.entropy_BT, micro, tally)
+        if output.experts_BSLK is not None:
+            diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, tally)
 
     @torch.no_grad()
     def routing_after_step(self, batch: TrainBatch, step: int, tally: Tally) -> None:
@@ -202,32 +255,37 @@ class Trainer:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
         sample = batch.rows(torch.from_numpy(chosen))
-        _, own_BSLK = self.policy.score(sample, self.settings.micro_batch_size)
+        own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
         diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
 
-    def account(self, step: int, batch: TrainBatch, rollout: Rollout, train_s: float) -> None:
-        """Training compute so far: a prompt is prefilled once per group, a response scored once and trained on."""
-        lengths_B = batch.attention_BS.sum(1)
-        prompts_B = lengths_B - batch.mask_BT.sum(1)
-        group_size = len(rollout.groups[0])
-        flops = self.policy.forward_flops
-        generated = flops(lengths_B) - flops(prompts_B) + flops(prompts_B[::group_size])
-        self.state.step = step
-        self.state.tokens += int(batch.mask_BT.sum())
-        self.state.flops += generated + flops(lengths_B) * (1 + 3 * self.settings.epochs)
-        self.state.seconds += rollout.rollout_s + rollout.score_s + train_s
+    def refresh_reference(self, step: int) -> None:
+        """On its schedule, the reference policy becomes the current one."""
+        every = getattr(self.algorithm.kl, "refresh_every", 0)
+        if self.reference and every and step % every == 0:
+            self.reference.model.load_state_dict(self.policy.model.state_dict())
 
-    def costs(self, rollout: Rollout, batch: TrainBatch, train_s: float) -> dict[str, float]:
-        tokens = int(batch.mask_BT.sum())
-        totals = {
-            f"compute/{key}": value for key, value in asdict(self.state).items() if key not in ("step", "updates")
-        }
-        return totals | {
-            "optim/updates": self.state.updates,
-            "optim/lr": self.optimizer.param_groups[0]["lr"],
-            "time/rollout_s": rollout.rollout_s,
-            "time/score_s": rollout.score_s,
-            "time/train_s": train_s,
-            "throughput/rollout_tokens": tokens / rollout.rollout_s,
-            "throughput/train_tokens": tokens / train_s,
-        }
+
+def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
+    """The addends of the loss."""
+    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
+    if isinstance(algorithm.kl, KLInLoss):
+        terms.append(KLTerm(algorithm.kl, coefficient))
+    if isinstance(algorithm.advantage, GAE):
+        terms.append(ValueTerm(algorithm.advantage))
+    return terms
+
+
+def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
+    """What the terms may look at: this forward pass, and what the batch remembers."""
+    return LossInputs(
+        logp_BT=output.logp_BT,
+        old_logp_BT=batch.old_logp_BT,
+        adv_BT=batch.adv_BT,
+        mask_BT=batch.mask_BT,
+        behaviour_logp_BT=batch.engine_logp_BT,
+        ref_logp_BT=batch.ref_logp_BT,
+        correction_BT=batch.correction_BT,
+        values_BT=output.values_BT,
+        old_values_BT=batch.old_values_BT,
+        returns_BT=batch.returns_BT,
+    )

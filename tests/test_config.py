@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+from gspo.checks import check, warnings, warnings_after
 from gspo.config import (
     CHOICES,
-    check,
     read_settings,
     register_schemas,
     resumed_settings,
@@ -22,6 +23,7 @@ from gspo.config import (
     to_settings,
     write_settings,
 )
+from gspo.runs import explain
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -37,14 +39,20 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("group", ["objective", "advantage", "model", "task", "experiment", "arm"])
-def test_every_option_file_composes(group):
+NEEDS = {  # what an option cannot do without
+    "hf": ["model.path=some/folder"],
+    "gae": ["objective=ppo"],
+    "grouped": ["rollout.query_set=128"],
+}
+
+
+@pytest.mark.parametrize("group", [*CHOICES, "experiment", "preset", "arm"])
+def test_every_option_file_composes_and_every_class_has_one(group):
     for option in options(group):
-        sign = "+" if group in ("experiment", "arm") else ""
-        extra = ["model.path=some/folder"] if option == "hf" else []
-        result = settings(f"{sign}{group}={option}", *extra)
+        result = settings(f"{group}={option}", *NEEDS.get(option, []))
         if group in CHOICES:
             assert type(getattr(result, group)) is CHOICES[group].get(option, type(getattr(result, group)))
+    assert set(CHOICES.get(group, {})) <= set(options(group))
 
 
 def test_paper_clip_ranges_are_what_the_option_files_say():
@@ -58,17 +66,78 @@ def test_every_experiment_keeps_every_objectives_own_values():
     for experiment in options("experiment"):
         for objective in options("objective"):
             alone = settings(f"objective={objective}").objective
-            assert settings(f"+experiment={experiment}", f"objective={objective}").objective == alone
+            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
 
 
-def test_no_experiment_or_sweep_carries_an_objective_or_advantage_block():
+def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
     for path in [
         *(CONF / "experiment").glob("*.yaml"),
+        *(CONF / "preset").glob("*.yaml"),
         *(CONF / "arm").glob("*.yaml"),
         *(ROOT / "sweeps").glob("*.yaml"),
     ]:
         content = yaml.safe_load(path.read_text())
-        assert not {"objective", "advantage"} & set(content), f"{path} would leak onto whichever objective is chosen"
+        blocks = {"objective", "advantage", "kl", "correction"} & set(content)
+        assert not blocks, f"{path}: {blocks} would leak onto whichever option is chosen"
+
+
+def test_a_preset_wins_over_the_experiment_and_the_command_line_over_both():
+    preset = settings("experiment=tiny_moe", "preset=drgrpo")
+    assert preset.objective.name == "drgrpo" and preset.advantage.name == "group_mean"
+    assert preset.optim.lr == 2e-4, "the experiment's, on which the preset is silent"
+    assert settings("experiment=tiny_moe", "preset=roll_current").rollout.max_new_tokens == 4096
+    mine = settings("preset=verl", "experiment=tiny_moe", "objective=grpo_verl", "trainer.minibatches=2")
+    assert (mine.objective.name, mine.trainer.minibatches, mine.trainer.aggregation.rows) == ("grpo", 2, "all")
+
+
+def test_roll_legacy_is_the_option_list_of_rolls_first_gspo_page():
+    s = settings("preset=roll_legacy")
+    assert (s.rollout.prompts_per_step, s.rollout.group_size) == (64, 8)  # rollout batch 64 x 8
+    assert (s.rollout.max_prompt_tokens, s.rollout.max_new_tokens) == (2048, 4096)
+    assert (s.advantage.name, s.advantage.whiten, s.advantage.clip) == ("returns", "tokens", 2.0)  # reinforce
+    assert (s.objective.name, s.objective.clip_low, s.objective.clip_high) == ("gspo", 0.2, 0.2)  # seq; pg_clip
+    assert s.objective.dual_clip == pytest.approx(1 + 2 * 0.2)  # dual_clip_loss
+    assert (s.kl.name, s.kl.coef, s.kl.estimator) == ("loss", 0.001, "k3")  # use_kl_loss; no token-level KL
+    assert s.trainer.aggregation.mode == s.kl.aggregation.mode == "seq-mean-token-sum"
+    assert (s.trainer.epochs, s.reward.clip, s.reward.shift, s.reward.scale) == (1, 10, "none", "none")
+
+
+def test_presets_of_peers_state_their_conventions():
+    expected = {  # objective, clip range, bound, aggregation, rows, eps of the std, KL
+        "trl": ("gspo", 3e-4, 4e-4, 80, "seq-mean-token-mean", "all", 1e-4, "none"),
+        "trl_grpo": ("grpo", 0.2, 0.2, 80, "token-mean", "nonempty", 1e-4, "none"),
+        "verl": ("gspo_token", 3e-4, 4e-4, 10, "seq-mean-token-mean", "all", 1e-6, "none"),
+        "verl_grpo": ("grpo", 0.2, 0.2, 20, "token-mean", "nonempty", 1e-6, "none"),
+        "ms_swift": ("gspo", 3e-4, 4e-4, 80, "seq-mean-token-mean", "all", 1e-4, "none"),
+        "ms_swift_grpo": ("grpo", 0.2, 0.2, 80, "seq-mean-token-mean", "all", 1e-4, "loss"),
+        "paper_gspo": ("gspo", 3e-4, 4e-4, 20, "seq-mean-token-mean", "nonempty", 1e-6, "none"),
+        "paper_grpo": ("grpo", 0.2, 0.27, 20, "seq-mean-token-mean", "nonempty", 1e-6, "none"),
+        "dapo": ("dapo", 0.2, 0.28, 20, "token-mean", "nonempty", 1e-6, "none"),
+    }
+    for preset, values in expected.items():
+        s = settings(f"preset={preset}")
+        o, a = s.objective, s.trainer.aggregation
+        clip = (o.clip_low, o.clip_high, o.log_ratio_bound)
+        assert (o.name, *clip, a.mode, a.rows, s.advantage.eps, s.kl.name) == values, preset
+    assert settings("preset=drgrpo").trainer.aggregation.length == 80, "the response limit"
+    assert settings("preset=minirl").correction.high == 5.0
+    assert settings("preset=paper_grpo").policy.routing_replay == "r2"
+
+
+def test_every_number_of_a_preset_has_its_source_beside_it():
+    for path in [*(CONF / "preset").glob("*.yaml")]:
+        for line in path.read_text().splitlines():
+            value, _, source = line.partition(": ")[2].partition(" #")
+            if value.strip().replace(".", "").replace("e-", "").isdigit():
+                assert source, f"{path}: {line}"
+
+
+def test_auto_settles_to_what_the_objectives_paper_uses():
+    modes = {"dapo": "token-mean", "drgrpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
+    for option, mode in modes.items():
+        s = settings(f"objective={option}", "kl=loss", "+rollout.extend={5: 120}")
+        assert s.trainer.aggregation.mode == s.kl.aggregation.mode == mode
+    assert settings("objective=drgrpo", "+rollout.extend={5: 120}").trainer.aggregation.length == 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
@@ -81,9 +150,9 @@ def test_every_sweep_composes_and_says_what_it_is_for(path):
 
 def test_precedence_is_defaults_experiment_command_line():
     assert settings().optim.lr == 1e-6
-    experiment = settings("+experiment=tiny_moe")
+    experiment = settings("experiment=tiny_moe")
     assert experiment.optim.lr != 1e-6
-    assert settings("+experiment=tiny_moe", "optim.lr=0.5").optim.lr == 0.5
+    assert settings("experiment=tiny_moe", "optim.lr=0.5").optim.lr == 0.5
 
 
 BAD = [
@@ -91,7 +160,40 @@ BAD = [
     ("trainer.minibatches=5", "trainer.minibatches=5"),
     ("trainer.minibatches=1", "trainer.minibatches=1"),
     ("trainer.minibatches=0", "trainer.minibatches=0"),
-    ("trainer.aggregation=sum", "trainer.aggregation='sum'"),
+    ("trainer.aggregation.mode=sum", "aggregation.mode='sum'"),
+    ("trainer.aggregation.mode=token-mean", "trainer.aggregation.mode=token-mean weighs responses"),
+    ("trainer.aggregation.mode=seq-mean-token-sum objective=gspo_token", "aggregation.mode=seq-mean-token-sum weighs"),
+    (
+        "trainer.aggregation.mode=seq-mean-token-sum objective=luspo",
+        "aggregation.mode=seq-mean-token-sum with objective=l",
+    ),
+    ("objective=sapo objective.level=sequence trainer.aggregation.mode=token-mean", "objective=sapo has one ratio"),
+    ("trainer.aggregation.rows=some", "aggregation.rows='some'"),
+    ("objective=dapo trainer.aggregation.mode=token-mean trainer.aggregation.rows=all", "rows=all is not read"),
+    ("trainer.aggregation.length=9 trainer.aggregation.mode=seq-mean-token-mean", "aggregation.length=9 is not read"),
+    ("objective.dual_clip=0.5", "objective.dual_clip=0.5"),
+    ("objective=dppo objective.delta=2", "objective.delta=2"),
+    ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
+    ("correction=icepop policy.old_logprobs=engine", "correction=icepop with policy.old_logprobs=engine"),
+    ("correction=tis correction.level=word", "correction.level='word'"),
+    ("correction=tis correction.high=0", "correction.low=0.0"),
+    ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
+    ("advantage=returns kl=reward", "advantage=returns with kl=reward gives one per token"),
+    ("advantage.group_of_one=reward", "advantage.group_of_one=reward is not read with rollout.group_size=8"),
+    ("advantage.whiten=all", "advantage.whiten='all'"),
+    ("advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9", "advantage.gamma=0.9 is not read"),
+    ("advantage.clip=0", "advantage.clip=0"),
+    ("kl=loss kl.coef=0", "kl.coef=0.0"),
+    ("kl=loss kl.horizon=5", "kl.horizon=5.0 is not read with kl.target=null"),
+    ("kl=loss kl.weighted=true", "kl.weighted=true with correction=none"),
+    ("kl=loss kl.estimator=k9", "kl.estimator='k9'"),
+    ("reward.eps=1e-3", "reward.eps=0.001 is not read with reward.scale=none"),
+    ("reward.overlong_penalty=2", "reward.overlong_penalty=2.0 is not read"),
+    ("reward.overlong_cache=80", "reward.overlong_cache=80 must be below rollout.max_new_tokens=80"),
+    ("reward.shift=everything", "reward.shift='everything'"),
+    ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
+    ("rollout.refresh_every=5", "rollout.refresh_every=5"),
+    ("+rollout.extend={5:10}", "rollout.extend="),
     ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
     ("policy.routing_replay=r3", "policy.routing_replay='r3'"),
     ("policy.old_logprobs=now", "policy.old_logprobs='now'"),
@@ -130,26 +232,26 @@ def test_one_update_per_rollout_is_allowed_when_asked_for():
 
 
 def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
-    base = settings("+experiment=tiny_moe")
+    base = settings("experiment=tiny_moe")
     for same in ("steps=7", "tracking.wandb=offline", "runs=elsewhere", "threads=2", "on_existing=resume"):
-        assert settings_hash(settings("+experiment=tiny_moe", same)) == settings_hash(base), same
+        assert settings_hash(settings("experiment=tiny_moe", same)) == settings_hash(base), same
     for other in ("optim.lr=1e-3", "seed=2", "policy.routing_replay=r2", "objective=grpo", "task.code_share=0.1"):
-        assert settings_hash(settings("+experiment=tiny_moe", other)) != settings_hash(base), other
+        assert settings_hash(settings("experiment=tiny_moe", other)) != settings_hash(base), other
     assert run_directory(base).match(f"runs/tiny_moe/gspo-seed1-{settings_hash(base)}")
 
 
 def test_settings_survive_the_file(tmp_path):
-    for overrides in (("objective=grpo", "model=tiny_dense", "task=math"), ("+experiment=tiny_moe", "+arm=grpo_r2")):
+    for overrides in (("objective=grpo", "model=tiny_dense", "task=math"), ("experiment=tiny_moe", "arm=grpo_r2")):
         written = settings(*overrides)
         write_settings(written, tmp_path)
         assert read_settings(tmp_path) == written
 
 
 def test_resume_changes_only_steps_and_tracking(tmp_path):
-    write_settings(settings("+experiment=tiny_moe", "seed=5"), tmp_path)
+    write_settings(settings("experiment=tiny_moe", "seed=5"), tmp_path)
     changed = resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500", "tracking.wandb=disabled"])
     assert (changed.steps, changed.tracking.wandb, changed.seed) == (500, "disabled", 5)
-    for override in ("seed=6", "optim.lr=1", "objective=grpo", "+experiment=tiny_moe"):
+    for override in ("seed=6", "optim.lr=1", "objective=grpo", "experiment=tiny_moe"):
         with pytest.raises(ValueError, match="only steps and tracking"):
             resumed_settings(tmp_path, [override])
     with pytest.raises(ValueError, match=r"no settings.yaml"):
@@ -164,8 +266,29 @@ def test_settings_of_another_version_are_refused_by_name(tmp_path):
         read_settings(tmp_path)
 
 
+UNREAD = ["kl.coef=0.1", "objective=reinforce objective.clip_low=0.1", "objective=sapo objective.dual_clip=3"]
+
+
+@pytest.mark.parametrize("overrides", UNREAD)
+def test_an_option_that_the_choice_does_not_have_is_an_unknown_key(overrides):
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings(*overrides.split())
+    assert overrides.split()[-1].split("=")[0].split(".")[1] in explain(refused.value)
+
+
+def test_warnings_name_what_may_not_be_meant():
+    assert warnings(settings()) == []
+    assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
+    metrics = {"clip/token_active": 0.0123, "ratio/sequence_log_abs": 4e-4}
+    assert warnings_after(settings("objective=gspo"), metrics) == []
+    assert warnings_after(settings("objective=grpo"), metrics) == []
+    (line,) = warnings_after(settings("objective=gspo", "objective.clip_high=0.2"), metrics)
+    assert "clip_high=0.2" in line and "1.23%" in line, "the measured share"
+
+
 CLI = [
     ("optim.learning=1", "learning"),
+    ("kl.coef=0.001", "kl.coef"),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
 ]

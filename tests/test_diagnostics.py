@@ -8,7 +8,7 @@ import torch
 from gspo import diagnostics
 from gspo.batch import TrainBatch
 from gspo.diagnostics import Tally
-from gspo.objectives import LossOutputs
+from gspo.objectives import LossInputs, LossOutputs
 from gspo.records import Problem, Response, Score
 
 
@@ -27,15 +27,21 @@ def test_clip_fractions_by_hand():
     # response 1: 4 tokens, A > 0, all clipped; response 2: 2 tokens, A < 0, one clipped; padding says "clipped" too
     active = flags([[1, 1, 1, 1], [1, 0, 1, 1]])
     outside = flags([[1, 1, 1, 1], [1, 1, 1, 1]])
-    outputs = LossOutputs(torch.zeros(2, 4), active, outside, flags([[0, 0, 0, 0], [0, 1, 1, 1]]))
+    weight = torch.tensor([[0.0, 0, 0, 0], [0, 1.2, 9, 9]])
+    dual = flags([[0, 0, 0, 0], [1, 0, 1, 1]])
+    outputs = LossOutputs(torch.zeros(2, 4), weight, active, outside, flags([[0, 0, 0, 0], [0, 1, 1, 1]]), dual)
+    packed = batch([1.0, -1.0], [[1, 1, 1, 1], [1, 1, 0, 0]])
     tally = Tally()
-    diagnostics.clips(outputs, batch([1.0, -1.0], [[1, 1, 1, 1], [1, 1, 0, 0]]), 3, tally)
+    diagnostics.clips(outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, tally)
     result = tally.result()
     assert result["clip/token_active"] == pytest.approx(5 / 6)
     assert result["clip/sequence_active"] == pytest.approx((1 + 1 / 2) / 2)
     assert result["clip/token_outside"] == result["clip/sequence_outside"] == 1
     assert result["clip/token_active_positive"] == 1 and result["clip/token_active_negative"] == pytest.approx(1 / 2)
+    assert result["clip/sequence_active_positive"] == 1 and result["clip/sequence_active_negative"] == 1 / 2
+    assert result["clip/token_outside_negative"] == result["clip/sequence_outside_negative"] == 1
     assert result["clip/token_active_minibatch_3"] == pytest.approx(5 / 6)
+    assert result["clip/weight"] == pytest.approx(1.2 / 6) and result["clip/token_dual"] == pytest.approx(1 / 6)
     assert result["clip/log_ratio_bounded"] == pytest.approx(1 / 6)
 
 

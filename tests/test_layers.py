@@ -6,11 +6,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     "records": 0, "seeding": 0, "metrics": 0,
-    "masked": 1, "batch": 1, "objectives": 1, "advantages": 1, "diagnostics": 1, "tasks": 1, "rewards": 1,
-    "policy": 2, "rollout": 2,
-    "checkpoint": 3, "tracking": 3, "evaluation": 3,
+    "masked": 1, "aggregation": 1, "batch": 1, "objectives": 1, "advantages": 1, "reward_shaping": 1, "kl": 1,
+    "corrections": 1, "terms": 1, "credit": 1, "diagnostics": 1, "tasks": 1, "rewards": 1,
+    "policy": 2, "rollout": 2, "peers": 2,
+    "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3,
     "trainer": 4, "cold_start": 4,
-    "config": 5, "runs": 5,
+    "config": 5, "checks": 5, "runs": 5,
 }  # fmt: skip
 ONLY_IN = {
     "transformers": ("policy", "rollout"),

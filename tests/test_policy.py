@@ -30,7 +30,8 @@ def test_score_equals_forward_whatever_the_micro_batch(moe):
     with torch.no_grad():
         whole = moe.forward(batch)
     for size in (1, 4, 100):
-        logp_BT, experts_BSLK = moe.score(batch, size)
+        scored = moe.score(batch, size)
+        logp_BT, experts_BSLK = scored.logp_BT, scored.experts_BSLK
         torch.testing.assert_close(logp_BT[batch.mask_BT], whole.logp_BT[batch.mask_BT], atol=1e-5, rtol=0)
         real = batch.attention_BS
         assert torch.equal(experts_BSLK[real].sort(-1).values, whole.experts_BSLK[real].sort(-1).values)

@@ -6,13 +6,16 @@ import pytest
 import torch
 from conftest import problems, small_policy
 
-from gspo.advantages import GroupNormalized
+from gspo.aggregation import Aggregation
+from gspo.credit import Algorithm
 from gspo.metrics import lookup
 from gspo.objectives import GRPO, GSPO, GSPOToken
+from gspo.policy.critic import ValueHead
 from gspo.policy.models import TinyDense
 from gspo.records import Problem, Score
 from gspo.rollout.engine import LocalEngine
-from gspo.rollout.source import OnPolicySource, RolloutSettings
+from gspo.rollout.sampler import Uniform
+from gspo.rollout.source import RolloutSettings, make_source
 from gspo.trainer import OptimSettings, PolicySettings, Trainer, TrainerSettings
 
 
@@ -36,19 +39,26 @@ class FirstCharacter:
         pass
 
 
-def trainer(objective=None, lr=1e-3, replay="none", model=None, seed=1, rollout=None, **settings) -> Trainer:
+def trainer(
+    objective=None, lr=1e-3, replay="none", model=None, seed=1, rollout=None, aggregation=None, parts=None, **settings
+) -> Trainer:
+    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
     policy = small_policy(model)
+    algorithm = Algorithm(objective or GRPO(), **parts or {})
+    if algorithm.advantage.needs_values:
+        policy.value_head = ValueHead.open(policy.model, None)
     rollout = rollout or RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10)
-    source = OnPolicySource(LocalEngine(policy), FirstCharacter(), rollout, seed)
+    source = make_source(LocalEngine(policy), FirstCharacter(), rollout, Uniform(), seed)
+    aggregation = aggregation or Aggregation("seq-mean-token-mean")
     return Trainer(
         policy,
         source,
-        objective or GRPO(),
-        GroupNormalized(),
+        algorithm,
         OptimSettings(lr=lr, warmup_updates=1),
-        TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5} | settings),
+        TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5, "aggregation": aggregation} | settings),
         PolicySettings(routing_replay=replay),
         seed,
+        small_policy(model) if algorithm.kl.name != "none" else None,
     )
 
 

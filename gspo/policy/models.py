@@ -24,6 +24,8 @@ from transformers.utils import logging
 
 from gspo.policy.tokenizer import character_tokenizer
 
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
 logging.disable_progress_bar()  # a bar for every checkpoint would drown the run's own
 
 
@@ -33,11 +35,11 @@ class ModelSettings:
 
     name: str = ""
 
-    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def make(self) -> Loaded:
         """The model as it is before any training of ours."""
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
 
-    def open(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def open(self, folder: Path) -> Loaded:
         """A folder that `save` wrote for this model, in this model's precision."""
         return load(str(folder))
 
@@ -61,7 +63,7 @@ class TinyMoE(ModelSettings):
                 f"model.experts_per_token={self.experts_per_token} must lie in 1..model.experts={self.experts}"
             )
 
-    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def make(self) -> Loaded:
         tokenizer = character_tokenizer()
         config = Qwen3MoeConfig(
             **_shared_config(self, tokenizer),
@@ -86,7 +88,7 @@ class TinyDense(ModelSettings):
     width: int = 128
     init_seed: int = 0
 
-    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def make(self) -> Loaded:
         tokenizer = character_tokenizer()
         config = Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
         return _random_model(Qwen3ForCausalLM, config, self.init_seed), tokenizer
@@ -103,16 +105,16 @@ class HFModel(ModelSettings):
     path: str = ""
     attention: str = "sdpa"
 
-    def make(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def make(self) -> Loaded:
         if not self.path:
             raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
         return load(self.path, self.attention)
 
-    def open(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def open(self, folder: Path) -> Loaded:
         return load(str(folder), self.attention)
 
 
-def load(path: str, attention: str = "sdpa") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(path: str, attention: str = "sdpa") -> Loaded:
     """Model and tokenizer of a folder or hub name. Raises ValueError in one line if there is nothing to load there."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

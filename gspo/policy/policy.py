@@ -5,6 +5,7 @@ Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L Mo
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.batch import TrainBatch
+from gspo.policy.critic import ValueHead
 from gspo.policy.routing import NOT_RECORDED, Routing
 
 
@@ -23,13 +25,21 @@ class PolicyOutput:
     logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
     entropy_BT: Tensor | None  # float32, -sum_v pi log pi, without gradient; None if not asked for
     experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None for dense models
+    values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without critic
 
 
 class Policy:
-    """A causal language model as a policy."""
+    """A causal language model as a policy, with a critic on the same network if there is a `value_head`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        temperature: float = 1.0,
+        value_head: ValueHead | None = None,
+    ):
         self.model = model.eval()  # no dropout: pi and pi_old must be the same function
+        self.value_head = value_head
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.routing = Routing(model)
@@ -41,6 +51,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.model.device
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Everything that is trained."""
+        return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt: with the begin-of-sequence token if the tokenizer adds one, never with an end."""
         ids = self.tokenizer(text)["input_ids"]
@@ -50,7 +64,8 @@ class Policy:
         """Log-probs of the response tokens; with `replay`, through the experts that the batch has on record."""
         batch = batch.to(self.device)
         width = batch.mask_BT.shape[1]
-        with self.routing.recording(batch.experts_BSLK if replay else None):
+        hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
+        with self.routing.recording(batch.experts_BSLK if replay else None), hidden:
             logits_BTV = self.model(
                 input_ids=batch.tokens_BS,
                 attention_mask=batch.attention_BS.long(),
@@ -65,12 +80,13 @@ class Policy:
         entropy_BT = None
         if entropy:
             entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1)
-        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK)
+        values_BT = self.value_head.values() if self.value_head else None
+        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch, micro_batch_size: int) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [B, T] and experts [B, S, L, K] of a whole batch under the current weights, without gradient."""
-        logp_BT = torch.zeros_like(batch.engine_logp_BT)
+    def score(self, batch: TrainBatch, micro_batch_size: int) -> PolicyOutput:
+        """Log-probs, experts and values of a whole batch under the current weights: no gradient, no entropy, on CPU."""
+        logp_BT, values_BT = torch.zeros_like(batch.engine_logp_BT), torch.zeros_like(batch.engine_logp_BT)
         experts_BSLK = None
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.routers[0].top_k)
@@ -80,11 +96,13 @@ class Policy:
             chunk = batch.rows(rows)
             output = self.forward(chunk, entropy=False)
             logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
+            if self.value_head:
+                values_BT[rows, : chunk.mask_BT.shape[1]] = output.values_BT.cpu()
             if experts_BSLK is not None:
                 start = batch.prompt_width - chunk.prompt_width
                 kept = torch.where(chunk.attention_BS[:, :, None, None], output.experts_BSLK.cpu(), NOT_RECORDED)
                 experts_BSLK[rows, start : start + kept.shape[1]] = kept
-        return logp_BT, experts_BSLK
+        return PolicyOutput(logp_BT, None, experts_BSLK, values_BT if self.value_head else None)
 
     @cached_property
     def active_parameters(self) -> int:

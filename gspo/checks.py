@@ -1,0 +1,173 @@
+"""Combinations of settings that cannot work or would mean something else than they say; and warnings.
+
+Every refusal is one line that names the key, the value and what to do. `check` runs before a model loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+from gspo.aggregation import LENGTH_WEIGHTED
+from gspo.kl import KLInLoss, KLInReward, Penalized
+from gspo.objectives import DPPO, GMPO, LUSPO, SAPO, GSPOToken, Objective, Reinforce
+from gspo.policy.models import TinyDense
+from gspo.rollout.source import check_sampler
+
+if TYPE_CHECKING:
+    from gspo.config import Settings
+
+WIDE_FOR_A_SEQUENCE = 0.05  # a clip range of a sequence ratio above this is a token ratio's
+
+
+def check(s: Settings) -> None:
+    """Raises ValueError."""
+    check_updates(s)
+    check_objective(s)
+    check_credit(s)
+    check_kl(s)
+    check_dead_options(s)
+    check_sampler(s.rollout, s.sampler)
+    unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
+    if unknown:
+        raise ValueError(
+            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has {', '.join(s.task.evaluation_sets())}"
+        )
+
+
+def has_sequence_ratio(objective: Objective) -> bool:
+    return objective.sequence_level or (isinstance(objective, SAPO) and objective.level == "sequence")
+
+
+def check_updates(s: Settings) -> None:
+    updates = s.trainer.minibatches * s.trainer.epochs
+    if s.rollout.prompts_per_step % s.trainer.minibatches:
+        raise ValueError(
+            f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="
+            f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
+        )
+    if isinstance(s.model, TinyDense) and s.policy.routing_replay != "none":
+        raise ValueError(
+            f"policy.routing_replay={s.policy.routing_replay} needs an MoE model; model={s.model.name} is dense"
+        )
+    on_policy = updates == 1 and s.policy.old_logprobs == "step_start"
+    if on_policy and not s.allow_on_policy and not isinstance(s.objective, Reinforce):
+        raise ValueError(
+            f"trainer.minibatches=1 with policy.old_logprobs=step_start: every ratio is 1, so "
+            f"objective={s.objective.name} cannot clip and all objectives are the same; "
+            "use more mini-batches, or say allow_on_policy=true"
+        )
+    if updates == 1 and s.policy.routing_replay == "r2":
+        raise ValueError(
+            "policy.routing_replay=r2 changes nothing with one update per rollout batch (trainer.minibatches=1)"
+        )
+
+
+def check_objective(s: Settings) -> None:
+    mode = s.trainer.aggregation.mode
+    if isinstance(s.objective, LUSPO | GMPO) and mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"trainer.aggregation.mode={mode} with objective={s.objective.name}: its loss is one number per response, "
+            "with its length weight if it has one; use seq-mean-token-mean"
+        )
+    if has_sequence_ratio(s.objective) and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
+        raise ValueError(
+            f"trainer.aggregation.mode={mode} weighs responses by their length, but objective={s.objective.name} has "
+            "one ratio per response; use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true"
+        )
+    if s.correction.name != "none" and s.policy.old_logprobs == "engine":
+        raise ValueError(
+            f"correction={s.correction.name} with policy.old_logprobs=engine: both log-probs are the engine's, so "
+            "every weight is 1; use policy.old_logprobs=step_start"
+        )
+    if s.correction.name != "none" and isinstance(s.objective, DPPO):
+        raise ValueError(
+            f"correction={s.correction.name} with objective=dppo: its ratio is to the sampling policy already"
+        )
+
+
+def check_credit(s: Settings) -> None:
+    group_of_one = getattr(s.advantage, "group_of_one", "zero")
+    if s.rollout.group_size == 1 and s.advantage.needs_group and group_of_one == "zero":
+        raise ValueError(
+            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2, or an "
+            "advantage without group baseline"
+        )
+    if s.rollout.group_size > 1 and group_of_one != "zero":
+        raise ValueError(
+            f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"
+        )
+    differs = s.advantage.per_token or (
+        isinstance(s.kl, KLInReward)
+        and not s.advantage.needs_group
+        and getattr(s.advantage, "baseline", "none") == "none"
+    )
+    if differs and has_sequence_ratio(s.objective) and not isinstance(s.objective, GSPOToken):
+        raise ValueError(
+            f"objective={s.objective.name} has one advantage per response, advantage={s.advantage.name} with kl="
+            f"{s.kl.name} gives one per token; use objective=gspo_token"
+        )
+    if s.reward.overlong_cache >= s.rollout.max_new_tokens:
+        raise ValueError(
+            f"reward.overlong_cache={s.reward.overlong_cache} must be below rollout.max_new_tokens="
+            f"{s.rollout.max_new_tokens}"
+        )
+
+
+def check_kl(s: Settings) -> None:
+    if isinstance(s.kl, KLInLoss) and s.kl.weighted and s.correction.name == "none":
+        raise ValueError("kl.weighted=true with correction=none: there are no weights to multiply by")
+
+
+def check_dead_options(s: Settings) -> None:
+    """Options that were changed and that nothing would read."""
+    dead = [
+        (s.reward.scale == "none", "reward", s.reward, "eps", "reward.scale=none"),
+        (not s.reward.overlong_cache, "reward", s.reward, "overlong_penalty", "reward.overlong_cache=0"),
+        (
+            getattr(s.advantage, "baseline", "none") == "group",
+            "advantage",
+            s.advantage,
+            "gamma",
+            "advantage.baseline=group",
+        ),
+    ]
+    if isinstance(s.kl, Penalized):
+        dead.append((s.kl.target is None, "kl", s.kl, "horizon", "kl.target=null (a fixed coefficient)"))
+    for unread, group, settings, key, because in dead:
+        if unread and changed(settings, key):
+            raise ValueError(f"{group}.{key}={getattr(settings, key)} is not read with {because}")
+
+
+def changed(settings: Any, key: str) -> bool:
+    """Whether a field of a settings dataclass has another value than its default."""
+    default = next((f.default for f in fields(settings) if f.name == key), MISSING)
+    return default is not MISSING and getattr(settings, key) != default
+
+
+def warnings(s: Settings) -> list[str]:
+    """What may be meant and often is not; said once at the start of a run."""
+    found = []
+    if isinstance(s.kl, KLInLoss) and s.kl.estimator == "k1" and s.kl.gradient == "own" and s.kl.times_ratio == "none":
+        found.append("kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference")
+    if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
+        found.append("policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone")
+    late = [step for step in s.rollout.extend if step > s.steps]
+    if late:
+        found.append(
+            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and does not act"
+        )
+    return found
+
+
+def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
+    """What a trained step shows."""
+    clip = max(getattr(s.objective, "clip_low", 0.0), getattr(s.objective, "clip_high", 0.0))
+    if not s.objective.sequence_level or isinstance(s.objective, GMPO) or clip <= WIDE_FOR_A_SEQUENCE:
+        return []
+    return [
+        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a token ratio's range: "
+        f"{s.objective.name} averages log-ratios over the response. In this step it clipped "
+        f"{metrics['clip/token_active']:.2%} of the tokens; mean |log s| was {metrics['ratio/sequence_log_abs']:.1e} "
+        "(the paper clips 15 % with 3e-4, 4e-4)"
+    ]

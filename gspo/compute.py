@@ -1,0 +1,42 @@
+"""What a step cost: FLOPs, tokens, seconds, of the whole run and of the step."""
+
+from __future__ import annotations
+
+import torch
+
+from gspo.batch import TrainBatch
+from gspo.checkpoint import TrainState
+from gspo.policy.policy import Policy
+from gspo.rollout.source import Rollout
+
+
+def account(
+    state: TrainState, policy: Policy, batch: TrainBatch, rollout: Rollout, passes: int, train_s: float
+) -> dict[str, float]:
+    """Add the step to the run's counters; the metrics of both.
+
+    A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times, a
+    backward pass counting as two. Groups that were sampled and dropped cost their generation.
+    """
+    flops, generated = policy.forward_flops, 0
+    for group in rollout.sampled:
+        prompt = torch.tensor([len(group[0].prompt_ids)])
+        lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
+        state.flops += flops(lengths_G) - flops(prompt.expand(len(group))) + flops(prompt)
+        generated += sum(len(r.token_ids) for r in group)
+    trained = sum(len(r.token_ids) for r in rollout.responses)
+    state.tokens += generated
+    state.flops += flops(batch.attention_BS.sum(1)) * passes
+    state.seconds += rollout.rollout_s + rollout.score_s + train_s
+    return {
+        "compute/tokens": state.tokens,
+        "compute/dropped_tokens": generated - trained,
+        "compute/flops": state.flops,
+        "compute/seconds": state.seconds,
+        "optim/updates": state.updates,
+        "time/rollout_s": rollout.rollout_s,
+        "time/score_s": rollout.score_s,
+        "time/train_s": train_s,
+        "throughput/rollout_tokens": generated / rollout.rollout_s,
+        "throughput/train_tokens": trained / train_s,
+    }

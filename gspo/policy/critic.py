@@ -1,0 +1,59 @@
+"""The critic: a linear value head on the policy's own network, the classic PPO set-up with a shared trunk.
+
+V(x, y_<t) is read off the hidden state that predicts token t, so a value costs no forward pass of its own. The value
+loss trains the trunk too. The head starts at 0: every value is 0 before the first update, whatever the seed.
+
+Shape suffixes: B responses, T response tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+FILE = "value_head.pt"
+
+
+class ValueHead(torch.nn.Module):
+    """V = w . h + b in float32, on the input of the language-model head."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.linear = torch.nn.Linear(hidden, 1, dtype=torch.float32)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+        self._hidden_BTH: Tensor | None = None
+
+    @contextmanager
+    def listening(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within: the forward pass leaves its last hidden states here."""
+
+        def keep(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+            self._hidden_BTH = inputs[0]
+
+        handle = model.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def values(self) -> Tensor:
+        """V at every position of the last forward pass but its last: one value before each response token. [B, T]"""
+        hidden_BTH, self._hidden_BTH = self._hidden_BTH, None
+        return self.linear(hidden_BTH[:, :-1].float()).squeeze(-1)
+
+    def save(self, folder: Path) -> None:
+        torch.save(self.state_dict(), folder / FILE)
+
+    @staticmethod
+    def open(model: PreTrainedModel, folder: Path | None) -> ValueHead:
+        """A checkpoint's head, or a new one for the model."""
+        head = ValueHead(model.config.hidden_size)
+        if folder:
+            head.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
+        return head.to(model.device)

@@ -1,0 +1,97 @@
+"""What happens to a verifier's rewards before advantages: penalties, shift, scale, clip, in this order.
+
+Shape suffix: B responses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.advantages import Groups
+
+OVER = ("none", "batch", "group", "running")
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of everything seen so far, merged batch by batch (Chan et al. 1979). A run's state."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    def update(self, x_B: Tensor) -> None:
+        x_B = x_B.double()
+        count, mean = len(x_B), float(x_B.mean())
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((x_B - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """With ddof 1; 0 before two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+@dataclass
+class RewardShaping:
+    """Soft overlong penalty, then (r - shift) / (scale + eps), then a clip.
+
+    shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards of the run so far.
+    Where a std is 0 the reward is not scaled. ROLL's reward_norm=X is shift=X scale=X; with its reward_shift (centre
+    only) it is shift=X alone, with its reward_scale scale=X alone.
+
+    Soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C:
+        0 up to L - C tokens, then falling linearly to -overlong_penalty at L tokens, where responses are cut off.
+    """
+
+    shift: str = "none"
+    scale: str = "none"
+    clip: float | None = None
+    eps: float = 1e-6
+    overlong_cache: int = 0  # C, tokens; 0: no penalty
+    overlong_penalty: float = 1.0
+
+    def __post_init__(self):
+        for key in ("shift", "scale"):
+            if getattr(self, key) not in OVER:
+                raise ValueError(f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"reward.clip={self.clip} must be positive, or null for no clip")
+        if self.overlong_cache < 0 or not self.overlong_penalty > 0:
+            raise ValueError(
+                f"reward.overlong_cache={self.overlong_cache} must not be negative and "
+                f"reward.overlong_penalty={self.overlong_penalty} must be positive"
+            )
+
+    def overlong(self, length_B: Tensor, limit: int) -> Tensor:
+        """The penalty of responses of these lengths in tokens, in [-overlong_penalty, 0]."""
+        if not self.overlong_cache:
+            return torch.zeros(length_B.shape)
+        over_B = (length_B - (limit - self.overlong_cache)) / self.overlong_cache
+        return -self.overlong_penalty * over_B.clamp(0, 1)
+
+    def __call__(self, rewards_B: Tensor, groups_B: Tensor, running: RunningMoments) -> Tensor:
+        """Normalised and clipped rewards. Updates `running`, which counts this batch in, if a setting reads it."""
+        if "running" in (self.shift, self.scale):
+            running.update(rewards_B)
+        groups = Groups(groups_B)
+        mean = {"none": 0.0, "running": running.mean}.get(self.shift)
+        if mean is None:
+            mean = groups.mean(rewards_B) if self.shift == "group" else rewards_B.mean()
+        shaped_B = rewards_B - mean
+        if self.scale != "none":
+            stds = {"group": groups.std, "batch": deviation, "running": lambda _: torch.tensor(running.std)}
+            std = stds[self.scale](rewards_B).to(rewards_B.dtype)
+            shaped_B = torch.where(std > 0, shaped_B / (std + self.eps), shaped_B)
+        return shaped_B if self.clip is None else shaped_B.clamp(-self.clip, self.clip)
+
+
+def deviation(x_B: Tensor) -> Tensor:
+    """Std with ddof 1; 0 for a single value."""
+    return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)
