@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from gspo.advantages import GroupNormalized
 from gspo.aggregation import LENGTH_WEIGHTED
 from gspo.kl import KLInLoss, KLInReward, Penalized
 from gspo.objectives import DPPO, GMPO, LUSPO, SAPO, GSPOToken, Objective, Reinforce
@@ -121,7 +122,13 @@ def check_kl(s: Settings) -> None:
 
 def check_dead_options(s: Settings) -> None:
     """Options that were changed and that nothing would read."""
-    dead = [
+    annulled = s.advantage.needs_group and s.reward.clip is None
+    divides = isinstance(s.advantage, GroupNormalized)
+    unused_old = isinstance(s.objective, Reinforce | DPPO) and not isinstance(s.kl, KLInReward)
+    dead: list[tuple] = [
+        (unused_old, "policy", s.policy, "old_logprobs", f"objective={s.objective.name}: it has no ratio to pi_old"),
+        (annulled, "reward", s.reward, "shift", f"advantage={s.advantage.name}, which takes the group's mean off"),
+        (annulled and divides, "reward", s.reward, "scale", f"advantage={s.advantage.name}, which divides by the std"),
         (s.reward.scale == "none", "reward", s.reward, "eps", "reward.scale=none"),
         (not s.reward.overlong_cache, "reward", s.reward, "overlong_penalty", "reward.overlong_cache=0"),
         (
@@ -152,6 +159,10 @@ def warnings(s: Settings) -> list[str]:
         found.append("kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference")
     if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
         found.append("policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone")
+    if isinstance(s.objective, Reinforce) and s.trainer.minibatches * s.trainer.epochs > 1:
+        found.append(
+            "objective=reinforce has no ratio: with several updates per batch it takes stale samples for fresh"
+        )
     late = [step for step in s.rollout.extend if step > s.steps]
     if late:
         found.append(

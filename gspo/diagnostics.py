@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gspo.batch import TrainBatch
-from gspo.corrections import importance_weight
+from gspo.corrections import LEVELS, importance_weight
 from gspo.kl import kl_estimate
 from gspo.masked import masked_mean
 from gspo.objectives import LossInputs, LossOutputs, log_ratio
@@ -122,23 +122,25 @@ def reference(batch: TrainBatch, tally: Tally) -> None:
         tally.mean(f"kl/ref_{estimator}", torch.where(batch.mask_BT, kl_BT, 0.0).sum(), batch.mask_BT.sum())
 
 
-def correction(batch: TrainBatch, tally: Tally) -> None:
-    """Importance weights pi_old / mu before any truncation, by level, and what the correction made of them."""
-    tokens = batch.mask_BT.sum()
-    for level in ("token", "sequence", "geometric"):
-        weight_N = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT, level)[batch.mask_BT]
+def mismatch(batch: TrainBatch, tally: Tally) -> None:
+    """How far the trainer's old log-probs are from those the engine reported: k3, the largest difference, and the
+    importance weights pi_old / mu of every level before any truncation."""
+    mask_BT, tokens = batch.mask_BT, batch.mask_BT.sum()
+    log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, mask_BT).clamp(-20, 20)  # keeps k3 finite
+    tally.mean("mismatch/k3", torch.where(mask_BT, k3(log_BT), 0.0).sum(), tokens)
+    tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
+    for level in LEVELS:
+        weight_N = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)[mask_BT]
         tally.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
         tally.largest(f"mismatch/weight_{level}_max", weight_N.max())
         tally.ess(f"mismatch/weight_{level}_ess", weight_N)
+
+
+def correction(batch: TrainBatch, tally: Tally) -> None:
+    """What a correction made of these weights: its mean on the loss of a token, and what it leaves out."""
+    tokens = batch.mask_BT.sum()
     tally.mean("mismatch/corrected_mean", batch.correction_BT[batch.mask_BT].sum(), tokens)
     tally.mean("mismatch/masked", (batch.mask_BT & (batch.correction_BT == 0)).sum(), tokens)
-
-
-def mismatch(batch: TrainBatch, tally: Tally) -> None:
-    """How far the trainer's old log-probs are from those the engine reported: k3 and the largest difference."""
-    log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT).clamp(-20, 20)  # keeps k3 finite
-    tally.mean("mismatch/k3", torch.where(batch.mask_BT, k3(log_BT), 0.0).sum(), batch.mask_BT.sum())
-    tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
 
 
 def k3(log_BT: Tensor) -> Tensor:

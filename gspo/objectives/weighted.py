@@ -176,7 +176,7 @@ class SAPO(RatioObjective):
         adv_BT = inputs.advantage_BT
         ratio, bounded = self.token_ratio(inputs) if self.level == "token" else self.sequence_ratio(inputs)
         ratio_BT, bounded_BT = ratio.expand_as(adv_BT), bounded.expand_as(inputs.mask_BT)
-        tau_BT = torch.full_like(adv_BT, self.tau_negative).masked_fill(adv_BT > 0, self.tau_positive)
+        tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative).masked_fill(adv_BT > 0, self.tau_positive)
         p_BT = (tau_BT * (ratio_BT - 1)).sigmoid()
         nothing_BT = torch.zeros_like(inputs.mask_BT)
         return LossOutputs(
