@@ -266,7 +266,10 @@ def command_line(main: Callable[[], None]) -> None:
 
 def report(error: BaseException) -> int:
     """Say in one line what went wrong; the exit code."""
-    mend = "; what was written is kept: mend this and go on with resume=RUN" if isinstance(error, OSError) else ""
+    disk = isinstance(error, OSError) and not isinstance(
+        error, HydraException
+    )  # a missing option file is an OSError too
+    mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
     print(f"error: {explain(error)}{mend}", file=sys.stderr)
     return 1 if mend else 2
 

@@ -1,6 +1,7 @@
 """Settings: every option file composes, experiments do not leak into objectives, bad input is one clear line."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -53,6 +54,15 @@ def test_every_option_file_composes_and_every_class_has_one(group):
         if group in CHOICES:
             assert type(getattr(result, group)) is CHOICES[group].get(option, type(getattr(result, group)))
     assert set(CHOICES.get(group, {})) <= set(options(group))
+
+
+def test_the_help_names_every_option():
+    text = (CONF / "train.yaml").read_text().split("== Options of each group")[1].split("== Settings")[0]
+    sections = dict(re.findall(r"^      (\w+)  +((?:.+\n)(?:       +.+\n)*)", text, flags=re.M))
+    for group in [*CHOICES, "experiment", "preset", "arm"]:
+        assert set(options(group)) <= set(sections[group].split()), group
+        headings = {"sequence", "token", "ratio:", "weighted:", "as", "a", "peer:"}
+        assert set(sections[group].split()) <= set(options(group)) | headings, group
 
 
 def test_paper_clip_ranges_are_what_the_option_files_say():
@@ -292,6 +302,7 @@ def test_warnings_name_what_may_not_be_meant():
 CLI = [
     ("optim.learning=1", "learning"),
     ("kl.coef=0.001", "kl.coef"),
+    ("preset=verll", "Available options in 'preset': dapo"),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
 ]
