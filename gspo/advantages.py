@@ -58,7 +58,7 @@ class Advantage:
         adv_BT = torch.where(credit.mask_BT, adv if adv.ndim == 2 else adv.unsqueeze(-1), 0.0)
         if self.whiten == "tokens":
             adv_BT = torch.where(credit.mask_BT, whitened(adv_BT, adv_BT[credit.mask_BT]), 0.0)
-        elif self.whiten == "responses" and len(credit.mask_BT) > 1:
+        elif self.whiten == "responses" and credit.mask_BT.any(-1).sum() > 1:
             mean_B = masked_mean(adv_BT, credit.mask_BT)[credit.mask_BT.any(-1)]
             adv_BT = torch.where(credit.mask_BT, (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4), 0.0)
         return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)

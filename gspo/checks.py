@@ -94,6 +94,8 @@ def check_credit(s: Settings) -> None:
             f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2, or an "
             "advantage without group baseline"
         )
+    if s.rollout.group_size == 1 and getattr(s.advantage, "baseline", "none") == "group":
+        raise ValueError("rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward itself")
     if s.rollout.group_size > 1 and group_of_one != "zero":
         raise ValueError(
             f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"

@@ -121,11 +121,13 @@ class Rejection(Correction):
             raise ValueError(f"correction.measure={self.measure!r}: choose ratio, k2 or k3")
 
     def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-        value_BT = {"ratio": m_BT, "k2": m_BT.square() / 2, "k3": torch.expm1(m_BT) - m_BT}[self.measure]
-        value_BT = reduce(value_BT, mask_BT, self.level)
+        m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
         if self.measure == "ratio":
-            value_BT = value_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+            value_BT = reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+        else:
+            m_BT = m_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+            value_BT = m_BT.square() / 2 if self.measure == "k2" else torch.expm1(m_BT) - m_BT
+            value_BT = reduce(value_BT, mask_BT, self.level)
         return (mask_BT & (value_BT >= self.low) & (value_BT <= self.high)).to(old_logp_BT.dtype)
 
 

@@ -4,7 +4,7 @@ With d = log pi(y_t) - log pi_ref(y_t) for a sampled token (Schulman, "Approxima
 
     k1 = d                    unbiased; negative for single tokens. As a loss its expected gradient is zero
     k2 = d^2 / 2              biased; its gradient is that of KL(pi || pi_ref)
-    k3 = exp(-d) + d - 1      unbiased, never negative
+    k3 = exp(-d) + d - 1      unbiased, never negative; its gradient is that of KL(pi_ref || pi)
     abs = |d|
 
 Shape suffixes: B responses, T response tokens.
@@ -70,8 +70,9 @@ class KLInLoss(Penalized):
     """beta * aggregate(estimate) is added to the loss.
 
     `gradient=k2` is verl's straight-through form (its "k3+", "k1+"): the value of the estimator, the gradient of k2.
-    `times_ratio` multiplies the estimate by the importance ratio pi/pi_old, of the token or of the sequence (TRL, for
-    GSPO), which makes k3 and its gradient unbiased off policy (DeepSeek-V3.2, arXiv:2512.02556).
+    `times_ratio` multiplies the estimate by the importance ratio pi/pi_old: by that of the token, value and gradient of
+    k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556); `sequence`, GSPO's ratio, is
+    what TRL does with it, and is unbiased for responses of one token only.
     """
 
     name: str = "loss"
@@ -86,13 +87,16 @@ class KLInLoss(Penalized):
             raise ValueError(f"kl.gradient={self.gradient!r}: choose own or k2")
         if self.times_ratio not in ("none", "token", "sequence"):
             raise ValueError(f"kl.times_ratio={self.times_ratio!r}: choose none, token or sequence")
+        if self.gradient == "k2" and self.times_ratio != "none":
+            raise ValueError(f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: the two gradients would add up")
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         value_BT = super().estimate(logp_BT, ref_logp_BT, mask_BT)
         if self.gradient == "own":
             return value_BT
-        k2_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0).square() / 2
-        return value_BT.detach() + k2_BT - k2_BT.detach()
+        d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
+        k2_BT = kl_estimate(d_BT, "k2", self.log_ratio_bound)
+        return value_BT.detach() + (k2_BT - k2_BT.detach())
 
 
 @dataclass

@@ -43,8 +43,8 @@ class RewardShaping:
     """Soft overlong penalty, then (r - shift) / (scale + eps), then a clip.
 
     shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards of the run so far.
-    Where a std is 0 the reward is not scaled. ROLL's reward_norm=X is shift=X scale=X; with its reward_shift (centre
-    only) it is shift=X alone, with its reward_scale scale=X alone.
+    Where a std is 0 (but for rounding) the reward is not scaled. ROLL's reward_norm=X is shift=X scale=X; with its
+    reward_shift (centre only) it is shift=X alone, with its reward_scale scale=X alone.
 
     Soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C:
         0 up to L - C tokens, then falling linearly to -overlong_penalty at L tokens, where responses are cut off.
@@ -86,9 +86,11 @@ class RewardShaping:
             mean = groups.mean(rewards_B) if self.shift == "group" else rewards_B.mean()
         shaped_B = rewards_B - mean
         if self.scale != "none":
-            stds = {"group": groups.std, "batch": deviation, "running": lambda _: torch.tensor(running.std)}
-            std = stds[self.scale](rewards_B).to(rewards_B.dtype)
-            shaped_B = torch.where(std > 0, shaped_B / (std + self.eps), shaped_B)
+            stds = {"group": groups.std, "batch": deviation, "running": lambda x_B: x_B.new_tensor(running.std)}
+            std = stds[self.scale](rewards_B)
+            rounding = 1e-6 if rewards_B.dtype == torch.float32 else 1e-12
+            varied = std > rounding * rewards_B.abs().max()  # the std of equal rewards is rounding, not always 0
+            shaped_B = torch.where(varied, shaped_B / (std + self.eps), shaped_B)
         return shaped_B if self.clip is None else shaped_B.clamp(-self.clip, self.clip)
 
 

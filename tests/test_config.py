@@ -190,6 +190,11 @@ BAD = [
     ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
     ("advantage=returns kl=reward", "advantage=returns with kl=reward gives one per token"),
     ("advantage.group_of_one=reward", "advantage.group_of_one=reward is not read with rollout.group_size=8"),
+    (
+        "advantage=reinforce_pp advantage.baseline=group rollout.group_size=1",
+        "rollout.group_size=1 with advantage.basel",
+    ),
+    ("kl=loss kl.gradient=k2 kl.times_ratio=token", "kl.times_ratio=token with kl.gradient=k2"),
     ("advantage.whiten=all", "advantage.whiten='all'"),
     ("advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9", "advantage.gamma=0.9 is not read"),
     ("advantage.clip=0", "advantage.clip=0"),
