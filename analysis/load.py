@@ -18,7 +18,21 @@ import yaml
 
 GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
-OBJECTIVES = {"gspo": GSPO, "grpo": GRPO, "gspo_token": GSPO_TOKEN}
+OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setting
+    "gspo": GSPO,
+    "gspo_token": GSPO_TOKEN,
+    "luspo": "LUSPO",
+    "gmpo": "GMPO",
+    "grpo": GRPO,
+    "drgrpo": "Dr.GRPO",
+    "dapo": "DAPO",
+    "ppo": "PPO",
+    "reinforce": "REINFORCE",
+    "cispo": "CISPO",
+    "minirl": "MiniRL",
+    "dppo": "DPPO",
+    "sapo": "SAPO",
+}
 
 # What may differ between two runs of one arm: who ran it, for how long, where it was written.
 NOT_THE_ARM = ("seed", "steps", "study", "tracking", "checkpoint", "runs", "on_existing", "resume", "threads")
@@ -212,14 +226,14 @@ def describe(data: Data, arms: list[str]) -> str:
     """What was run, for captions: model, batches, seeds, unfinished runs, differences that are not the arms' own."""
     runs = data.of(*arms)
     get = runs[0].settings.get
-    seeds = {arm: [run.seed for run in data.of(arm)] for arm in arms}
+    arms_with: dict[str, list[str]] = {}
+    for arm in arms:
+        arms_with.setdefault(count_seeds([run.seed for run in data.of(arm)]), []).append(arm)
     batch = f"{get('rollout.prompts_per_step', '?')} prompts x {get('rollout.group_size', '?')} responses"
     text = f"Run: {get('model.name', 'model not named')}, rollout batches of {batch} in "
     text += f"{get('trainer.minibatches', '?')} mini-batches; "
-    if len({tuple(s) for s in seeds.values()}) == 1:
-        text += count_seeds(seeds[arms[0]])
-    else:
-        text += "; ".join(f"{arm}: {count_seeds(s)}" for arm, s in seeds.items())
+    several = len(arms_with) > 1
+    text += "; ".join(f"{', '.join(names)}: {seeds}" if several else seeds for seeds, names in arms_with.items())
     text += f"; {data.common_step(*arms)} batches common to all runs."
     for run in runs:
         if run.last < run.planned:

@@ -42,8 +42,8 @@ class Correction:
 class TIS(Correction):
     """Truncated importance sampling (Yao et al. 2025): min(weight, high), and at least `low`.
 
-    `normalize` divides the truncated weights by their mean over all response tokens of the rollout batch (verl's
-    rollout_is_batch_normalize).
+    `normalize` divides the truncated weights by their mean over the rollout batch: over its tokens, or its responses at
+    the levels of a response (verl's rollout_is_batch_normalize).
     """
 
     name: str = "tis"
@@ -58,7 +58,7 @@ class TIS(Correction):
     def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.level)
         weight_BT = torch.where(mask_BT, weight_BT.clamp(self.low, self.high), 0.0)
-        return weight_BT * mask_BT.sum() / weight_BT.sum() if self.normalize and mask_BT.any() else weight_BT
+        return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
 
 @dataclass
@@ -86,8 +86,7 @@ class MIS(Correction):
         judge_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.judged_by or self.level)
         kept_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
         weight_BT = torch.where(mask_BT & kept_BT, weight_BT, 0.0)
-        total = weight_BT.sum()
-        return weight_BT * mask_BT.sum() / total if self.normalize and total > 0 else weight_BT
+        return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
 
 @dataclass
@@ -135,6 +134,13 @@ def importance_weight(old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: T
     """The untruncated weight of a level, [B, T], without gradient; meaningful where the mask is True."""
     m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
     return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    """Weights divided by their mean, over tokens or over responses by level; unchanged where all are 0."""
+    mean_B = masked_mean(weight_BT, mask_BT)
+    mean = weight_BT.sum() / mask_BT.sum() if level == "token" else mean_B.sum() / mask_BT.any(-1).sum()
+    return weight_BT / mean if mean > 0 else weight_BT
 
 
 def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:

@@ -246,10 +246,13 @@ def weights(old, mu, mask, level: str) -> np.ndarray:
     return result
 
 
-def normalized(w, mask) -> np.ndarray:
-    """Divided by their mean over all tokens that count; as they are where all are 0."""
-    total, count = sum(float(w[i][t]) for i, m in enumerate(mask) for t in own(m)), int(np.sum(mask))
-    return np.asarray(w) if total == 0 else np.asarray(w) / (total / count)
+def normalized(w, mask, level="token") -> np.ndarray:
+    """Divided by their mean over the tokens, or the responses, that count; as they are where all are 0."""
+    rows = [[float(w[i][t]) for t in own(m)] for i, m in enumerate(mask)]
+    if level != "token":
+        rows = [[sum(row) / len(row)] for row in rows if row]
+    flat = [x for row in rows for x in row]
+    return np.asarray(w) if sum(flat) == 0 else np.asarray(w) / (sum(flat) / len(flat))
 
 
 def tis(old, mu, mask, level="token", low=0.0, high=2.0) -> np.ndarray:

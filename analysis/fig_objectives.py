@@ -1,0 +1,227 @@
+"""Objectives: what does each of them do, all else equal: what is gained, what clipped, what weight is left?
+
+    python analysis/fig_objectives.py runs/objectives
+
+Any set of arms can be compared; rows are sorted by reward gain. Expected: all of them learn. Arms that differ by less
+than their seeds are not told apart; the clip's share is a matter of each objective's range as much as of its kind, and
+the gradient norm of its average. Prints a Markdown table of the same numbers; writes fig_objectives.pdf and .png.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+
+import load
+import numpy as np
+import pandas as pd
+import script
+import style
+from load import Data
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from stats import START, WINDOW
+
+MEANS = {  # what is averaged over the batches of a run
+    "active": "clip/token_active",
+    "outside": "clip/token_outside",
+    "weight": "clip/weight",
+    "grad norm": "optim/grad_norm",
+    "length": "length/mean",
+}
+WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # in the table
+STRIP = "#F2F2F2"
+LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO: times the length) are written at the edge, or they would flatten the rest
+REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}  # for never removing a gradient
+
+
+def main() -> None:
+    args = script.arguments(__doc__)
+    data = load.load(args.runs)
+    for note in data.notes:
+        print(f"note: {note}")
+    paths = draw(data, args.out)
+    print("\n".join(["", *table(measure(data)), "", *map(str, paths)]))
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+def measure(data: Data) -> pd.DataFrame:
+    """A row per arm and seed (the index), arms by falling mean gain; over the batches that all runs have.
+
+    Columns: start, end, gain of the reward, then MEANS; NaN where a metric was not reported.
+    """
+    last = data.common_step(*data.arms)
+    if last < START + WINDOW:
+        run = min(data.runs, key=lambda run: run.last)
+        load.die(f"fig_objectives needs {START + WINDOW} rollout batches of every run; {run.path} has {run.last}")
+    frames = {}
+    for arm in data.arms:
+        reward = data.table(arm, "reward/mean").loc[:last]
+        frame = pd.DataFrame({"start": reward.head(START).mean(), "end": reward.tail(WINDOW).mean()})
+        frame["gain"] = frame["end"] - frame["start"]
+        for name, metric in MEANS.items():
+            frame[name] = data.table(arm, metric).loc[:last].mean()
+        frames[arm] = frame
+    order = sorted(frames, key=lambda arm: -frames[arm]["gain"].mean())
+    return pd.concat({arm: frames[arm] for arm in order}, names=["arm", "seed"])
+
+
+def arms_of(numbers: pd.DataFrame) -> list[str]:
+    """The arms in the order of the rows."""
+    return list(dict.fromkeys(numbers.index.get_level_values("arm")))
+
+
+def table(numbers: pd.DataFrame) -> list[str]:
+    """Markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
+    head = ["arm", "seeds", "reward, start", "end", "gain [min, max over seeds]", "active", "outside", "weight"]
+    cells = [[*head, "grad norm", "mean length"]]
+    for arm in arms_of(numbers):
+        own = numbers.loc[arm]
+        mean, gains = own.mean(), own["gain"]
+        spread = f" [{gains.min():+.3f}, {gains.max():+.3f}]" if len(own) > 1 else ""
+        line = [arm, ", ".join(map(str, own.index)), f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
+        line += [f"{mean['gain']:+.3f}{spread}", share(mean["active"]), share(mean["outside"])]
+        cells.append(line + [number(mean[name], form) for name, form in WRITTEN.items()])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]
+
+
+def share(value: float) -> str:
+    return "never" if value == 0 else number(value, ".2g")
+
+
+def number(value: float, form: str) -> str:
+    return "-" if np.isnan(value) else f"{value:{form}}"
+
+
+# ---------------------------------------------------------------------------------------------------------- figure
+def draw(data: Data, out: Path) -> list[Path]:
+    """A row per arm, a panel per quantity."""
+    numbers = measure(data)
+    names = [name(arm) for arm in arms_of(numbers)]
+    figure = style.canvas(0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)))
+    axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.6, 1, 1, 1, 1])
+    limit = gradient_limit(data)
+    gain_panel(axes[0], numbers)
+    share_panels(axes[1:3], numbers)
+    weight_panel(axes[3], numbers)
+    norm_panel(axes[4], numbers, limit)
+    for ax in axes:
+        ax.grid(axis="y", visible=True)
+        ax.tick_params(axis="y", length=0)
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    axes[0].set_yticks(range(len(names)), names)
+    for text, arm in zip(axes[0].get_yticklabels(), arms_of(numbers), strict=True):
+        text.set(color=style.colour(arm), fontweight="bold")
+    figure.align_xlabels()
+    caption = f"{load.describe(data, data.arms)}\n{definitions(numbers, limit)}"
+    return style.save(figure, out, "fig_objectives", caption)
+
+
+def name(arm: str) -> str:
+    """The arm's name in lines of at most some 22 letters."""
+    return "\n".join(textwrap.fill(line, 22) for line in style.short(arm).split("\n"))
+
+
+def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None, right: float = math.inf) -> None:
+    """Each arm's seeds as pale dots, their mean as a bar; zeros go to `left` if given, arms above `right` nowhere."""
+    for row, arm in enumerate(arms_of(numbers)):
+        seeds, hue = numbers.loc[arm, column].dropna().to_numpy(), style.colour(arm)
+        if not len(seeds) or seeds.mean() > right:
+            continue
+        x, mean = seeds, seeds.mean()
+        if left is not None:
+            x, mean = np.where(seeds == 0, left, seeds), mean or left
+        ax.plot(x, np.full(len(x), row), "o", ms=5, color=style.tint(hue, 0.45), mec="white", mew=0.5, zorder=3)
+        ax.plot(mean, row, "|", ms=11, mew=2.4, color=hue, zorder=4)
+
+
+def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
+    """Reward gained, from 0: no gain is where the arms could be."""
+    rows(ax, numbers, "gain")
+    ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
+    ax.margins(x=0.05)
+    ax.set_title("Reward gain")
+    ax.set_xlabel(f"last {WINDOW} - first {START} batches")
+
+
+def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
+    """Shares on one logarithmic axis; exactly 0, which has no logarithm, gets a shaded strip at the left: "never"."""
+    values = numbers[["active", "outside"]].to_numpy()
+    zeros, lowest = bool((values == 0).any()), math.floor(math.log10(values[values > 0].min(initial=0.1)))
+    width = 0.4 * -lowest  # of the strip, in decades
+    edge, never, left = 10.0**lowest, 10 ** (lowest - width / 2), 10 ** (lowest - (width if zeros else 0.1))
+    ticks = [10.0**d for d in range(0, lowest - (not zeros), -2 if lowest < -2 else -1)]
+    for ax, column, title in zip(axes, ("active", "outside"), ("Clipped tokens", "Outside the band"), strict=True):
+        ax.set_xscale("log")
+        rows(ax, numbers, column, never)
+        if zeros:
+            ax.axvspan(left, edge, color=STRIP, lw=0, zorder=0)
+        ax.set_xlim(left, 1.5)
+        ax.set_xticks(
+            [never] * zeros + ticks,
+            ["never"] * zeros + [f"$10^{{{math.log10(x):.0f}}}$" if x < 1 else "1" for x in ticks],
+        )
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_title(title)
+        ax.set_xlabel("share of tokens")
+
+
+def weight_panel(ax: Axes, numbers: pd.DataFrame) -> None:
+    """Weight left, near 1; what is far above is written at the edge."""
+    means = numbers["weight"].groupby(level="arm").mean()
+    right = LARGEST_WEIGHT if (means <= LARGEST_WEIGHT).any() else math.inf
+    rows(ax, numbers, "weight", right=right)
+    ax.axvline(1, color=style.MUTED, lw=1, ls="--", zorder=1)
+    ax.margins(x=0.1)
+    low, high = ax.get_xlim()
+    ax.set_xlim(min(low, 0.9), max(high, 1.05))  # differences of a thousandth are to look small
+    for row, arm in enumerate(arms_of(numbers)):
+        if means[arm] > right:
+            at = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8.5, "zorder": 4}
+            box = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"}
+            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", color=style.colour(arm), bbox=box, **at)
+    ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    ax.set_title("Weight left")
+    ax.set_xlabel("1 = on policy")
+
+
+def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
+    """Gradient norm, logarithmic, with the norm to which larger gradients are cut."""
+    ax.set_xscale("log")
+    rows(ax, numbers, "grad norm")
+    if limit is not None:
+        ax.axvline(limit, color=style.MUTED, lw=1, ls="--", zorder=1)
+    ax.margins(x=0.1)
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 20 else (1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_title("Gradient norm")
+    ax.set_xlabel("mean, before its clip")
+
+
+def gradient_limit(data: Data) -> float | None:
+    """The runs' optim.max_grad_norm, None if they differ or have none."""
+    limits = {run.settings.get("optim.max_grad_norm") for run in data.runs}
+    limit = limits.pop()
+    return None if limits or not limit else float(limit)
+
+
+def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
+    """What the panels show, for the caption."""
+    removed = numbers["active"].groupby(level="arm").max()
+    reasons = [f"{arm}: {why}" for arm, why in REASONS.items() if removed.get(arm) == 0]
+    zeros = "; never: not of one token" + (f" ({', '.join(reasons)})" if reasons else "")
+    text = "Each objective with its own clip range. Dots: seeds; bars: their mean; all but the gain averaged over all "
+    text += "batches. Clipped: the clip or mask removed the token's gradient"
+    text += zeros if (numbers[["active", "outside"]] == 0).any(axis=None) else ""
+    text += ". Outside the band: whatever the sign of the advantage. Weight left: mean over tokens of the factor on "
+    text += "A ∇log π" + (" (LUSPO's holds the response's length)" if "LUSPO" in removed else "")
+    return text + (f". Dashes in the last panel: larger gradients are cut to norm {limit:g}." if limit else ".")
+
+
+if __name__ == "__main__":
+    main()
