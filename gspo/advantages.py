@@ -113,7 +113,7 @@ class GroupNormalized(GroupAdvantage):
             raise ValueError(f"advantage.std={self.std!r}: choose group or batch")
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        std = groups.std(rewards_B) if self.std == "group" else rewards_B.std()
+        std = groups.std(rewards_B) if self.std == "group" else deviation(rewards_B)
         return (rewards_B - groups.mean(rewards_B)) / (std + self.eps)
 
 
@@ -265,3 +265,8 @@ def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
 def whitened(x: Tensor, sample: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) with mean and var (ddof 1) of the sample; unchanged if that is under two values."""
     return x if len(sample) < 2 else (x - sample.mean()) * (sample.var() + 1e-8).rsqrt()
+
+
+def deviation(x_B: Tensor) -> Tensor:
+    """Std with ddof 1; 0 for a single value."""
+    return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)

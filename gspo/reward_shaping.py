@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo.advantages import Groups
+from gspo.advantages import Groups, deviation
 
 OVER = ("none", "batch", "group", "running")
 
@@ -92,8 +92,3 @@ class RewardShaping:
             varied = std > rounding * rewards_B.abs().max()  # the std of equal rewards is rounding, not always 0
             shaped_B = torch.where(varied, shaped_B / (std + self.eps), shaped_B)
         return shaped_B if self.clip is None else shaped_B.clamp(-self.clip, self.clip)
-
-
-def deviation(x_B: Tensor) -> Tensor:
-    """Std with ddof 1; 0 for a single value."""
-    return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)
