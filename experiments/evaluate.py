@@ -30,7 +30,7 @@ def main(config: DictConfig) -> None:
             LocalEngine(policy, settings.rollout.batch_rows),
             settings.task,
             command.evaluation,
-            settings.rollout.max_new_tokens,
+            settings.rollout.longest_limit,
             step,
         )
     finally:

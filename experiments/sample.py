@@ -25,7 +25,7 @@ def main(config: DictConfig) -> None:
     engine = LocalEngine(open_policy(settings, checkpoint, report=lambda *_: None))
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
-    sampling = Sampling(command.temperature, settings.rollout.max_new_tokens)
+    sampling = Sampling(command.temperature, settings.rollout.longest_limit)
     try:
         groups = engine.generate(problems, command.samples, sampling, (seed, "sample", command.set))
         score(settings.task, [r for group in groups for r in group])
