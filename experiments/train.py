@@ -16,12 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.checkpoint import load_optimizer, save_checkpoint
+from gspo.assembly import assemble, evaluation_engine
+from gspo.checkpoint import save_checkpoint
 from gspo.checks import warnings, warnings_after
 from gspo.config import Settings, register_schemas, resumed_settings, settings_hash, to_settings
 from gspo.evaluation import evaluate
-from gspo.rollout.engine import LocalEngine
-from gspo.rollout.source import Rollout, make_source
+from gspo.rollout.source import Rollout
 from gspo.runs import (
     Failed,
     Stopped,
@@ -32,8 +32,6 @@ from gspo.runs import (
     finished,
     log_to,
     one_line,
-    open_policy,
-    open_reference,
     say_layers,
     stop_signal,
     to_go_on_from,
@@ -89,6 +87,7 @@ def run(settings: Settings, alone: bool = True) -> None:
         except ValueError as error:  # not the user's: those were found before
             raise Failed(f"{folder} failed after step {trainer.state.step}") from error
         finally:
+            trainer.source.close()
             settings.task.close()
             sync = tracker.finish(exit_code)
     how = "stopped" if exit_code else "finished"
@@ -124,16 +123,9 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
         bar(step, loss=loss)
 
     try:
-        policy = open_policy(settings, checkpoint, report)
-        reference = open_reference(settings, checkpoint, report)
+        trainer = assemble(settings, checkpoint, report)
     finally:
         bar.close()
-    engine = LocalEngine(policy, settings.rollout.batch_rows)
-    source = make_source(engine, settings.task, settings.rollout, settings.sampler, settings.seed)
-    parts = (settings.algorithm(), settings.optim, settings.trainer, settings.policy)
-    trainer = Trainer(policy, source, *parts, settings.seed, reference)
-    if checkpoint:
-        trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
     say_layers(layers)
     return trainer
 
@@ -141,7 +133,7 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, alone: bool) -> None:
     """Fit, with evaluation, tracking and checkpoints where they are due."""
     progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
-    engine, task, spent = trainer.source.engine, trainer.source.task, {}
+    engine, task, spent = evaluation_engine(trainer, settings), settings.task, {}
 
     def evaluation(step: int) -> dict[str, float]:
         if step % settings.evaluation.every and step != settings.steps:
@@ -162,9 +154,10 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
     def checkpoint(step: int, last: bool) -> None:
         if last or step % settings.checkpoint.every == 0:
             started = time.perf_counter()
-            parts = (trainer.policy, trainer.optimizer, trainer.state)
+            trainer.state.source = trainer.source.state()
+            parts = (trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
             moved = trainer.reference if getattr(settings.kl, "refresh_every", 0) else None
-            save_checkpoint(folder, *parts, settings.checkpoint.keep, settings_hash(settings), moved)
+            save_checkpoint(folder, *parts, settings_hash(settings), moved, trainer.source.held())
             spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:

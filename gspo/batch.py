@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gspo.records import Response
+
+NOT_RECORDED = -1  # in place of experts at padding, and at the last token, which no engine feeds to the model
 
 
 @dataclass
@@ -29,7 +32,9 @@ class TrainBatch:
     engine_logp_BT: Tensor  # log-probs as the engine reported them
     adv_BT: Tensor  # advantages
     old_logp_BT: Tensor | None = None  # log-probs under the old policy
-    experts_BSLK: Tensor | None = None  # experts chosen under the old policy; None for dense models
+    experts_BSLK: Tensor | None = None  # experts that the trainer chose under the old policy; None for dense models
+    engine_experts_BSLK: Tensor | None = None  # those that the engine chose; None if it did not return them
+    replay_BSLK: Tensor | None = None  # experts that forward passes go through; None: the routers' own choice
     ref_logp_BT: Tensor | None = None  # log-probs under the reference policy
     correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: no correction
     old_values_BT: Tensor | None = None  # the critic's values at the step's start
@@ -72,7 +77,8 @@ class TrainBatch:
 
 
 def pack(responses: list[Response], pad_id: int) -> TrainBatch:
-    """Lay out responses as above, with the engine's log-probs; advantages are still 0.
+    """Lay out responses as above, with the engine's log-probs and what else all of them hold: the engine's experts, the
+    log-probs and experts of the policy that sampled. Advantages are still 0.
 
     Raises ValueError if a response has no token or not one log-prob per token (an engine that returns such is broken).
     """
@@ -84,7 +90,24 @@ def pack(responses: list[Response], pad_id: int) -> TrainBatch:
     batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
     for i, r in enumerate(responses):
         batch.engine_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.logprobs)
+    batch.engine_experts_BSLK = _experts([(len(r.prompt_ids), r.experts) for r in responses], batch)
+    if all(r.old_logprobs is not None and len(r.old_logprobs) == len(r.token_ids) for r in responses):
+        batch.old_logp_BT = torch.zeros_like(batch.engine_logp_BT)
+        for i, r in enumerate(responses):
+            batch.old_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.old_logprobs)
+        batch.experts_BSLK = _experts([(len(r.prompt_ids), r.old_experts) for r in responses], batch)
     return batch
+
+
+def _experts(rows: list[tuple[int, np.ndarray | None]], batch: TrainBatch) -> Tensor | None:
+    """(prompt tokens, experts of the positions from the prompt's first on) of every row as one tensor."""
+    if any(experts is None for _, experts in rows):
+        return None
+    packed_BSLK = torch.full((*batch.tokens_BS.shape, *rows[0][1].shape[1:]), NOT_RECORDED, dtype=torch.int16)
+    for i, (prompt, experts) in enumerate(rows):
+        start = batch.prompt_width - prompt
+        packed_BSLK[i, start : start + len(experts)] = torch.from_numpy(experts.astype(np.int16))
+    return packed_BSLK
 
 
 def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:

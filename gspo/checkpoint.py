@@ -1,7 +1,8 @@
 """Checkpoints: written beside, then renamed, so that one is either whole or not there; `latest` moves last.
 
 checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
-                           value_head.pt (the critic) and reference/ (a reference policy that was refreshed)
+                           value_head.pt (the critic), reference/ (a reference policy that was refreshed),
+                           held.json and held.npz (responses that were sampled and not yet trained on)
 checkpoints/latest         the name of the newest whole one
 """
 
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
 from gspo.reward_shaping import RunningMoments
+from gspo.rollout.held import save_held
+from gspo.rollout.source import Held
 
 
 @dataclass
@@ -63,10 +66,12 @@ def save_checkpoint(
     keep: int,
     settings: str,
     reference: Policy | None = None,
+    held: Held | None = None,
 ) -> Path:
     """Write weights, optimizer, counters and the hash of the settings; then drop all but the `keep` newest.
 
-    `reference` is given where the reference policy is not the one that the run started from.
+    `reference` is given where the reference policy is not the one that the run started from, `held` where responses
+    wait for later steps.
     """
     folder = run / "checkpoints" / f"step_{state.step:06d}"
     unfinished = folder.with_suffix(".unfinished")
@@ -77,6 +82,8 @@ def save_checkpoint(
         policy.value_head.save(unfinished)
     if reference:
         save(reference.model, reference.tokenizer, unfinished / "reference")
+    if held:
+        save_held(held, unfinished)
     torch.save(optimizer.state_dict(), unfinished / "optimizer.pt")
     (unfinished / "state.json").write_text(json.dumps(asdict(state) | {"settings": settings}))
     for path in [*unfinished.rglob("*")]:

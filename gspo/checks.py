@@ -12,7 +12,7 @@ from gspo.aggregation import LENGTH_WEIGHTED
 from gspo.kl import KLInLoss, KLInReward, Penalized
 from gspo.objectives import DPPO, GMPO, LUSPO, SAPO, GSPOToken, Objective, Reinforce
 from gspo.policy.models import TinyDense
-from gspo.rollout.source import check_sampler
+from gspo.rollout.settings import check_sampler
 from gspo.tasks.benchmark import Benchmark
 from gspo.tasks.gym_problems import GymProblems
 
@@ -57,14 +57,16 @@ def check_updates(s: Settings) -> None:
         raise ValueError(
             f"policy.routing_replay={s.policy.routing_replay} needs an MoE model; model={s.model.name} is dense"
         )
-    on_policy = updates == 1 and s.policy.old_logprobs == "step_start"
+    later = s.rollout.staleness or s.rollout.token_budget  # responses are older than the step
+    same = s.policy.old_logprobs == "step_start" or (s.policy.old_logprobs == "behaviour" and not later)
+    on_policy = updates == 1 and same
     if on_policy and not s.allow_on_policy and not isinstance(s.objective, Reinforce | DPPO):
         raise ValueError(
-            f"trainer.minibatches=1 with policy.old_logprobs=step_start: every ratio is 1, so "
+            f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio is 1, so "
             f"objective={s.objective.name} cannot clip and all objectives are the same; "
             "use more mini-batches, or say allow_on_policy=true"
         )
-    if updates == 1 and s.policy.routing_replay == "r2":
+    if updates == 1 and s.policy.routing_replay == "r2" and (same or not later):
         raise ValueError(
             "policy.routing_replay=r2 changes nothing with one update per rollout batch (trainer.minibatches=1)"
         )
@@ -151,6 +153,10 @@ def check_dead_options(s: Settings) -> None:
         ),
     ]
     dense = isinstance(s.model, TinyDense)
+    dead.append((dense, "rollout", s.rollout, "routes", f"model={s.model.name}: it has no routers"))
+    dead.append((not s.rollout.routes, "rollout", s.rollout, "routes_floor", "rollout.routes=false"))
+    shared = s.rollout.name == "local" and s.rollout.dtype == "float32"
+    dead.append((shared, "rollout", s.rollout, "sync_tolerance", "rollout=local in float32: it has the same weights"))
     dead.append((dense, "trainer", s.trainer, "consistency_sample", f"model={s.model.name}: it has no routers"))
     if isinstance(s.kl, Penalized):
         dead.append((s.kl.target is None, "kl", s.kl, "horizon", "kl.target=null (a fixed coefficient)"))
@@ -175,6 +181,11 @@ def warnings(s: Settings) -> list[str]:
     if isinstance(s.objective, Reinforce) and s.trainer.minibatches * s.trainer.epochs > 1:
         found.append(
             "objective=reinforce has no ratio: with several updates per batch it takes stale samples for fresh"
+        )
+    if s.rollout.staleness and s.policy.old_logprobs == "step_start" and s.correction.name == "none":
+        found.append(
+            f"rollout.staleness={s.rollout.staleness} with policy.old_logprobs=step_start: ratios start at 1, so the "
+            "clip does not see how old the responses are; behaviour and engine let it"
         )
     late = [step for step in s.rollout.extend if step > s.steps]
     if late:

@@ -30,7 +30,11 @@ def account(
     trained = sum(len(r.token_ids) for r in rollout.responses)
     state.tokens += generated
     state.flops += flops(batch.attention_BS.sum(1)) * passes
-    state.seconds += rollout.rollout_s + rollout.score_s + train_s
+    synced_s = rollout.synced.get("time/sync_s", 0.0)
+    sampling_s = rollout.rollout_s + rollout.score_s + rollout.behaviour_s + synced_s
+    if rollout.waited_s is not None:  # the rest was hidden behind training
+        sampling_s = rollout.waited_s
+    state.seconds += sampling_s + train_s
     return {
         "compute/tokens": state.tokens,
         "compute/dropped_tokens": generated - trained,
@@ -39,6 +43,8 @@ def account(
         "optim/updates": state.updates,
         "time/rollout_s": rollout.rollout_s,
         "time/score_s": rollout.score_s,
+        "time/behaviour_s": rollout.behaviour_s,
+        "time/waited_s": sampling_s,
         "time/train_s": train_s,
         "throughput/rollout_tokens": generated / rollout.rollout_s,
         "throughput/train_tokens": trained / train_s,

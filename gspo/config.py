@@ -33,7 +33,7 @@ from gspo.policy.models import HFModel, TinyDense, TinyMoE
 from gspo.policy.prompts import PromptFormat
 from gspo.reward_shaping import RewardShaping
 from gspo.rollout.sampler import Grouped, Uniform
-from gspo.rollout.source import RolloutSettings
+from gspo.rollout.settings import RolloutSettings, VLLMRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
@@ -42,7 +42,7 @@ from gspo.tasks.livecodebench import LiveCodeBench
 from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.mixture import Mixture
 from gspo.tracking import TrackingSettings
-from gspo.trainer import OptimSettings, PolicySettings, TrainerSettings
+from gspo.trainer_settings import OptimSettings, PolicySettings, TrainerSettings
 
 BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
 # the option groups whose options are different dataclasses; an option file starts with `defaults: [_<name>]`
@@ -52,13 +52,19 @@ CHOICES: dict[str, dict[str, type]] = {
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
     "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
+    "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, *BENCHMARKS)},
 }
 # left out of the hash
 NOT_PART_OF_THE_RESULT = ("steps", "tracking", "checkpoint", "study", "runs", "on_existing", "resume", "threads")
 # left out as well: memory, speed and place; they move results by rounding at most
-ONLY_COST = ("trainer.micro_batch_size", "rollout.batch_rows", "policy.device")
+ONLY_COST = (
+    "trainer.micro_batch_size",
+    "policy.device",
+    *(f"rollout.{name}" for name in ("batch_rows", "overlap", "sync_tolerance", "routes_floor", "own_process")),
+    *(f"rollout.{name}" for name in ("tensor_parallel_size", "kv_cache_gib", "gpu_memory", "eager", "sleep")),
+)
 CHANGEABLE_ON_RESUME = ("steps", "tracking", "checkpoint", *ONLY_COST)
 
 
@@ -79,7 +85,7 @@ class Settings:
     prompt: PromptFormat = field(default_factory=PromptFormat)
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    rollout: Any = MISSING
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     cold_start: ColdStartSettings = field(default_factory=ColdStartSettings)
@@ -110,7 +116,7 @@ class Settings:
 
     def label(self) -> str:
         """The arm in a few words: objective, replay, seed."""
-        replay = "+r2" if self.policy.routing_replay == "r2" else ""
+        replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
         return f"{self.objective.name}{replay} seed {self.seed}"
 
 
@@ -187,6 +193,7 @@ def to_settings(config: DictConfig) -> Settings:
 
 def settle(s: Settings) -> None:
     """Replace what stands for another setting by its value, so that settings.yaml says what was done."""
+    s.rollout.routes |= s.policy.routing_replay == "r3"
     s.trainer.aggregation = settled(s.trainer.aggregation, s.objective.aggregation, s.rollout.longest_limit)
     if isinstance(s.kl, KLInLoss):
         own = s.kl.aggregation
@@ -216,7 +223,7 @@ def of_result(settings: Settings) -> dict[str, Any]:
     """The settings that the run's numbers depend on."""
     content = {key: value for key, value in asdict(settings).items() if key not in NOT_PART_OF_THE_RESULT}
     for group, name in (key.split(".") for key in ONLY_COST):
-        del content[group][name]
+        content[group].pop(name, None)
     return content
 
 

@@ -123,12 +123,34 @@ def reference(batch: TrainBatch, tally: Tally) -> None:
         tally.mean(f"kl/ref_{estimator}", torch.where(batch.mask_BT, kl_BT, 0.0).sum(), batch.mask_BT.sum())
 
 
+def staleness(responses: list[Response], step: int, in_flight: int, tally: Tally) -> None:
+    """How many rollout batches ago the tokens' weights were current, and how responses were cut."""
+    for r in responses:
+        segments = r.segments or [(r.policy_step, len(r.token_ids))]
+        for policy_step, tokens in segments:
+            tally.mean("staleness/mean", (step - 1 - policy_step) * tokens, tokens)
+            tally.largest("staleness/max", step - 1 - policy_step)
+        tally.mean("staleness/segments", len(segments), 1)
+    tally.mean("staleness/in_flight", in_flight, 1)
+
+
 def mismatch(batch: TrainBatch, tally: Tally) -> None:
-    """How far the trainer's old log-probs are from those the engine reported: k3, the largest difference, and the
-    importance weights pi_old / mu of every level before any truncation."""
+    """The gap between the trainer's old policy pi and the engine's mu, on the tokens that mu sampled.
+
+    With l = log pi - log mu: k1 = mean(-l) estimates KL(mu || pi), k3 = mean(exp(l) - 1 - l) the same and is never
+    negative; F(2) is the share of tokens with |l| > log 2 (arXiv:2510.11370); s = exp(mean l) of each response is what
+    GSPO's clip range is compared with. Importance weights pi / mu of every level are those before any truncation.
+    """
     mask_BT, tokens = batch.mask_BT, batch.mask_BT.sum()
     log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, mask_BT)
+    tally.mean("mismatch/k1", -log_BT.sum(), tokens)
+    tally.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
     tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
+    tally.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
+    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)]
+    tally.mean("mismatch/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
+    tally.smallest("mismatch/sequence_min", log_s_B.min().exp())
+    tally.largest("mismatch/sequence_max", log_s_B.max().exp())
     bounded_BT = log_BT.clamp(-LOWEST, LOWEST)  # keeps k3 finite
     tally.mean("mismatch/k3", torch.where(mask_BT, k3(bounded_BT), 0.0).sum(), tokens)
     for level in LEVELS:
@@ -136,6 +158,18 @@ def mismatch(batch: TrainBatch, tally: Tally) -> None:
         tally.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
         tally.largest(f"mismatch/weight_{level}_max", weight_N.max())
         tally.ess(f"mismatch/weight_{level}_ess", weight_N)
+
+
+def engine_routes(batch: TrainBatch, tally: Tally) -> float:
+    """Share of the engine's experts that the trainer's router chooses too under the old policy, mean over layers and
+    over the positions that predict response tokens; by layer; and the tokens of which any layer's experts differ."""
+    engine_BTLK, own_BTLK = predicting(batch.engine_experts_BSLK, batch), predicting(batch.experts_BSLK, batch)
+    same_NL = consistency(own_BTLK, engine_BTLK)[batch.mask_BT]
+    tally.mean("routing/engine_agreement", same_NL.sum(), same_NL.numel())
+    for layer, same_N in enumerate(same_NL.unbind(1)):
+        tally.mean(f"routing/engine_agreement_layer_{layer}", same_N.sum(), len(same_N))
+    tally.mean("routing/engine_changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
+    return float(same_NL.mean())
 
 
 def correction(batch: TrainBatch, tally: Tally) -> None:

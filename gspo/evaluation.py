@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo import elo, estimates
 from gspo.records import Problem, Response
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import Engine, Sampling
 from gspo.rollout.scoring import sample_and_score
 from gspo.tasks.base import Task
 from gspo.tracking import rollout_row
@@ -73,7 +73,7 @@ def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int 
 
 
 def evaluate(
-    engine: LocalEngine, task: Task, settings: EvaluationSettings, max_new_tokens: int, step: int
+    engine: Engine, task: Task, settings: EvaluationSettings, max_new_tokens: int, step: int
 ) -> tuple[dict[str, float], list[list[Response]]]:
     """Metrics of every set, and the scored responses behind them."""
     metrics, everything = {}, []

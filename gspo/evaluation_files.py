@@ -22,7 +22,7 @@ import torch
 from gspo.checkpoint import replace_text
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import Engine, Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
 
 FINGERPRINTED = 64  # weights of every parameter
@@ -93,7 +93,7 @@ class Folder:
 
 def evaluate_into(
     folder: Folder,
-    engine: LocalEngine,
+    engine: Engine,
     sets: list[HeldOut],
     samples: int,
     sampling: Sampling,
@@ -118,7 +118,7 @@ def evaluate_into(
 
 
 def new_chunks(
-    engine: LocalEngine, held_out: HeldOut, first: int, samples: int, sampling: Sampling, seed: int, step: int
+    engine: Engine, held_out: HeldOut, first: int, samples: int, sampling: Sampling, seed: int, step: int
 ) -> Iterator[list[list[dict]]]:
     """Rows of the set's problems from `first` on, chunk by chunk."""
     position = (seed, "evaluation", held_out.name)

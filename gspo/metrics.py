@@ -114,8 +114,16 @@ METRICS = [
     Metric("kl/ref", "nats", "the same with the KL term's own estimator and bounds: what its coefficient follows"),
     Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step"),
     Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
-    Metric("mismatch/k3", "nats", "k3 between the trainer's old log-probs and those the engine reported"),
-    Metric("mismatch/logp_abs_max", "nats", "largest difference between trainer and engine log-probs of the step"),
+    # the gap: l = the trainer's old log-prob - the one that the engine reported, of the tokens that it sampled
+    Metric("mismatch/k1", "nats", "mean over tokens of -l (can be negative)"),
+    Metric("mismatch/k3", "nats", "mean over tokens of exp(l) - 1 - l"),
+    Metric("mismatch/logp_abs", "nats", "mean |l|"),
+    Metric("mismatch/logp_abs_max", "nats", "largest |l| of the step"),
+    Metric("mismatch/beyond_2", TOKEN, "tokens with |l| > log 2: the probabilities differ by more than a factor of 2"),
+    Metric("mismatch/sequence_log_abs", "nats", "mean |log s|, s = exp(mean l) of a response"),
+    Metric("mismatch/sequence_min", "ratio", "smallest s of the step"),
+    Metric("mismatch/sequence_max", "ratio", "largest s of the step"),
+    Metric("mismatch/after_sync", "nats", "mean |l| of a few tokens sampled right after the weights were handed over"),
     Metric(
         "mismatch/weight_token_*", "weight", "pi_old/mu of tokens before truncation: mean, max, effective sample size"
     ),
@@ -149,7 +157,17 @@ METRICS = [
     Metric("routing/consistency_minibatch_*", "share of experts", "the same, in mini-batch n of the step", "mean"),
     Metric("routing/consistency_after_step", "share of experts", "after the step's last update, on a sample", "mean"),
     Metric("routing/changed_any_layer", TOKEN, "response tokens of which at least one layer's experts changed", "mean"),
+    Metric(
+        "routing/engine_agreement", "share of experts", "the engine's experts that the trainer's router chooses too"
+    ),
+    Metric("routing/engine_agreement_layer_*", "share of experts", "the same, for one MoE layer"),
+    Metric("routing/engine_changed_any_layer", TOKEN, "response tokens with another expert in at least one layer"),
     Metric("routing/load_entropy", "share", "entropy of expert loads / log(number of experts), mean over layers"),
+    # how old the responses are
+    Metric("staleness/mean", "rollout batches", "age of the weights that sampled, mean over tokens; 0 on policy"),
+    Metric("staleness/max", "rollout batches", "age of the oldest token's weights"),
+    Metric("staleness/segments", "segments", "mean over responses of the policies that sampled parts of them"),
+    Metric("staleness/in_flight", "responses", "responses that are to be continued under the next policy"),
     # cost
     Metric("compute/tokens", "tokens", "tokens generated so far"),
     Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
@@ -159,6 +177,9 @@ METRICS = [
     Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out"),
     Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
     Metric("time/score_s", "s", "seconds of the step spent waiting for the verifiers (sampling hides the rest)"),
+    Metric("time/behaviour_s", "s", "seconds spent in log-probs under the weights that sampled"),
+    Metric("time/waited_s", "s", "seconds that the trainer waited for its batch: all of the above unless they overlap"),
+    Metric("time/sync_s", "s", "seconds spent in handing over the weights, and in the check that they arrived"),
     Metric("time/train_s", "s", "seconds of the step spent in old log-probs and updates"),
     Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
     Metric("time/checkpoint_s", "s", "seconds spent in writing the previous checkpoint"),

@@ -5,7 +5,7 @@ No torch here: tasks, rewards, figures and tests can use these on any machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,11 @@ class Response:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: np.ndarray  # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
-    finish_reason: str  # "stop" (end of sequence sampled) or "length" (token limit)
+    finish_reason: str  # "stop" (end of sequence sampled), "length" (token limit), "budget" (to be continued)
     text: str  # decoded, without special tokens
-    policy_step: int  # the training step whose weights sampled it
-    experts: np.ndarray | None = None  # [prompt + T - 1, L, K]: experts at every position that was fed to the model
+    policy_step: int  # the training step whose weights sampled it; of the first segment, if there are several
+    experts: np.ndarray | None = None  # [prompt + T - 1, L, K]: the engine's, at every position that it was fed
     score: Score | None = None
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (policy step, tokens) in order; empty: one
+    old_logprobs: np.ndarray | None = None  # [T] float32: by the trainer, under the weights that sampled
+    old_experts: np.ndarray | None = None  # [prompt + T, L, K] int16: the same pass's experts

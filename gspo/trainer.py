@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -27,65 +27,11 @@ from gspo.diagnostics import Tally
 from gspo.kl import KLCoefficient, KLInLoss, Penalized
 from gspo.objectives import LossInputs
 from gspo.policy.policy import Policy, PolicyOutput
+from gspo.rollout.ahead import StaleSource
 from gspo.rollout.source import OnPolicySource, Rollout
 from gspo.seeding import permutation
 from gspo.terms import KLTerm, PolicyTerm, Term, ValueTerm
-
-
-@dataclass
-class OptimSettings:
-    """AdamW; the learning rate rises linearly over the first `warmup_updates` updates and then stays."""
-
-    lr: float = 1e-6
-    warmup_updates: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-15  # RL gradients can be as small as 1e-18: the usual 1e-8 would stop learning (arXiv:2506.13585)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self):
-        for key in ("lr", "eps", "weight_decay", "warmup_updates"):
-            if not getattr(self, key) >= 0:  # so that nan fails too
-                raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative")
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1)")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"optim.max_grad_norm={self.max_grad_norm} must be positive")
-
-
-@dataclass
-class TrainerSettings:
-    """How a rollout batch becomes updates."""
-
-    minibatches: int = 4  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
-    epochs: int = 1
-    micro_batch_size: int = 64  # responses per forward and backward; changes memory and speed, not the gradient
-    aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
-    mask_truncated: bool = (
-        False  # leave responses that hit the limit out of the loss (their rewards stay in the baseline)
-    )
-    consistency_sample: int = 32  # responses on which routing is measured after the step's last update
-
-    def __post_init__(self):
-        for key in ("minibatches", "epochs", "micro_batch_size", "consistency_sample"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 1")
-
-
-@dataclass
-class PolicySettings:
-    """What the ratio's denominator is, and whether its routing is replayed."""
-
-    routing_replay: str = "none"  # none | r2: gradient steps go through the experts that the old policy chose
-    old_logprobs: str = "step_start"  # step_start: recomputed by the trainer | engine: as the engine reported
-    device: str = "auto"  # auto | cpu | cuda ...
-
-    def __post_init__(self):
-        for key, choices in (("routing_replay", ("none", "r2")), ("old_logprobs", ("step_start", "engine"))):
-            if getattr(self, key) not in choices:
-                raise ValueError(f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")
+from gspo.trainer_settings import OptimSettings, PolicySettings, TrainerSettings
 
 
 class Trainer:
@@ -94,7 +40,7 @@ class Trainer:
     def __init__(
         self,
         policy: Policy,
-        source: OnPolicySource,
+        source: OnPolicySource | StaleSource,
         algorithm: Algorithm,
         optim: OptimSettings,
         settings: TrainerSettings,
@@ -104,8 +50,8 @@ class Trainer:
     ):
         self.policy, self.source, self.algorithm, self.reference = policy, source, algorithm, reference
         self.optim, self.settings, self.seed = optim, settings, seed
-        self.replay = policy_settings.routing_replay == "r2"
-        if self.replay:
+        self.replay = policy_settings.routing_replay
+        if self.replay != "none":
             policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
         self.state = TrainState()
@@ -125,7 +71,7 @@ class Trainer:
     def restore(self, state: TrainState) -> None:
         """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""
         self.state = state
-        self.source.load_state(state.source)
+        self.source.load_state(state.source, state.step)
         if self.coefficient and state.kl_coef is not None:
             self.coefficient.value = state.kl_coef
 
@@ -161,6 +107,7 @@ class Trainer:
         self.remember_old_policy(batch, tally)
         measured_kl = self.credit(batch, rollout, tally)
         diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, tally)
+        diagnostics.staleness(rollout.responses, step, rollout.in_flight, tally)
         update = 0
         for epoch in range(self.settings.epochs):
             order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
@@ -172,31 +119,52 @@ class Trainer:
             self.state.kl_coef = self.coefficient.value
         self.routing_after_step(batch, step, tally)
         self.refresh_reference(step)
-        self.state.step, self.state.source = step, self.source.state()
+        self.state.step = step
         passes = 1 + (self.reference is not None) + 3 * self.settings.epochs  # old log-probs; a backward costs two
         train_s = time.perf_counter() - started
         costs = compute.account(self.state, self.policy, batch, rollout, passes, train_s)
-        return tally.result() | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        self.source.update(step)
+        return tally.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
 
     @torch.no_grad()
     def remember_old_policy(self, batch: TrainBatch, tally: Tally) -> None:
-        """Record log-probs, routing and values under the weights of the step's start, and the reference's log-probs."""
+        """Record the old policy's log-probs, routing and values, and the reference's log-probs.
+
+        Under the weights of the step's start; log-probs and routing under those that sampled, where the source kept
+        them (old_logprobs=behaviour or engine with responses older than the step).
+        """
         size = self.settings.micro_batch_size
-        scored = self.policy.score(batch, size)
-        batch.old_logp_BT, batch.experts_BSLK, batch.old_values_BT = (
-            scored.logp_BT,
-            scored.experts_BSLK,
-            scored.values_BT,
-        )
+        if self.replay == "r3":
+            batch.replay_BSLK = batch.engine_experts_BSLK
+        if batch.old_logp_BT is None or self.policy.value_head:
+            scored = self.policy.score(batch, size)
+            batch.old_values_BT = scored.values_BT
+            if batch.old_logp_BT is None:
+                batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
         diagnostics.mismatch(batch, tally)
+        if batch.engine_experts_BSLK is not None:
+            self.compare_routes(batch, tally)
+        if self.replay == "r2":
+            batch.replay_BSLK = batch.experts_BSLK
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
-            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT
+            own_routes = replace(batch, replay_BSLK=None)  # a replay is about pi / pi_old; the reference has its own
+            batch.ref_logp_BT = self.reference.score(own_routes, size).logp_BT
             diagnostics.reference(batch, tally)
         if self.algorithm.correction.name != "none":
             batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
             diagnostics.correction(batch, tally)
+
+    def compare_routes(self, batch: TrainBatch, tally: Tally) -> None:
+        """The engine's experts against the trainer's. Raises RuntimeError if too few are the same: then they are not
+        the experts of these tokens."""
+        agreement, floor = diagnostics.engine_routes(batch, tally), self.source.settings.routes_floor
+        if agreement < floor:
+            raise RuntimeError(
+                f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that the "
+                "engine returned are not those of these tokens, or its weights are far from the trainer's"
+            )
 
     @torch.no_grad()
     def credit(self, batch: TrainBatch, rollout: Rollout, tally: Tally) -> float | None:
@@ -228,7 +196,7 @@ class Trainer:
             learns = every_row or bool(micro.adv_BT.any())  # else the rows add exactly 0 to the gradient
             micro = micro.to(self.policy.device)
             with torch.set_grad_enabled(learns):
-                output = self.policy.forward(micro, replay=self.replay)
+                output = self.policy.forward(micro)
                 inputs = loss_inputs(output, micro)
                 loss = sum(term(inputs, totals, minibatch, tally) for term in self.terms)
             if learns:
@@ -259,7 +227,7 @@ class Trainer:
         if batch.experts_BSLK is None:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
-        sample = batch.rows(torch.from_numpy(chosen))
+        sample = replace(batch.rows(torch.from_numpy(chosen)), replay_BSLK=None)
         own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
         diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
 

@@ -14,9 +14,10 @@ from gspo.kl import KLInLoss, KLInReward
 from gspo.metrics import lookup
 from gspo.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken, LossInputs
 from gspo.reward_shaping import RewardShaping
+from gspo.rollout.ahead import make_source
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.sampler import Uniform
-from gspo.rollout.source import RolloutSettings, make_source
+from gspo.rollout.settings import RolloutSettings
 from gspo.terms import KLTerm
 from gspo.trainer import PolicySettings, Trainer, loss_inputs
 

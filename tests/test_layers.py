@@ -10,12 +10,13 @@ FLOORS = {
     "corrections": 1, "terms": 1, "credit": 1, "diagnostics": 1, "tasks": 1, "rewards": 1, "estimates": 1, "elo": 1,
     "policy": 2, "rollout": 2, "peers": 2,
     "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3, "evaluation_files": 3,
-    "trainer": 4, "cold_start": 4,
-    "config": 5, "checks": 5, "runs": 5,
+    "trainer": 4, "trainer_settings": 4, "cold_start": 4,
+    "config": 5, "checks": 5, "runs": 5, "assembly": 5,
 }  # fmt: skip
 ONLY_IN = {
     "transformers": ("policy", "rollout"),
     "tokenizers": ("policy",),
+    "vllm": ("rollout",),
     "wandb": ("tracking",),
     "hydra": ("config", "runs"),
     "omegaconf": ("config", "runs"),

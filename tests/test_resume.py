@@ -22,6 +22,14 @@ RUNS = {
         "objective=gspo_token", "advantage=returns", "kl=reward", "kl.target=1e-4", "kl.horizon=100",
         "correction=tis", "rollout.refill_rounds=1", "+rollout.extend={4:14,8:16}", *SHAPED,
     ],
+    "stale": [
+        "rollout.staleness=2", "rollout.dtype=bfloat16", "policy.old_logprobs=behaviour", "policy.routing_replay=r3",
+        "sampler=grouped", "rollout.query_set=16", "reward.overlong_cache=11",
+    ],
+    "partial": [
+        "rollout.staleness=1", "rollout.overlap=true", "rollout.token_budget=5", "rollout.in_flight=12",
+        "policy.old_logprobs=behaviour", "policy.routing_replay=r2", "reward.overlong_cache=11",
+    ],
 }  # fmt: skip
 
 
@@ -60,6 +68,12 @@ def test_a_killed_run_remembers_everything(name, tmp_path):
 
 def check_that_it_was_used(name, rows, state, checkpoint):
     """The test means nothing if the state never moved."""
+    if name in ("stale", "partial"):
+        assert (checkpoint / "held.json").exists() and (checkpoint / "held.npz").exists()
+        assert rows[12]["staleness/mean"] >= RUNS[name].count("rollout.staleness=2") + 1
+        assert rows[12]["clip/token_outside_minibatch_1"] > 0
+        assert (name == "partial") == (rows[12]["staleness/segments"] > 1)
+        return
     assert state["rewards"]["count"] >= 12 * 16 and state["rewards"]["squares"] > 0
     coefficients = {row["kl/coef"] for row in rows[1:]}
     assert len(coefficients) > 3 and state["kl_coef"] not in (None, rows[1]["kl/coef"])

@@ -1,13 +1,16 @@
 """Routing record and replay on Qwen3-MoE and other MoE families, and the consistency metric."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import batch_of, perturb, sample, small_policy
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
+from gspo.batch import NOT_RECORDED
 from gspo.diagnostics import Tally, consistency, load_entropy, routing
 from gspo.policy.policy import Policy
-from gspo.policy.routing import NOT_RECORDED, Routing
+from gspo.policy.routing import Routing
 
 
 def other_family(kind: str) -> Policy:
@@ -35,7 +38,7 @@ def policy(request) -> Policy:
 
 def test_replay_of_the_own_record_changes_nothing(policy):
     batch = batch_of(policy, sample(policy))
-    free, replayed = policy.forward(batch), policy.forward(batch, replay=True)
+    free, replayed = policy.forward(batch), policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
     assert torch.equal(free.logp_BT[batch.mask_BT], replayed.logp_BT[batch.mask_BT])
     assert torch.equal(free.experts_BSLK, replayed.experts_BSLK)
 
@@ -50,7 +53,7 @@ def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy):
         policy.forward(batch)
         own = torch.stack([experts for _, experts in used], 1)
         used.clear()
-        policy.forward(batch, replay=True)
+        policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
     replayed = torch.stack([experts for _, experts in used], 1)
     real = batch.attention_BS.flatten()
     record = batch.experts_BSLK.flatten(0, 1)
@@ -63,14 +66,14 @@ def test_replay_changes_log_probs_once_weights_have_moved(policy):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
     with torch.no_grad():
-        free, replayed = policy.forward(batch), policy.forward(batch, replay=True)
+        free, replayed = policy.forward(batch), policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
     assert (free.logp_BT - replayed.logp_BT)[batch.mask_BT].abs().max() > 1e-3
 
 
 def test_the_router_keeps_its_gradient_under_replay(policy):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
-    policy.forward(batch, replay=True).logp_BT[batch.mask_BT].sum().backward()
+    policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)).logp_BT[batch.mask_BT].sum().backward()
     for router in policy.routing.routers:
         assert router.weight.grad.abs().max() > 0
 
@@ -82,7 +85,7 @@ def test_replayed_gate_weights_come_from_the_current_router(policy):
     router = policy.routing.routers[0]
 
     def total():
-        return policy.forward(batch, replay=True).logp_BT.double()[batch.mask_BT].sum()
+        return policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)).logp_BT.double()[batch.mask_BT].sum()
 
     total().backward()
     index = divmod(int(router.weight.grad.abs().argmax()), router.weight.shape[1])

@@ -8,17 +8,12 @@ import pytest
 from conftest import small_policy
 
 from gspo.records import Problem, Response, Score
+from gspo.rollout.ahead import make_source
 from gspo.rollout.engine import LocalEngine, Sampling
 from gspo.rollout.sampler import REFILL, REPLACEMENT, Grouped, Uniform
 from gspo.rollout.scoring import Seconds, sample_and_score, score
-from gspo.rollout.source import (
-    DynamicSource,
-    OnPolicySource,
-    RolloutSettings,
-    check_sampler,
-    has_signal,
-    make_source,
-)
+from gspo.rollout.settings import RolloutSettings, check_sampler
+from gspo.rollout.source import DynamicSource, OnPolicySource, has_signal
 from gspo.seeding import seed_for
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 
@@ -46,13 +41,17 @@ class Scripted:
 class Recorder:
     """An engine without a model: a response's text is its sample, its token a function of its position."""
 
+    shares_weights = True
+
     def __init__(self):
         self.calls, self.policy, self.batch_rows = [], self, 512
 
     def encode_prompt(self, text: str) -> list[int]:
         return [1] * len(text)
 
-    def generate(self, problems, group_size, sampling, seed, policy_step=0) -> list[list[Response]]:
+    def generate(
+        self, problems, group_size, sampling, seed, policy_step=0, record_experts=False
+    ) -> list[list[Response]]:
         self.calls.append((sampling.max_new_tokens, policy_step, [problem.index for problem in problems]))
         return [[self.response(p, i, seed, policy_step) for i in range(group_size)] for p in problems]
 
@@ -89,7 +88,9 @@ class Parity(ChainArithmetic):
 def test_the_plain_source_takes_the_stream_as_it_was(policy):
     settings = RolloutSettings(prompts_per_step=3, group_size=2, max_new_tokens=8)
     task, engine = ChainArithmetic(), LocalEngine(policy)
-    rollout = make_source(engine, task, settings, Uniform(), 4).next(3)
+    source = make_source(engine, task, settings, Uniform(), 4)
+    source.update(2)
+    rollout = source.next(3)
     problems = [task.problem(4, "train", index) for index in (6, 7, 8)]
     expected = engine.generate(problems, 2, Sampling(1.0, 8), (4, "rollout"), policy_step=2)
     assert tokens(rollout.groups) == tokens(expected) and places(rollout.groups) == [6, 7, 8]
@@ -229,8 +230,9 @@ def test_a_resumed_source_takes_the_same_groups(rounds):
         before, after = fresh(), fresh()
         for step in range(1, stop + 1):
             before.next(step)
-        after.load_state(json.loads(json.dumps(before.state())))
+        after.load_state(json.loads(json.dumps(before.state())), stop)
         assert [tokens(after.next(step).groups) for step in range(stop + 1, 15)] == expected[stop:]
+    whole.update(16)
     whole.next(17)
     first = next(indices for _, policy_step, indices in whole.engine.calls if policy_step == 16)
     assert set(first) == {1, 2, 6, 11}, "an epoch begins with the four that always succeed"

@@ -17,9 +17,10 @@ from gspo.objectives import GRPO, GSPO, GSPOToken
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import TinyDense
 from gspo.records import Problem, Score
+from gspo.rollout.ahead import make_source
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.sampler import Uniform
-from gspo.rollout.source import RolloutSettings, make_source
+from gspo.rollout.settings import RolloutSettings
 from gspo.trainer import OptimSettings, PolicySettings, Trainer, TrainerSettings
 
 
@@ -150,7 +151,12 @@ def test_every_metric_is_registered_and_dense_models_have_no_routing_metrics():
 
 
 def test_a_step_without_a_single_token_to_train_on_changes_nothing_and_goes_on():
-    t = trainer(GSPO(), mask_truncated=True, rollout=RolloutSettings(2, 2, max_new_tokens=1), minibatches=2)
+    t = trainer(
+        GSPO(),
+        mask_truncated=True,
+        rollout=RolloutSettings(prompts_per_step=2, group_size=2, max_new_tokens=1),
+        minibatches=2,
+    )
     rollout = t.source.next(1)
     for response in rollout.responses:
         response.finish_reason = "length"
@@ -162,7 +168,11 @@ def test_a_step_without_a_single_token_to_train_on_changes_nothing_and_goes_on()
 
 
 def test_groups_may_lose_responses_that_could_not_be_graded():
-    t = trainer(GSPO(), parts={"advantage": GroupMean()}, rollout=RolloutSettings(3, 3, max_new_tokens=10))
+    t = trainer(
+        GSPO(),
+        parts={"advantage": GroupMean()},
+        rollout=RolloutSettings(prompts_per_step=3, group_size=3, max_new_tokens=10),
+    )
     rollout = t.source.next(1)
     for group, rewards in zip(rollout.groups, ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0]), strict=True):
         for response, reward in zip(group, rewards, strict=True):

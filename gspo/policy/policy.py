@@ -5,18 +5,19 @@ Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L Mo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from gspo.batch import TrainBatch
+from gspo.batch import NOT_RECORDED, TrainBatch
 from gspo.policy.critic import ValueHead
 from gspo.policy.prompts import PromptFormat
-from gspo.policy.routing import NOT_RECORDED, Routing
+from gspo.policy.routing import Routing
 
 
 @dataclass
@@ -59,16 +60,46 @@ class Policy:
         """Everything that is trained."""
         return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
 
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model's weights by name, as an engine loads them. They are the weights themselves, not copies."""
+        return self.model.state_dict().items()
+
+    @torch.no_grad()
+    def load_tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over weights, rounded to this policy's precision. Raises ValueError for other names or shapes."""
+        own = dict(self.model.state_dict())
+        for name, tensor in named_tensors:
+            if name not in own or own[name].shape != tensor.shape:
+                raise ValueError(f"weight {name} {tuple(tensor.shape)} does not belong to this model")
+            own.pop(name).copy_(tensor)
+        if own:
+            raise ValueError(f"weights are missing: {', '.join(own)}")
+
+    def copy(self, dtype: torch.dtype | None = None) -> Policy:
+        """The same policy on tensors of its own, without critic, in another precision if one is given.
+
+        Only parameters are rounded: engines keep the buffers (rotary frequencies) in float32.
+        """
+        config = self.model.config
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+        model.to(self.device, torch.float32)  # its parameters require a gradient as ours do: kernels look at that
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype or self.model.dtype)
+        model.generation_config = self.model.generation_config
+        twin = Policy(model, self.tokenizer, self.temperature, prompts=self.prompts)
+        twin.load_tensors(self.named_tensors())
+        return twin
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt, in the policy's format."""
         return self.prompts.encode(self.tokenizer, text)
 
-    def forward(self, batch: TrainBatch, replay: bool = False, entropy: bool = True) -> PolicyOutput:
-        """Log-probs of the response tokens; with `replay`, through the experts that the batch has on record."""
+    def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
+        """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any."""
         batch = batch.to(self.device)
         width = batch.mask_BT.shape[1]
         hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
-        with self.routing.recording(batch.experts_BSLK if replay else None), hidden:
+        with self.routing.recording(batch.replay_BSLK), hidden:
             logits_BTV = self.model(
                 input_ids=batch.tokens_BS,
                 attention_mask=batch.attention_BS.long(),
@@ -92,7 +123,7 @@ class Policy:
         logp_BT, values_BT = torch.zeros_like(batch.engine_logp_BT), torch.zeros_like(batch.engine_logp_BT)
         experts_BSLK = None
         if self.routing.layers:
-            shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.routers[0].top_k)
+            shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
             experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
         order = batch.attention_BS.sum(1).argsort(stable=True)
         for rows in order.split(micro_batch_size):
@@ -115,7 +146,7 @@ class Policy:
             total -= self.model.get_input_embeddings().weight.numel()
         for name, module in self.model.named_modules():
             if name.split(".")[-1] == "experts" and self.routing.layers:
-                share = self.routing.routers[0].top_k / self.routing.experts
+                share = self.routing.top_k / self.routing.experts
                 total -= round((1 - share) * sum(p.numel() for p in module.parameters()))
         return total
 

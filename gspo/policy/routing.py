@@ -1,8 +1,12 @@
 """Which experts each token is sent to: recording it, and replaying it (Routing Replay).
 
-Routing Replay R2 (GSPO paper, section 5.3; arXiv:2512.01374): the experts that the old policy chose are recorded, and
-the gradient steps send every token to those experts again, so that numerator and denominator of the ratio pi / pi_old
-go through the same network. Only the expert *indices* are replayed. The gate weights come from the *current* router:
+Routing Replay sends every token to experts that were recorded before, so that numerator and denominator of the ratio
+pi / pi_old go through the same network (GSPO paper, section 5.3). Whose experts (names of arXiv:2512.01374):
+
+    R2   those that the trainer chose under the old policy, in the gradient steps
+    R3   those that the engine chose while it sampled (arXiv:2510.11370), in the old log-probs and the gradient steps
+
+Only the expert *indices* are replayed. The gate weights come from the *current* router:
 
     p = softmax(router logits)        w_e = p_e / sum_{e' in replayed} p_e'     (as the model itself normalises)
 
@@ -21,9 +25,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gspo.batch import NOT_RECORDED
+
 # routers that return (logits, weights, experts); other families are neither recorded nor replayed
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
-NOT_RECORDED = -1  # at padding: there the router's own choice stands
 
 
 class Routing:
@@ -42,8 +47,13 @@ class Routing:
 
     @property
     def experts(self) -> int:
-        """Experts per layer (E)."""
-        return self.routers[0].num_experts
+        """Experts per layer (E); 0 without MoE layers."""
+        return self.routers[0].num_experts if self.routers else 0
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token (K); 0 without MoE layers."""
+        return self.routers[0].top_k if self.routers else 0
 
     def check_replay(self) -> None:
         """Raises ValueError if there is nothing to replay, or a router's gate weights are not what we would compute."""
@@ -73,7 +83,7 @@ class Routing:
         if self._replay_BSLK is None:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(own_NK.shape).to(own_NK.dtype)
-        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)
+        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)  # at padding: the router's own choice
         return logits_NE, _gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
 
 

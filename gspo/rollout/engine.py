@@ -1,4 +1,4 @@
-"""The in-process engine: batched sampling from the policy's own weights with a key/value cache.
+"""What an engine is, and the in-process one: batched sampling with a key/value cache.
 
 A response does not depend on what stands beside it in the batch: its random numbers are a function of (seed, problem,
 sample, token position), prompts are padded on the left and masked, and each prompt is prefilled once for its group.
@@ -8,7 +8,9 @@ Shape suffixes: R live rows (responses still being sampled), V vocabulary, L MoE
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ class Sampling:
 
     temperature: float = 1.0
     max_new_tokens: int = 80
+    budget: int = 0  # at most so many tokens in this call, the rest later; 0: to the end
 
     def __post_init__(self):
         if not self.temperature >= 0:
@@ -35,26 +38,18 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
-
-@dataclass
-class _Row:
-    """One response under way."""
-
-    problem: Problem
-    sample: int
-    prompt_ids: list[int]
-    uniforms: np.ndarray
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
+    def limit(self, done: int = 0) -> int:
+        """How many tokens a response that has `done` may get in this call."""
+        return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
 
 
-class LocalEngine:
-    """Samples with the model that is being trained; the weights are the trainer's own, so there is nothing to sync."""
+class Engine(Protocol):
+    """Samples responses. `policy` is what it samples from, in the trainer's precision: log-probs and experts of the
+    responses can be recomputed with it; its tokenizer, prompt format and stop tokens are the engine's too."""
 
-    def __init__(self, policy: Policy, batch_rows: int = 512):
-        self.policy = policy
-        self.batch_rows = batch_rows  # at most this many responses at once (one group at least)
+    policy: Policy
+    batch_rows: int  # at most this many responses at once
+    shares_weights: bool  # it computes with the policy's own tensors: there is nothing to load
 
     def generate(
         self,
@@ -67,40 +62,171 @@ class LocalEngine:
     ) -> list[list[Response]]:
         """`group_size` responses to each problem. `seed` is the position (run seed, purpose) of the random numbers.
 
-        With `record_experts` each response holds the experts that its own forward passes chose: what a replay of the
-        engine's routes, and a comparison of the engine's routes with the trainer's, start from.
+        With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
+        of its routes, and a comparison with the trainer's, start from.
         """
-        at_once = max(1, self.batch_rows // group_size)
-        groups = []
-        for start in range(0, len(problems), at_once):
-            rows = self._rows(problems[start : start + at_once], group_size, sampling, seed)
-            self._sample(rows, group_size, sampling, record_experts)
-            responses = [self._response(row, policy_step) for row in rows]
-            groups += [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
-        return groups
+        ...
 
-    def _rows(self, problems: list[Problem], group_size: int, sampling: Sampling, seed: tuple) -> list[_Row]:
-        rows = []
-        for problem in problems:
-            prompt_ids = self.policy.encode_prompt(problem.prompt)
-            if not prompt_ids:
-                raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
-            for sample in range(group_size):
-                noise = uniforms(sampling.max_new_tokens, *seed, problem.task, problem.index, sample)
-                rows.append(_Row(problem, sample, prompt_ids, noise))
-        return rows
+    def extend(
+        self,
+        responses: list[Response],
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        policy_step: int = 0,
+        record_experts: bool = False,
+    ) -> list[Response]:
+        """The same responses with further tokens under the present weights; what they had stays as it was."""
+        ...
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Sample from these weights from now on (names and shapes of the policy's model)."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds beside the policy."""
+        ...
+
+
+@dataclass
+class Row:
+    """One response under way: what it is conditioned on, and the tokens of this call."""
+
+    problem: Problem
+    sample: int
+    prefix_ids: list[int]  # the prompt, and the tokens that earlier calls sampled
+    done: int  # how many those are
+    limit: int  # tokens that this call may add
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)  # [positions fed, L, K] each
+
+
+def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
+    """Rows for fresh responses, group by group. Raises ValueError for a problem without prompt."""
+    rows = []
+    for problem in problems:
+        prompt_ids = policy.encode_prompt(problem.prompt)
+        if not prompt_ids:
+            raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
+        rows += [Row(problem, sample, prompt_ids, 0, sampling.limit()) for sample in range(group_size)]
+    return rows
+
+
+def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
+    """Rows that go on with responses. Raises ValueError for one that has ended."""
+    for r in responses:
+        if r.finish_reason != "budget":
+            raise ValueError(f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})")
+    return [
+        Row(r.problem, r.sample, r.prompt_ids + r.token_ids, len(r.token_ids), sampling.limit(len(r.token_ids)))
+        for r in responses
+    ]
+
+
+def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None) -> Response:
+    """What a row gave, joined to the response that it went on with. Each position keeps the experts of the pass that
+    predicted its next token."""
+    token_ids = (before.token_ids if before else []) + row.token_ids
+    logprobs = np.array(row.logprobs, dtype=np.float32)
+    experts = np.concatenate(row.experts) if row.experts else None
+    segments = []
+    if before:
+        logprobs = np.concatenate([before.logprobs, logprobs])
+        segments = before.segments or [(before.policy_step, len(before.token_ids))]
+        segments = [*segments, (policy_step, len(row.token_ids))]
+        if experts is not None:
+            experts = np.concatenate([before.experts, experts[len(before.experts) :]])
+    ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
+    if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
+        ended = "length"
+    return Response(
+        problem=row.problem,
+        sample=row.sample,
+        prompt_ids=before.prompt_ids if before else row.prefix_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=ended,
+        text=policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        policy_step=before.policy_step if before else policy_step,
+        experts=experts,
+        segments=segments,
+        old_logprobs=before.old_logprobs if before else None,
+        old_experts=before.old_experts if before else None,
+    )
+
+
+def grouped(responses: list[Response], group_size: int) -> list[list[Response]]:
+    return [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
+
+
+class LocalEngine:
+    """Samples in the trainer's process.
+
+    In the trainer's precision it samples with the policy's own tensors; in another one with a copy, which computes as
+    an engine of that precision would: weights and activations rounded, the logits' softmax in float32.
+    """
+
+    def __init__(self, policy: Policy, batch_rows: int = 512, dtype: torch.dtype = torch.float32):
+        self.policy = policy
+        self.batch_rows = batch_rows  # at most this many responses at once (one group at least)
+        self.shares_weights = dtype == policy.model.dtype
+        self.sampler = policy if self.shares_weights else policy.copy(dtype)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.shares_weights:
+            self.sampler.load_tensors(named_tensors)
+
+    def close(self) -> None:
+        """Nothing: the tensors go with the object."""
+
+    def generate(
+        self,
+        problems: list[Problem],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        policy_step: int = 0,
+        record_experts: bool = False,
+    ) -> list[list[Response]]:
+        at_once = max(1, self.batch_rows // group_size)
+        responses = []
+        for start in range(0, len(problems), at_once):
+            rows = new_rows(self.policy, problems[start : start + at_once], group_size, sampling)
+            self._sample(rows, group_size, sampling, seed, record_experts)
+            responses += [to_response(self.policy, row, sampling, policy_step, None) for row in rows]
+        return grouped(responses, group_size)
+
+    def extend(
+        self,
+        responses: list[Response],
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        policy_step: int = 0,
+        record_experts: bool = False,
+    ) -> list[Response]:
+        extended = []
+        for chunk in grouped(responses, self.batch_rows):
+            rows = further_rows(chunk, sampling)
+            self._sample(rows, 1, sampling, seed, record_experts)
+            pairs = zip(rows, chunk, strict=True)
+            extended += [to_response(self.policy, row, sampling, policy_step, before) for row, before in pairs]
+        return extended
 
     @torch.no_grad()
-    def _sample(self, rows: list[_Row], group_size: int, sampling: Sampling, record_experts: bool) -> None:
+    def _sample(
+        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+    ) -> None:
         """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
-        model, routing, device = self.policy.model, self.policy.routing, self.policy.device
-        prompts = [row.prompt_ids for row in rows[::group_size]]
+        model, routing, device = self.sampler.model, self.sampler.routing, self.sampler.device
+        prompts = [row.prefix_ids for row in rows[::group_size]]
+        longest = max(row.limit for row in rows)
         tokens, attention = _left_padded(prompts, self.policy.tokenizer.pad_token_id, device)
         live = list(range(len(rows)))  # which rows the cache holds; finished ones keep being fed until they are dropped
         positions = (attention.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
-        uniforms_RT = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(device)
-        for t in range(sampling.max_new_tokens):
+        noise = [uniforms(r.done + longest, *seed, r.problem.task, r.problem.index, r.sample)[r.done :] for r in rows]
+        uniforms_RT = torch.from_numpy(np.stack(noise)).to(device)
+        for t in range(longest):
             with routing.recording():
                 logits_RV = model(
                     input_ids=tokens,
@@ -119,7 +245,7 @@ class LocalEngine:
             tokens_R, logp_R = draw(logits_RV, uniforms_RT[:, t], sampling.temperature)
             self._append(rows, live, tokens_R, logp_R, experts, attention if t == 0 else None)
             unfinished = [i for i, r in enumerate(live) if not self._finished(rows[r])]
-            if not unfinished or t == sampling.max_new_tokens - 1:
+            if not unfinished:
                 break
             if len(unfinished) <= LIVE_SHARE * len(live):
                 keep = torch.tensor(unfinished, device=device)
@@ -131,7 +257,7 @@ class LocalEngine:
 
     def _append(
         self,
-        rows: list[_Row],
+        rows: list[Row],
         live: list[int],
         tokens_R: Tensor,
         logp_R: Tensor,
@@ -150,23 +276,9 @@ class LocalEngine:
                 fed = slice(None) if prompt_attention is None else prompt_attention[i].bool().cpu().numpy()
                 row.experts.append(experts[i][fed])
 
-    def _finished(self, row: _Row) -> bool:
-        return bool(row.token_ids) and row.token_ids[-1] in self.policy.stop_ids
-
-    def _response(self, row: _Row, policy_step: int) -> Response:
-        return Response(
-            problem=row.problem,
-            sample=row.sample,
-            prompt_ids=row.prompt_ids,
-            token_ids=row.token_ids,
-            logprobs=np.array(row.logprobs, dtype=np.float32),
-            finish_reason="stop" if self._finished(row) else "length",
-            text=self.policy.tokenizer.decode(
-                row.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ),
-            policy_step=policy_step,
-            experts=np.concatenate(row.experts) if row.experts else None,
-        )
+    def _finished(self, row: Row) -> bool:
+        tokens = row.token_ids
+        return len(tokens) >= row.limit or bool(tokens and tokens[-1] in self.policy.stop_ids)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

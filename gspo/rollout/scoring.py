@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gspo.records import Problem, Response
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import Engine, Sampling
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
@@ -28,7 +28,7 @@ class Seconds:
 
 
 def sample_and_score(
-    engine: LocalEngine,
+    engine: Engine,
     task: Task,
     problems: list[Problem],
     samples: int,
@@ -36,16 +36,18 @@ def sample_and_score(
     seed: tuple[int | str, ...],
     policy_step: int = 0,
     chunk: int | None = None,
+    record_experts: bool = False,
 ) -> tuple[Groups, Seconds]:
     """Scored groups of `samples` responses to each problem, and what they cost; see `scored_chunks`."""
     groups, seconds = [], Seconds()
-    for scored in scored_chunks(engine, task, problems, samples, sampling, seed, policy_step, chunk, seconds):
+    parts = (engine, task, problems, samples, sampling, seed, policy_step, chunk, seconds, record_experts)
+    for scored in scored_chunks(*parts):
         groups += scored
     return groups, seconds
 
 
 def scored_chunks(
-    engine: LocalEngine,
+    engine: Engine,
     task: Task,
     problems: list[Problem],
     samples: int,
@@ -54,6 +56,7 @@ def scored_chunks(
     policy_step: int = 0,
     chunk: int | None = None,
     seconds: Seconds | None = None,
+    record_experts: bool = False,
 ) -> Iterator[Groups]:
     """The same chunk by chunk, in order. `chunk` is a number of problems; by default as many as the engine samples at
     once, which changes neither what it computes nor how fast. An exception of a verifier is raised here."""
@@ -62,7 +65,8 @@ def scored_chunks(
     with ThreadPoolExecutor(1, thread_name_prefix="scoring") as thread:
         for start in range(0, len(problems), chunk):
             started = time.perf_counter()
-            groups = engine.generate(problems[start : start + chunk], samples, sampling, seed, policy_step=policy_step)
+            some = problems[start : start + chunk]
+            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts)
             seconds.sampling += time.perf_counter() - started
             after = thread.submit(_scored, task, groups, seconds)
             if before:
@@ -72,7 +76,7 @@ def scored_chunks(
             yield _wait(before, seconds)
 
 
-def at_once(engine: LocalEngine, samples: int) -> int:
+def at_once(engine: Engine, samples: int) -> int:
     """Problems that the engine samples together, with `samples` responses to each."""
     return max(1, engine.batch_rows // samples)
 

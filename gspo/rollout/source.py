@@ -1,113 +1,25 @@
 """Where the trainer's scored groups come from. The trainer does not know which source it has.
 
-A source is anything with `next(step) -> Rollout`. The plain one samples every batch from the current weights; the
-dynamic one also replaces groups that carry no signal.
+A source is anything with `next(step) -> Rollout` and `update(step)`, which hands it the weights of a finished step. The
+plain one samples every batch from the current weights; the dynamic one also replaces groups that carry no signal. Those
+that sample ahead of the training are in gspo.rollout.ahead.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gspo.records import Response
-from gspo.rollout.engine import LocalEngine, Sampling
-from gspo.rollout.sampler import MAX_REFILLS, Sampler, TrainingProblems, Uniform
+from gspo.rollout.behaviour import Behaviour, check_engine
+from gspo.rollout.engine import Engine
+from gspo.rollout.routes import check_routes
+from gspo.rollout.sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.scoring import sample_and_score
+from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.tasks.base import Task
-
-
-@dataclass
-class RolloutSettings:
-    """How much is sampled per training step, of which problems, and how."""
-
-    prompts_per_step: int = 32
-    group_size: int = 8
-    temperature: float = 1.0
-    max_new_tokens: int = 80
-    extend: dict[int, int] = field(default_factory=dict)  # {step: max_new_tokens from that step on}
-    max_prompt_tokens: int | None = None  # problems with longer prompts are replaced, and counted
-    query_set: int = 0  # number of different training problems; 0: an unbounded stream
-    refresh_every: int = 0  # steps after which the next `query_set` problems take over; 0: never
-    refill_rounds: int = 0  # dynamic sampling: further rounds of prompts_per_step problems; 0: none
-    batch_rows: int = 512  # responses sampled at once: bounds the memory of the cache, changes no response
-
-    def __post_init__(self):
-        for key in ("prompts_per_step", "group_size", "max_new_tokens", "batch_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"rollout.{key}={getattr(self, key)} must be at least 1")
-        for key in ("query_set", "refresh_every", "refill_rounds"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"rollout.{key}={getattr(self, key)} must be 0 (off) or positive")
-        if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature} must be positive: greedy groups are all alike")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"rollout.max_prompt_tokens={self.max_prompt_tokens} must be at least 1, or null")
-        self._check_extend()
-        self._check_query_set()
-        self._check_refill()
-
-    def _check_extend(self) -> None:
-        before = self.max_new_tokens
-        for step, limit in sorted(self.extend.items()):
-            if step < 2:
-                raise ValueError(f"rollout.extend={self.extend}: step {step} must be at least 2; max_new_tokens is 1's")
-            if limit <= before:
-                raise ValueError(
-                    f"rollout.extend={self.extend}: the limit {limit} from step {step} on must exceed the {before} "
-                    f"before it (rollout.max_new_tokens={self.max_new_tokens})"
-                )
-            before = limit
-
-    def _check_query_set(self) -> None:
-        if self.refresh_every and not self.query_set:
-            raise ValueError(
-                f"rollout.refresh_every={self.refresh_every} with rollout.query_set=0: an unbounded stream has nothing "
-                "to replace"
-            )
-        if self.query_set % self.prompts_per_step:  # also where it is smaller
-            raise ValueError(
-                f"rollout.query_set={self.query_set} is not a multiple of rollout.prompts_per_step="
-                f"{self.prompts_per_step}: epochs would not end with a step"
-            )
-
-    def _check_refill(self) -> None:
-        rounds, batches = self.refill_rounds, self.query_set // self.prompts_per_step
-        if rounds > MAX_REFILLS:
-            raise ValueError(f"rollout.refill_rounds={rounds} must not exceed {MAX_REFILLS}")
-        if rounds and self.group_size == 1:
-            raise ValueError(f"rollout.refill_rounds={rounds} with rollout.group_size=1: a single reward never varies")
-        if self.query_set and rounds >= batches:
-            raise ValueError(
-                f"rollout.refill_rounds={rounds} with rollout.query_set={self.query_set}, which is {batches} batches "
-                f"of rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem twice"
-            )
-
-    def limit(self, step: int) -> int:
-        """The largest number of response tokens at a step; limits only grow."""
-        return max([self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)])
-
-    @property
-    def longest_limit(self) -> int:
-        """The largest limit that any step can have."""
-        return max([self.max_new_tokens, *self.extend.values()])
-
-    def sampling(self, step: int) -> Sampling:
-        return Sampling(self.temperature, self.limit(step))
-
-
-def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:
-    """Raises ValueError, naming keys and values, for a sampler that these settings leave nothing to do."""
-    batches = settings.query_set // settings.prompts_per_step
-    if sampler.needs_query_set and batches < 2:
-        raise ValueError(
-            f"sampler={sampler.name} with rollout.query_set={settings.query_set}: it needs a query set of at least two "
-            f"batches of rollout.prompts_per_step={settings.prompts_per_step}"
-        )
-    if sampler.reads_pass_rates and 0 < settings.refresh_every <= batches:
-        raise ValueError(
-            f"rollout.refresh_every={settings.refresh_every} replaces rollout.query_set={settings.query_set} within "
-            f"its first epoch ({batches} steps): sampler={sampler.name} would never read a recorded pass rate"
-        )
 
 
 @dataclass
@@ -115,12 +27,16 @@ class Rollout:
     """The scored groups of one training step, and what they cost in seconds."""
 
     groups: list[list[Response]]
-    rollout_s: float
+    rollout_s: float  # sampling
     score_s: float  # waiting for the verifiers; what they do while the engine samples the next chunk costs nothing
     limit: int  # the largest number of response tokens at this step
     dropped: list[list[Response]] = field(default_factory=list)  # scored too, and paid for, but not trained on
     ungraded: list[Response] = field(default_factory=list)  # the verifier failed on them, not they on it: left out
     filtered: dict[str, float] = field(default_factory=dict)  # counts of what was left out and why; see the sources
+    behaviour_s: float = 0.0  # recomputing log-probs under the weights that sampled
+    waited_s: float | None = None  # what the trainer waited for all this, where it was done beside the training
+    in_flight: int = 0  # responses that are to be continued
+    synced: dict[str, float] = field(default_factory=dict)  # metrics of the hand-over of the weights that sampled
 
     @property
     def responses(self) -> list[Response]:
@@ -133,20 +49,37 @@ class Rollout:
         return self.groups + self.dropped
 
 
+@dataclass
+class Held:
+    """Rollouts by the step that is to train on them; groups that are to be continued, with the draw they come from."""
+
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    groups: list[tuple[int, list[Response]]] = field(default_factory=list)
+
+
 class OnPolicySource:
     """Samples each step's batch from the current weights; the sampler says which problems (by default the stream's).
 
     A response that could not be graded (a failure of the sandbox, not of the response) is left out of its group, so
     groups may differ in size. `filtered` counts such responses as "ungraded", and as "prompt_too_long" the problems
-    that were replaced, if there is a limit on prompts.
+    that were replaced, if there is a limit on prompts. With `behaviour` the responses keep what the trainer makes of
+    them under the weights that sampled.
     """
 
     def __init__(
-        self, engine: LocalEngine, task: Task, settings: RolloutSettings, seed: int, sampler: Sampler | None = None
+        self,
+        engine: Engine,
+        task: Task,
+        settings: RolloutSettings,
+        seed: int,
+        sampler: Sampler | None = None,
+        behaviour: Behaviour | None = None,
     ):
         sampler = sampler or Uniform()
         check_sampler(settings, sampler)
-        self.engine, self.task, self.settings, self.seed = engine, task, settings, seed
+        self.engine, self.task, self.settings, self.seed, self.behaviour = engine, task, settings, seed, behaviour
+        self.policy_step = 0  # the step whose weights the engine has
+        self.synced: dict[str, float] = {}  # metrics of their hand-over
         self.problems = TrainingProblems(
             task,
             seed,
@@ -159,7 +92,38 @@ class OnPolicySource:
         )
 
     def next(self, step: int) -> Rollout:
+        """The scored groups of a step."""
+        rollout = self.sample(step)
+        rollout.synced = self.synced
+        if self.settings.routes:
+            routing = self.engine.policy.routing
+            check_routes(rollout.responses, routing.layers, routing.top_k, routing.experts)
+        self.remember(rollout.responses, rollout)
+        return rollout
+
+    def remember(self, responses: list[Response], rollout: Rollout) -> None:
+        """Keep what the trainer makes of new tokens under the weights that the engine has now."""
+        if self.behaviour:
+            started = time.perf_counter()
+            self.behaviour(responses)
+            rollout.behaviour_s += time.perf_counter() - started
+
+    def sample(self, step: int) -> Rollout:
         return self.sample_round(step)
+
+    def update(self, step: int) -> None:
+        """Sample from the weights of this finished step from now on. Raises RuntimeError if they did not arrive."""
+        self.policy_step = step
+        started = time.perf_counter()
+        if not self.engine.shares_weights:
+            self.engine.load_weights(self.engine.policy.named_tensors())
+            self.check(step)
+            self.synced["time/sync_s"] = time.perf_counter() - started
+
+    def check(self, step: int) -> None:
+        """Raises RuntimeError if the engine's weights are not those of this step."""
+        difference = check_engine(self.engine, self.task, self.seed, self.settings.tolerance, step)
+        self.synced = {} if difference is None else {"mismatch/after_sync": difference}
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:
         """Scored groups for `prompts_per_step` problems: the step's own (refill 0) or those of a refill round."""
@@ -171,7 +135,8 @@ class OnPolicySource:
             self.settings.group_size,
             self.settings.sampling(step),
             self.position(step, refill),
-            policy_step=step - 1,
+            policy_step=self.policy_step,
+            record_experts=self.settings.routes,
         )
         ungraded = [r for group in groups for r in group if r.score.reward is None]
         if ungraded:
@@ -191,13 +156,24 @@ class OnPolicySource:
         """
         return (self.seed, "rollout", step, refill) if self.settings.query_set else (self.seed, "rollout")
 
-    def state(self) -> dict[str, dict[str, float]]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint must keep for the same problems to follow, ready for JSON; often empty."""
         return self.problems.state()
 
-    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Put back what `state` gave, also after a way through JSON."""
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Put back what `state` gave after `step`, also after a way through JSON."""
+        self.policy_step = step
         self.problems.load_state(state)
+
+    def held(self) -> Held:
+        """Rollouts that were sampled and not yet trained on, which a checkpoint must keep; here there are none."""
+        return Held()
+
+    def take_back(self, held: Held) -> None:
+        """Put back what `held` gave."""
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 class DynamicSource(OnPolicySource):
@@ -212,7 +188,7 @@ class DynamicSource(OnPolicySource):
     because P were there, "filled" trained on without signal; and "refill_rounds" that were sampled.
     """
 
-    def next(self, step: int) -> Rollout:
+    def sample(self, step: int) -> Rollout:
         rollout = self.sample_round(step)
         groups = rollout.groups
         places = [i for i, group in enumerate(groups) if not has_signal(group)]
@@ -240,14 +216,6 @@ class DynamicSource(OnPolicySource):
             "refill_rounds": rounds,
         }
         return rollout
-
-
-def make_source(
-    engine: LocalEngine, task: Task, settings: RolloutSettings, sampler: Sampler, seed: int
-) -> OnPolicySource:
-    """The source that the settings ask for."""
-    kind = DynamicSource if settings.refill_rounds else OnPolicySource
-    return kind(engine, task, settings, seed, sampler)
 
 
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:

@@ -1,0 +1,67 @@
+"""The parts of a training run put together: policy, reference, engine, source, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gspo.checkpoint import load_optimizer
+from gspo.config import Settings
+from gspo.policy.policy import Policy
+from gspo.rollout.ahead import make_source
+from gspo.rollout.behaviour import Behaviour
+from gspo.rollout.engine import Engine, LocalEngine
+from gspo.rollout.held import load_held
+from gspo.rollout.settings import VLLMRollout
+from gspo.runs import open_policy, open_reference
+from gspo.trainer import Trainer
+
+
+def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Trainer:
+    """The trainer as the settings say, from the checkpoint if there is one. Raises ValueError for what cannot be."""
+    policy = open_policy(settings, checkpoint, report)
+    reference = open_reference(settings, checkpoint, report)
+    if settings.rollout.routes and not policy.routing.layers:
+        raise ValueError("rollout.routes=true (or policy.routing_replay=r3) with a model that has no known routers")
+    sampled = policy.copy() if settings.rollout.overlap else policy
+    engine = make_engine(sampled, settings)
+    try:
+        task, sampler, keep = settings.task, settings.sampler, behaviour(settings, sampled)
+        source = make_source(engine, task, settings.rollout, sampler, settings.seed, keep, policy)
+        parts = (settings.algorithm(), settings.optim, settings.trainer, settings.policy)
+        trainer = Trainer(policy, source, *parts, settings.seed, reference)
+        if checkpoint:
+            trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
+            source.take_back(load_held(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
+        source.check(trainer.state.step)
+    except BaseException:
+        engine.close()
+        raise
+    return trainer
+
+
+def make_engine(policy: Policy, settings: Settings) -> Engine:
+    """The engine that samples from `policy`. Raises ValueError if it cannot start."""
+    rollout = settings.rollout
+    if isinstance(rollout, VLLMRollout):
+        from gspo.rollout.vllm import VLLMEngine  # an installation of its own; only those who ask for it need it
+
+        return VLLMEngine(policy, rollout)
+    return LocalEngine(policy, rollout.batch_rows, getattr(torch, rollout.dtype))
+
+
+def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
+    """The run's own engine; beside one that samples while the trainer works, an in-process one of current weights."""
+    if settings.rollout.overlap:
+        return LocalEngine(trainer.policy, settings.rollout.batch_rows, getattr(torch, settings.rollout.dtype))
+    return trainer.source.engine
+
+
+def behaviour(settings: Settings, sampled: Policy) -> Behaviour | None:
+    """Keeps log-probs under the weights that sampled, where the step's start comes later and they are asked for."""
+    later = settings.rollout.staleness or settings.rollout.token_budget
+    if not later or settings.policy.old_logprobs == "step_start":
+        return None
+    return Behaviour(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")

@@ -1,0 +1,195 @@
+"""How much is sampled per training step, of which problems, how, by which engine, and how far ahead of the training.
+
+`rollout=local` samples in the trainer's process (gspo.rollout.engine), `rollout=vllm` by vLLM (gspo.rollout.vllm).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gspo.rollout.engine import Sampling
+from gspo.rollout.sampler import MAX_REFILLS, Sampler
+
+DTYPES = ("float32", "bfloat16")
+# how far the engine's log-probs of the same tokens may lie from the trainer's after a sync: mean |difference| in nats
+SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
+
+
+@dataclass
+class RolloutSettings:
+    """What every engine takes; by itself the in-process one.
+
+    name            which engine
+    dtype           precision that the engine computes in; the trainer's is float32
+    routes          the engine returns the experts of every token (MoE models); Routing Replay R3 turns it on
+    routes_floor    least share of the engine's experts that the trainer's router must choose too; below: an error
+    sync_tolerance  largest mean |log-prob difference| of engine and trainer after a sync; null: by precision
+    staleness       step s trains on responses of the policy of step s - 1 - staleness: that many rollout batches ago
+    overlap         those are sampled while the trainer works (staleness >= 1); changes no number
+    token_budget    at most so many tokens of a response are sampled per step, the rest under later policies; 0: all
+    in_flight       problems under way at the start of a step, with token_budget; more than prompts_per_step
+    """
+
+    name: str = "local"
+    prompts_per_step: int = 32
+    group_size: int = 8
+    temperature: float = 1.0
+    max_new_tokens: int = 80
+    extend: dict[int, int] = field(default_factory=dict)  # {step: max_new_tokens from that step on}
+    max_prompt_tokens: int | None = None  # problems with longer prompts are replaced, and counted
+    query_set: int = 0  # number of different training problems; 0: an unbounded stream
+    refresh_every: int = 0  # steps after which the next `query_set` problems take over; 0: never
+    refill_rounds: int = 0  # dynamic sampling: further rounds of prompts_per_step problems; 0: none
+    batch_rows: int = 512  # responses sampled at once: bounds the memory of the cache, changes no response
+    dtype: str = "float32"
+    routes: bool = False
+    routes_floor: float = 0.5
+    sync_tolerance: float | None = None
+    staleness: int = 0
+    overlap: bool = False
+    token_budget: int = 0
+    in_flight: int = 0
+
+    def __post_init__(self):
+        for key in ("prompts_per_step", "group_size", "max_new_tokens", "batch_rows"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"rollout.{key}={getattr(self, key)} must be at least 1")
+        for key in ("query_set", "refresh_every", "refill_rounds", "staleness", "token_budget", "in_flight"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"rollout.{key}={getattr(self, key)} must be 0 (off) or positive")
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature} must be positive: greedy groups are all alike")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"rollout.max_prompt_tokens={self.max_prompt_tokens} must be at least 1, or null")
+        self._check_extend()
+        self._check_query_set()
+        self._check_refill()
+        self._check_engine()
+        self._check_ahead()
+
+    def _check_extend(self) -> None:
+        before = self.max_new_tokens
+        for step, limit in sorted(self.extend.items()):
+            if step < 2:
+                raise ValueError(f"rollout.extend={self.extend}: step {step} must be at least 2; max_new_tokens is 1's")
+            if limit <= before:
+                raise ValueError(
+                    f"rollout.extend={self.extend}: the limit {limit} from step {step} on must exceed the {before} "
+                    f"before it (rollout.max_new_tokens={self.max_new_tokens})"
+                )
+            before = limit
+
+    def _check_query_set(self) -> None:
+        if self.refresh_every and not self.query_set:
+            raise ValueError(
+                f"rollout.refresh_every={self.refresh_every} with rollout.query_set=0: an unbounded stream has nothing "
+                "to replace"
+            )
+        if self.query_set % self.prompts_per_step:  # also where it is smaller
+            raise ValueError(
+                f"rollout.query_set={self.query_set} is not a multiple of rollout.prompts_per_step="
+                f"{self.prompts_per_step}: epochs would not end with a step"
+            )
+
+    def _check_refill(self) -> None:
+        rounds, batches = self.refill_rounds, self.query_set // self.prompts_per_step
+        if rounds > MAX_REFILLS:
+            raise ValueError(f"rollout.refill_rounds={rounds} must not exceed {MAX_REFILLS}")
+        if rounds and self.group_size == 1:
+            raise ValueError(f"rollout.refill_rounds={rounds} with rollout.group_size=1: a single reward never varies")
+        if self.query_set and rounds >= batches:
+            raise ValueError(
+                f"rollout.refill_rounds={rounds} with rollout.query_set={self.query_set}, which is {batches} batches "
+                f"of rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem twice"
+            )
+
+    def _check_engine(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if not 0 <= self.routes_floor <= 1:
+            raise ValueError(f"rollout.routes_floor={self.routes_floor} is a share: it must lie in [0, 1]")
+        if self.sync_tolerance is not None and not self.sync_tolerance > 0:
+            raise ValueError(f"rollout.sync_tolerance={self.sync_tolerance} must be positive, or null")
+
+    def _check_ahead(self) -> None:
+        if self.overlap and not self.staleness:
+            raise ValueError("rollout.overlap=true with rollout.staleness=0: each batch waits for the update before it")
+        if self.in_flight and not self.token_budget:
+            raise ValueError(f"rollout.in_flight={self.in_flight} is not read with rollout.token_budget=0")
+        if self.token_budget and self.in_flight <= self.prompts_per_step:
+            raise ValueError(
+                f"rollout.in_flight={self.in_flight} must exceed rollout.prompts_per_step={self.prompts_per_step} with "
+                f"rollout.token_budget={self.token_budget}: else every response is finished before the step"
+            )
+        if self.token_budget and self.token_budget >= self.longest_limit:
+            raise ValueError(
+                f"rollout.token_budget={self.token_budget} must be below rollout.max_new_tokens={self.longest_limit}: "
+                "else no response is ever cut"
+            )
+        if self.token_budget and self.refill_rounds:
+            raise ValueError(
+                f"rollout.token_budget={self.token_budget} with rollout.refill_rounds={self.refill_rounds}: dynamic "
+                "sampling needs whole responses; use one of the two"
+            )
+
+    @property
+    def tolerance(self) -> float:
+        """Of the guard after a sync, in nats."""
+        return self.sync_tolerance or SYNC_TOLERANCE[self.dtype]
+
+    def limit(self, step: int) -> int:
+        """The largest number of response tokens at a step; limits only grow."""
+        return max([self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)])
+
+    @property
+    def longest_limit(self) -> int:
+        """The largest limit that any step can have."""
+        return max([self.max_new_tokens, *self.extend.values()])
+
+    def sampling(self, step: int) -> Sampling:
+        return Sampling(self.temperature, self.limit(step))
+
+
+@dataclass
+class VLLMRollout(RolloutSettings):
+    """vLLM, on the GPU of its build or on the CPU; `batch_rows` is its max_num_seqs."""
+
+    name: str = "vllm"
+    own_process: bool = True  # the engine's core runs beside the trainer's process; false: in it
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None  # prompt and response; null: the model's positions
+    kv_cache_gib: float = 1.0  # memory of the key/value cache, on the CPU
+    gpu_memory: float = 0.45  # share of the GPU's memory for weights and cache, on CUDA
+    eager: bool = False  # no CUDA graphs; always so on the CPU
+    sleep: bool = False  # give the GPU's memory to the trainer between rollouts
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"rollout.tensor_parallel_size={self.tensor_parallel_size} must be at least 1")
+        if self.max_model_len is not None and self.max_model_len <= self.longest_limit:
+            raise ValueError(
+                f"rollout.max_model_len={self.max_model_len} leaves no room for a prompt beside "
+                f"rollout.max_new_tokens={self.longest_limit}"
+            )
+        if not self.kv_cache_gib > 0:
+            raise ValueError(f"rollout.kv_cache_gib={self.kv_cache_gib} must be positive")
+        if not 0 < self.gpu_memory < 1:
+            raise ValueError(f"rollout.gpu_memory={self.gpu_memory} must lie between 0 and 1")
+        if self.sleep and self.overlap:
+            raise ValueError("rollout.sleep=true with rollout.overlap=true: the engine is never idle")
+
+
+def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:
+    """Raises ValueError, naming keys and values, for a sampler that these settings leave nothing to do."""
+    batches = settings.query_set // settings.prompts_per_step
+    if sampler.needs_query_set and batches < 2:
+        raise ValueError(
+            f"sampler={sampler.name} with rollout.query_set={settings.query_set}: it needs a query set of at least two "
+            f"batches of rollout.prompts_per_step={settings.prompts_per_step}"
+        )
+    if sampler.reads_pass_rates and 0 < settings.refresh_every <= batches:
+        raise ValueError(
+            f"rollout.refresh_every={settings.refresh_every} replaces rollout.query_set={settings.query_set} within "
+            f"its first epoch ({batches} steps): sampler={sampler.name} would never read a recorded pass rate"
+        )
