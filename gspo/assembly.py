@@ -21,6 +21,10 @@ from gspo.trainer import Trainer
 
 def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Trainer:
     """The trainer as the settings say, from the checkpoint if there is one. Raises ValueError for what cannot be."""
+    if isinstance(settings.rollout, VLLMRollout):
+        from gspo.rollout.vllm import check_installed  # an installation of its own; only those who ask for it need it
+
+        check_installed()  # before a cold start that would be in vain
     policy = open_policy(settings, checkpoint, report)
     reference = open_reference(settings, checkpoint, report)
     if settings.rollout.routes and not policy.routing.layers:
@@ -46,7 +50,7 @@ def make_engine(policy: Policy, settings: Settings) -> Engine:
     """The engine that samples from `policy`. Raises ValueError if it cannot start."""
     rollout = settings.rollout
     if isinstance(rollout, VLLMRollout):
-        from gspo.rollout.vllm import VLLMEngine  # an installation of its own; only those who ask for it need it
+        from gspo.rollout.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout)
     return LocalEngine(policy, rollout.batch_rows, getattr(torch, rollout.dtype))

@@ -140,6 +140,7 @@ def rollout_row(response: Response) -> dict:
         "length": len(response.token_ids),
         "finish_reason": response.finish_reason,
         "policy_step": response.policy_step,
+        "segments": response.segments or [(response.policy_step, len(response.token_ids))],
     }
 
 

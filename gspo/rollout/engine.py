@@ -135,6 +135,8 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
         segments = before.segments or [(before.policy_step, len(before.token_ids))]
         segments = [*segments, (policy_step, len(row.token_ids))]
         if experts is not None:
+            if before.experts is None:
+                raise ValueError(f"response {row.sample} to problem {row.problem.index} began without record_experts")
             experts = np.concatenate([before.experts, experts[len(before.experts) :]])
     ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
     if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:

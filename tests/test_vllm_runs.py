@@ -1,0 +1,63 @@
+"""A whole run with vLLM as the engine: trained, killed, resumed. In an environment with vLLM: `make test-vllm`."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+from test_runs import SMALL, command, environment, only_run, read_rows, train, wait_for_step
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+psutil = pytest.importorskip("psutil")
+pytestmark = pytest.mark.vllm
+MOE = [*SMALL, "model.hidden=64", "rollout=vllm", "policy.routing_replay=r3", "reward.overlong_cache=11"]
+
+
+def engines() -> set[int]:
+    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("VLLM::")}
+
+
+def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):
+    before = engines()
+    process = subprocess.Popen(
+        command(*MOE, "steps=100"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for_step(tmp_path, 3, process)
+    assert engines() - before, "the engine has a process of its own"
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while engines() - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not engines() - before, "an engine outlived its trainer"
+    run = only_run(tmp_path)
+    done = train(tmp_path, f"resume={run}", "steps=6")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows[1:]:
+        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+        assert row["routing/engine_agreement"] > 0.999
+    assert any(row["optim/grad_norm"] > 0 for row in rows[1:]), "the weights moved"
+
+
+def test_overlapped_and_partial_rollouts_through_vllm(tmp_path):
+    ahead = ["rollout.staleness=1", "rollout.overlap=true", "rollout.token_budget=5", "rollout.in_flight=12"]
+    done = train(tmp_path, *MOE, *ahead, "policy.old_logprobs=behaviour", "steps=5", "rollout.dtype=bfloat16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    last = rows[-1]
+    assert last["staleness/mean"] >= 1 and last["staleness/segments"] > 1
+    assert 1e-5 < last["mismatch/logp_abs"] < 0.1 and last["mismatch/after_sync"] < 0.1
+    assert 0.8 < last["routing/engine_agreement"] <= 1
+
+
+def test_a_wrong_setting_is_one_line(tmp_path):
+    done = train(tmp_path, *MOE, "rollout.kv_cache_gib=1e6")
+    assert done.returncode == 2 and "rollout.kv_cache_gib=1000000.0" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert not list((tmp_path / "runs" / "small").glob("*"))
