@@ -49,6 +49,9 @@ class Recorder:
     def encode_prompt(self, text: str) -> list[int]:
         return [1] * len(text)
 
+    def rest(self) -> None:
+        pass
+
     def generate(
         self, problems, group_size, sampling, seed, policy_step=0, record_experts=False
     ) -> list[list[Response]]:

@@ -8,9 +8,9 @@ Shape suffixes: R live rows (responses still being sampled), V vocabulary, L MoE
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,50 +41,6 @@ class Sampling:
     def limit(self, done: int = 0) -> int:
         """How many tokens a response that has `done` may get in this call."""
         return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
-
-
-class Engine(Protocol):
-    """Samples responses. `policy` is what it samples from, in the trainer's precision: log-probs and experts of the
-    responses can be recomputed with it; its tokenizer, prompt format and stop tokens are the engine's too."""
-
-    policy: Policy
-    batch_rows: int  # at most this many responses at once
-    shares_weights: bool  # it computes with the policy's own tensors: there is nothing to load
-
-    def generate(
-        self,
-        problems: list[Problem],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        policy_step: int = 0,
-        record_experts: bool = False,
-    ) -> list[list[Response]]:
-        """`group_size` responses to each problem. `seed` is the position (run seed, purpose) of the random numbers.
-
-        With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
-        of its routes, and a comparison with the trainer's, start from.
-        """
-        ...
-
-    def extend(
-        self,
-        responses: list[Response],
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        policy_step: int = 0,
-        record_experts: bool = False,
-    ) -> list[Response]:
-        """The same responses with further tokens under the present weights; what they had stays as it was."""
-        ...
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample from these weights from now on (names and shapes of the policy's model)."""
-        ...
-
-    def close(self) -> None:
-        """Give back what the engine holds beside the policy."""
-        ...
 
 
 @dataclass
@@ -161,25 +117,13 @@ def grouped(responses: list[Response], group_size: int) -> list[list[Response]]:
     return [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
 
 
-class LocalEngine:
-    """Samples in the trainer's process.
+class Engine(ABC):
+    """Samples responses. `policy` is what it samples from, in the trainer's precision: log-probs and experts of the
+    responses can be recomputed with it; its tokenizer, prompt format and stop tokens are the engine's too."""
 
-    In the trainer's precision it samples with the policy's own tensors; in another one with a copy, which computes as
-    an engine of that precision would: weights and activations rounded, the logits' softmax in float32.
-    """
-
-    def __init__(self, policy: Policy, batch_rows: int = 512, dtype: torch.dtype = torch.float32):
-        self.policy = policy
-        self.batch_rows = batch_rows  # at most this many responses at once (one group at least)
-        self.shares_weights = dtype == policy.model.dtype
-        self.sampler = policy if self.shares_weights else policy.copy(dtype)
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if not self.shares_weights:
-            self.sampler.load_tensors(named_tensors)
-
-    def close(self) -> None:
-        """Nothing: the tensors go with the object."""
+    policy: Policy
+    batch_rows: int  # at most this many responses at once (one group at least)
+    shares_weights: bool  # it computes with the policy's own tensors: there is nothing to load
 
     def generate(
         self,
@@ -190,6 +134,11 @@ class LocalEngine:
         policy_step: int = 0,
         record_experts: bool = False,
     ) -> list[list[Response]]:
+        """`group_size` responses to each problem. `seed` is the position (run seed, purpose) of the random numbers.
+
+        With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
+        of its routes, and a comparison with the trainer's, start from.
+        """
         at_once = max(1, self.batch_rows // group_size)
         responses = []
         for start in range(0, len(problems), at_once):
@@ -206,6 +155,7 @@ class LocalEngine:
         policy_step: int = 0,
         record_experts: bool = False,
     ) -> list[Response]:
+        """The same responses with further tokens under the present weights; what they had stays as it was."""
         extended = []
         for chunk in grouped(responses, self.batch_rows):
             rows = further_rows(chunk, sampling)
@@ -213,6 +163,45 @@ class LocalEngine:
             pairs = zip(rows, chunk, strict=True)
             extended += [to_response(self.policy, row, sampling, policy_step, before) for row, before in pairs]
         return extended
+
+    @abstractmethod
+    def _sample(
+        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+    ) -> None:
+        """Fill rows with tokens, log-probs and, if asked for, experts; every `group_size` neighbours have the same
+        prefix."""
+
+    @abstractmethod
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Sample from these weights from now on (names and shapes of the policy's model)."""
+
+    def rest(self) -> None:  # noqa: B027 (nothing to do is the usual case)
+        """No responses are wanted before the next weights: the trainer may have the memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the engine holds beside the policy. May be called twice."""
+
+
+class LocalEngine(Engine):
+    """Samples in the trainer's process.
+
+    In the trainer's precision it samples with the policy's own tensors; in another one with a copy, which computes as
+    an engine of that precision would: weights and activations rounded, the logits' softmax in float32.
+    """
+
+    def __init__(self, policy: Policy, batch_rows: int = 512, dtype: torch.dtype = torch.float32):
+        self.policy = policy
+        self.batch_rows = batch_rows
+        self.shares_weights = dtype == policy.model.dtype
+        self.sampler = policy if self.shares_weights else policy.copy(dtype)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.shares_weights:
+            self.sampler.load_tensors(named_tensors)
+
+    def close(self) -> None:
+        """Nothing: the tensors go with the object."""
 
     @torch.no_grad()
     def _sample(

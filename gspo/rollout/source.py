@@ -99,6 +99,7 @@ class OnPolicySource:
             routing = self.engine.policy.routing
             check_routes(rollout.responses, routing.layers, routing.top_k, routing.experts)
         self.remember(rollout.responses, rollout)
+        self.engine.rest()
         return rollout
 
     def remember(self, responses: list[Response], rollout: Rollout) -> None:

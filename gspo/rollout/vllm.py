@@ -19,9 +19,7 @@ from torch import Tensor
 
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
-from gspo.records import Problem, Response
-from gspo.rollout.engine import Row, Sampling, further_rows, grouped, new_rows, to_response
-from gspo.rollout.routes import check_routes
+from gspo.rollout.engine import Engine, Row, Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm_worker import memory_folder, save_weights, size_of
 from gspo.seeding import seed_for
@@ -32,7 +30,7 @@ PREFILL_TOKENS = 16384  # prompt tokens per step on the CPU, or one whole prompt
 GIB = 2**30
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Samples with vLLM.
 
     In its own process (the default) the engine leaves the trainer's process alone. In the trainer's it also seeds the
@@ -54,36 +52,6 @@ class VLLMEngine:
         self._check()
         self.llm = self._start()
 
-    def generate(
-        self,
-        problems: list[Problem],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        policy_step: int = 0,
-        record_experts: bool = False,
-    ) -> list[list[Response]]:
-        rows = new_rows(self.policy, problems, group_size, sampling)
-        self._sample(rows, sampling, seed, record_experts)
-        responses = [to_response(self.policy, row, sampling, policy_step, None) for row in rows]
-        self._check_routes(responses, record_experts)
-        return grouped(responses, group_size)
-
-    def extend(
-        self,
-        responses: list[Response],
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        policy_step: int = 0,
-        record_experts: bool = False,
-    ) -> list[Response]:
-        rows = further_rows(responses, sampling)
-        self._sample(rows, sampling, seed, record_experts)
-        pairs = zip(rows, responses, strict=True)
-        extended = [to_response(self.policy, row, sampling, policy_step, before) for row, before in pairs]
-        self._check_routes(extended, record_experts)
-        return extended
-
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ValueError for names or shapes that are not those of the policy's model: vLLM would only warn."""
         tensors, own = dict(named_tensors), dict(self.policy.named_tensors())
@@ -102,11 +70,11 @@ class VLLMEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
 
-    def sleep(self) -> None:
-        """Give the GPU's memory to the trainer (CUDA only). Weights wait in the host's memory, not only because that is
-        quicker than loading: several calls of `generate` may follow one load."""
-        self.llm.sleep(level=1)
-        self.asleep = True
+    def rest(self) -> None:
+        """With `rollout.sleep`, give the GPU's memory to the trainer. The weights wait in the host's memory."""
+        if self.settings.sleep:
+            self.llm.sleep(level=1)
+            self.asleep = True
 
     def wake(self) -> None:
         if self.asleep:
@@ -119,8 +87,10 @@ class VLLMEngine:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 
-    def _sample(self, rows: list[Row], sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool) -> None:
-        """Fill the rows with tokens, their log-probs, and their experts if asked for."""
+    def _sample(
+        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+    ) -> None:
+        """One request per row: vLLM finds equal prefixes by itself."""
         if record_experts and not self.settings.routes:
             raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
         for row in rows:
@@ -144,8 +114,6 @@ class VLLMEngine:
             row.token_ids = list(completion.token_ids)
             row.logprobs = [at[t].logprob for at, t in zip(completion.logprobs, row.token_ids, strict=True)]
             row.experts = [experts] if record_experts else []
-        if self.settings.sleep:
-            self.sleep()
 
     def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]):
         from vllm import SamplingParams
@@ -168,13 +136,8 @@ class VLLMEngine:
         # a request's name inside the engine is its name outside, a hyphen and random letters
         inside = self.llm.collective_rpc("pop_routes")[0]
         by_name = {name.split("-")[0]: np.frombuffer(route, dtype=np.int16) for name, route in inside.items()}
-        shape = (-1, self.policy.routing.layers, self.policy.routing.routers[0].top_k)
+        shape = (-1, self.policy.routing.layers, self.policy.routing.top_k)
         return [by_name[output.request_id].reshape(shape) for output in outputs]
-
-    def _check_routes(self, responses: list[Response], record_experts: bool) -> None:
-        if record_experts:
-            routing = self.policy.routing
-            check_routes(responses, routing.layers, routing.routers[0].top_k, routing.experts)
 
     def _check(self) -> None:
         """Raises ValueError for what can be seen before the start."""
