@@ -11,7 +11,7 @@ unfinished are named and left out; arms are paired by seed.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ import style
 from load import GRPO, GSPO, Data
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = "bfloat16", "float32", "no replay", "R3", "trainer", "engine"
@@ -42,15 +42,20 @@ MEANS = {  # what is averaged over the batches of a run
     "active, first": "clip/token_active_minibatch_1",
     "active, all": "clip/token_active",
     "k3": "mismatch/k3",
-    "|log s|": "mismatch/sequence_log_abs",
+    "abs log s": "mismatch/sequence_log_abs",
     "F(2)": "mismatch/beyond_2",
     "agreement": "routing/engine_agreement",
     "grad norm": "optim/grad_norm",
 }
 SHARES = {"outside": "Outside the clip range", "active": "Gradient removed"}  # a panel each
-MARKS = ((ENGINE, "first", -0.24, "D"), (ENGINE, "all", 0.0, "o"), (TRAINER, "all", 0.24, "o"))  # height in the row
-GAPS = {"k3": "k3 (nats)", "|log s|": "mean |log s| (nats)", "F(2)": "share of tokens", "agreement": "share of experts"}
-TITLES = ("Gap: k3", "Gap of sequences", "Off by a factor of 2", "Same experts")  # of GAPS
+MARKS = ((ENGINE, ", first", -0.24, "D"), (ENGINE, ", all", 0.0, "o"), (TRAINER, ", all", 0.24, "o"))  # at this height
+PAIR = ((ENGINE, "", -0.15, "o"), (TRAINER, "", 0.15, "o"))
+GAPS = {  # title of a panel, what it shows in which unit, and that unit
+    "k3": ("Gap of tokens", "k3 ($10^{-4}$ nats)", 1e-4),
+    "abs log s": ("Gap of sequences", "mean |log s| ($10^{-3}$ nats)", 1e-3),
+    "F(2)": ("Off by a factor of 2", "share of tokens ($10^{-4}$)", 1e-4),
+    "agreement": ("Same experts", "share of experts", 1),
+}
 
 
 def main() -> None:
@@ -78,17 +83,17 @@ def chosen(data: Data) -> Data:
         if words in ARMS and run.last >= run.planned:
             new = replace(run, arm=name(*words))
             if (other := runs.setdefault((new.arm, run.seed), new)) is not new:
-                same = f"the same arm and seed twice ({new.arm}, seed {run.seed})"
-                load.die(f"{same}: {other.path} and {run.path}; give one")
+                load.die(f"the same arm and seed twice ({new.arm}, seed {run.seed}): {other.path} and {run.path}")
     if not any((name(*cell, TRAINER), s) in runs and (name(*cell, ENGINE), s) in runs for cell in CELLS for s in seeds):
         needs = "finished runs of gspo or grpo with policy.old_logprobs=step_start and =engine, else alike, of one seed"
-        load.die(f"fig_engine_likelihoods needs {needs}; found: {', '.join(sorted({a for a, _ in runs})) or 'none'}")
+        load.die(f"fig_engine_likelihoods needs {needs}; found: {'; '.join(sorted({a for a, _ in runs})) or 'none'}")
     shortest = min(runs.values(), key=lambda run: run.last)
-    if shortest.last < START + WINDOW:
-        least = f"{START + WINDOW} rollout batches of every run"
-        load.die(f"fig_engine_likelihoods needs {least}; {shortest.path} has {shortest.last}")
+    if shortest.last < (least := START + WINDOW):
+        load.die(f"fig_engine_likelihoods needs {least} batches of every run; {shortest.path} has {shortest.last}")
     cut = [replace(run, rows=run.rows[run.rows["step"] <= shortest.last]) for run in runs.values()]
-    return Data(cut, missing(set(runs), seeds))
+    others = [key for key in load.differing(cut) if key not in WORDS and not key.startswith("objective.")]
+    notes = [f"the runs differ also in {', '.join(others)}"] if others else []
+    return Data(cut, notes + missing(set(runs), seeds))
 
 
 def missing(there: set[tuple[str, int]], seeds: set[int]) -> list[str]:
@@ -103,14 +108,13 @@ def missing(there: set[tuple[str, int]], seeds: set[int]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data) -> pd.DataFrame:
     """A row per arm and seed: start, last, gain of the reward, then MEANS; NaN where a metric was not reported."""
-    frames = {}
-    for arm in (name(*words) for words in ARMS):
-        if arm in data.arms:
-            reward = data.table(arm, "reward/mean")
-            frame = pd.DataFrame({"start": reward.head(START).mean(), "last": reward.tail(WINDOW).mean()})
-            means = {column: data.table(arm, metric).mean() for column, metric in MEANS.items()}
-            frames[arm] = frame.assign(gain=frame["last"] - frame["start"], **means)
-    return pd.concat(frames, names=["arm", "seed"])
+    rows = data.rows[data.rows["step"] >= 1].sort_values("step")
+    runs = rows.reindex(columns=["arm", "seed", "reward/mean", *MEANS.values()]).groupby(["arm", "seed"])
+    start = runs["reward/mean"].apply(lambda rewards: rewards.head(START).mean())
+    last = runs["reward/mean"].apply(lambda rewards: rewards.tail(WINDOW).mean())
+    numbers = pd.DataFrame({"start": start, "last": last, "gain": last - start})
+    numbers = numbers.join(runs[list(MEANS.values())].mean().set_axis(list(MEANS), axis=1))
+    return pd.concat([numbers.loc[[name(*arm)]] for arm in ARMS if name(*arm) in data.arms])
 
 
 def shared(data: Data, metric: str, *arms: tuple[str, ...]) -> list[pd.DataFrame] | None:
@@ -128,8 +132,7 @@ def effect(data: Data, *cell: str) -> tuple[Interval, pd.Series] | None:
 
 
 def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.DataFrame] | None:
-    """Difference of differences, the effect with GSPO minus the effect with GRPO: its interval, its exact sign-flip p,
-    and both effects of each seed."""
+    """GSPO's effect minus GRPO's: its interval, its exact sign-flip p, and both effects of each seed."""
     arms = [(dtype, objective, replay, old) for objective in (GSPO, GRPO) for old in (ENGINE, TRAINER)]
     if not (tables := shared(data, "reward/mean", *arms)):
         return None
@@ -138,20 +141,11 @@ def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.D
     return paired_difference(gspo, grpo), sign_flip_p(both[GSPO] - both[GRPO]), both
 
 
-def routing_share(data: Data, objective: str) -> Interval | None:
-    """Share of k3 that is gone with R3, in bfloat16, with the trainer's log-probs: 1 - k3 with R3 / k3 without."""
-    tables = shared(data, MEANS["k3"], *((COARSE, objective, replay, TRAINER) for replay in (REPLAY, PLAIN)))
-    if not tables or any(table.isna().all(axis=None) for table in tables):
-        return None
-    left = ratio(*tables)
-    return Interval(1 - left.mean, 1 - left.high, 1 - left.low, left.seeds)
-
-
-def clip_range(data: Data) -> tuple[float, float]:
-    """GSPO's objective.clip_low and clip_high; NaN if its runs differ or there are none."""
-    sides = [{run.settings.get(f"objective.clip_{side}") for run in data.runs if run.settings["objective.name"] == "gspo"}
-             for side in ("low", "high")]  # fmt: skip
-    return tuple(float(side.pop()) if len(side) == 1 and None not in side else math.nan for side in sides)
+def clip_range(data: Data) -> tuple[float, float] | None:
+    """GSPO's objective.clip_low and clip_high; None if its runs differ or have none."""
+    sides = ("objective.clip_low", "objective.clip_high")
+    bands = {tuple(map(run.settings.get, sides)) for run in data.runs if run.arm.startswith(f"{GSPO},")}
+    return bands.pop() if len(bands) == 1 and None not in next(iter(bands)) else None
 
 
 # ------------------------------------------------------------------------------------------------------------ words
@@ -159,9 +153,11 @@ def verdict(data: Data) -> list[str]:
     """What the runs say: the question first, then the yardstick of chance, the clip, and the gap."""
     lines = [answer(data, COARSE, replay) for replay in (PLAIN, REPLAY)]
     if fine := [found[1].abs().max() for cell in CELLS if cell[0] == FINE and (found := effect(data, *cell))]:
-        text = f"Yardstick: in float32, where the log-probs differ by rounding, single seeds differ by up to {max(fine):.3f}"
+        text = f"Yardstick: in float32, where only rounding differs, single seeds differ by up to {max(fine):.3f}"
         lines.append(f"{text}: an effect of that size can be chance.")
-    return lines + clip_words(data) + gap_words(data)
+    means = measure(data).groupby(level="arm").mean()
+    lines += [line for replay in (PLAIN, REPLAY) for line in clip_words(means, replay, clip_range(data))]
+    return lines + routing_words(data, GSPO) + routing_words(data, GRPO)
 
 
 def answer(data: Data, dtype: str, replay: str) -> str:
@@ -170,12 +166,12 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     if not (found := contrast(data, dtype, replay)):
         return f"{head} not judged, its four arms have no finished seed in common."
     interval, p, both = found
-    text = f"{head} the engine's log-probs change the reward of the last {WINDOW} batches by {both[GSPO].mean():+.3f} with "
-    text += f"GSPO and by {both[GRPO].mean():+.3f} with GRPO; GSPO - GRPO {interval.text('+.3f')}"
-    if interval.seeds == 1:
+    text = f"{head} the engine's log-probs change the reward of the last {WINDOW} batches by {both[GSPO].mean():+.3f} "
+    text += f"with GSPO, by {both[GRPO].mean():+.3f} with GRPO; GSPO - GRPO {interval.text('+.3f')}"
+    if (seeds := interval.seeds) == 1:
         return f"{text} (interval {interval.kind}). Not judged: one seed says nothing about others."
-    text += f" (95 % t interval {interval.kind}; exact sign-flip p = {p:.2g}, which {interval.seeds} seeds cannot bring below "
-    text += f"{2 / 2**interval.seeds:.2g}). "
+    text += f" (95 % t interval over {seeds} seeds; exact sign-flip p = {p:.2g}: {seeds} seeds cannot go below "
+    text += f"{2 / 2**seeds:.2g}). "
     if interval.low > 0:
         return f"{text}Told apart: GSPO loses less (or gains more) than GRPO."
     if interval.high < 0:
@@ -183,42 +179,35 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     return f"{text}Not told apart: the interval includes 0, and any difference within it remains possible."
 
 
-def clip_words(data: Data) -> list[str]:
-    """The first mini-batch in bfloat16, where only the engine's log-probs can leave the range."""
-    means, lines = measure(data).groupby(level="arm").mean(), []
-    for replay in (PLAIN, REPLAY):
-        arms = {objective: name(COARSE, objective, replay, ENGINE) for objective in (GSPO, GRPO)}
-        parts = [
-            f"{share(means['outside, first'][arm])} of {objective}'s tokens outside the clip range "
-            f"({share(means['active, first'][arm])} without gradient)"
-            for objective, arm in arms.items()
-            if arm in means.index
-        ]
-        if parts:
-            text = f"First mini-batch, {COARSE}, {replay}, engine's log-probs: {', '.join(parts)}"
-            lines.append(f"{text}; with the trainer's 0 by construction.")
-    return lines
-
-
-def gap_words(data: Data) -> list[str]:
-    """The gap of sequences against GSPO's range, and how much of the gap is routing; bfloat16, trainer's log-probs."""
-    means, (low, high), lines = measure(data).groupby(level="arm").mean(), clip_range(data), []
-    for replay in (PLAIN, REPLAY):
-        if (arm := name(COARSE, GSPO, replay, TRAINER)) in means.index:
-            gap = means["|log s|"][arm]
-            text = (
-                f"Gap, {COARSE}, {replay}: mean |log s| {gap:.2g}, {gap / low:.2g} times the lower side of GSPO's clip "
-            )
-            lines.append(f"{text}range (-{low:.2g}, +{high:.2g}).")
+def clip_words(means: pd.DataFrame, replay: str, band: tuple[float, float] | None) -> list[str]:
+    """In bfloat16: the first mini-batch, where the trainer's log-probs cannot leave the range; the gap of sequences."""
+    parts = []
     for objective in (GSPO, GRPO):
-        if part := routing_share(data, objective):
-            text = f"Routing, {objective}, {COARSE}: with R3 a share of {part.text('.2f')} of k3 is gone"
-            lines.append(f"{text} (interval {part.kind}).")
+        if (arm := name(COARSE, objective, replay, ENGINE)) in means.index:
+            first = [share(means[f"{what}, first"][arm]) for what in SHARES]
+            parts.append(f"{first[0]} of {objective}'s tokens ({first[1]} clipped)")
+    text = f"First mini-batch, {COARSE}, {replay}, engine's log-probs, outside the clip range: {', '.join(parts)}"
+    lines = [f"{text}; with the trainer's 0 by construction."] if parts else []
+    if band and (arm := name(COARSE, GSPO, replay, TRAINER)) in means.index:
+        low, gap = band[0], means["abs log s"][arm]
+        text = f"Gap, {COARSE}, {replay}, trainer's log-probs: mean |log s| {share(gap)}, {share(gap / low)} times the "
+        lines.append(f"{text}lower side of GSPO's clip range (-{low:.2g}, +{band[1]:.2g}).")
     return lines
 
 
-def share(value: float) -> str:
-    return "-" if np.isnan(value) else "0" if value == 0 else f"{value:.2g}"
+def routing_words(data: Data, objective: str) -> list[str]:
+    """How much of the gap is routing: 1 - k3 with R3 / k3 without, in bfloat16, with the trainer's log-probs."""
+    tables = shared(data, MEANS["k3"], *((COARSE, objective, replay, TRAINER) for replay in (REPLAY, PLAIN)))
+    if not tables or any(table.isna().all(axis=None) for table in tables):
+        return []
+    left, (new, old) = ratio(*tables), [float(table.mean().mean()) for table in tables]
+    gone = Interval(1 - left.mean, 1 - left.high, 1 - left.low, left.seeds)
+    text = f"Routing, {objective}, {COARSE}, trainer's log-probs: k3 {old:.2g} without R3, {new:.2g} with: a share of "
+    return [f"{text}{gone.text('.2f')} is gone (interval {gone.kind})."]
+
+
+def share(value: float, form: str = ".2g") -> str:
+    return "-" if np.isnan(value) else "0" if value == 0 else f"{value:{form}}"
 
 
 def arm_table(data: Data) -> list[str]:
@@ -229,7 +218,7 @@ def arm_table(data: Data) -> list[str]:
         spread = f" [{gains.min():+.3f}, {gains.max():+.3f}]" if len(own) > 1 else ""
         line = [arm, ", ".join(map(str, own.index.get_level_values("seed"))), f"{mean['start']:.3f}"]
         line += [f"{mean['last']:.3f}", f"{mean['gain']:+.3f}{spread}"]
-        cells.append(line + [f"{mean[c]:.4f}" if c == "agreement" else share(mean[c]) for c in MEANS])
+        cells.append(line + [share(mean[c], ".4f" if c == "agreement" else ".2g") for c in MEANS])
     return markdown(cells)
 
 
@@ -252,18 +241,28 @@ def markdown(cells: list[list[str]]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(data: Data, out: Path) -> list[Path]:
     """Above, a row per pair of arms: reward, clip. Below, the gap in bfloat16."""
-    numbers = measure(data)
-    figure = style.canvas(5.9)
-    grid = figure.add_gridspec(2, 12, height_ratios=[8, 4.6])
-    upper = [figure.add_subplot(grid[0, columns]) for columns in (slice(0, 6), slice(6, 9), slice(9, 12))]
-    lower = [figure.add_subplot(grid[1, 3 * i : 3 * i + 3]) for i in range(4)]
+    numbers, coarse = measure(data), [cell for cell in CELLS if cell[0] == COARSE]
+    figure = style.canvas(6.2)
+    grid = figure.add_gridspec(2, 4, height_ratios=[8, 4.6])
+    upper = [figure.add_subplot(grid[0, columns]) for columns in (slice(0, 2), 2, 3)]
+    lower = [figure.add_subplot(grid[1, i]) for i in range(4)]
     reward_panel(upper[0], data)
     for ax, (column, title) in zip(upper[1:], SHARES.items(), strict=True):
-        share_panel(ax, numbers, column, title)
-    for ax, (column, label), title in zip(lower, GAPS.items(), TITLES, strict=True):
-        gap_panel(ax, numbers, column, clip_range(data))
-        ax.set(xlabel=label, title=title)
-    for axes, cells in ((upper, CELLS), (lower, CELLS[: len(CELLS) // 2])):
+        marks(ax, numbers, CELLS, column, MARKS)
+        ax.set_xscale("symlog", linthresh=1e-4, linscale=0.6)  # logarithmic above 1e-4, with room for 0
+        ax.set(title=title, xlabel="share of tokens", xlim=(-2e-5, 1.5), xticks=[0, 1e-4, 1e-2, 1])
+        ax.xaxis.set_major_formatter(lambda x, _: f"$10^{{{np.log10(x):.0f}}}$" if 0 < x < 1 else f"{x:g}")
+        ax.xaxis.set_minor_locator(NullLocator())
+    for ax, (column, (title, label, unit)) in zip(lower, GAPS.items(), strict=True):
+        marks(ax, numbers / unit, coarse, column, PAIR)
+        for side in clip_range(data) or () if column == "abs log s" else ():
+            ax.axvline(side / unit, color=style.MUTED, lw=1, ls="--", zorder=1)
+        ax.set(title=title, xlabel=label, xlim=(None, 1) if column == "agreement" else (0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    for ax in upper:
+        ax.axhspan(len(coarse) - 0.5, len(CELLS) - 0.45, color=style.tint(style.FAINT, 0.3), lw=0, zorder=0)
+    for axes, cells in ((upper, CELLS), (lower, coarse)):
         for ax in axes:
             ax.grid(axis="y", visible=True)
             ax.tick_params(axis="y", length=0)
@@ -271,6 +270,9 @@ def draw(data: Data, out: Path) -> list[Path]:
         axes[0].set_yticklabels([f"{o} {d}{' + R3' * (r == REPLAY)}" for d, o, r in cells], fontweight="bold")
         for text, cell in zip(axes[0].get_yticklabels(), cells, strict=True):
             text.set_color(style.colour(cell[1]))
+    texts = [f"{old}'s log-probs{when} mini-batch{'es' * (when == ', all')}" for old, when, _, _ in MARKS]
+    handles = [Line2D([], [], label=t, **look(style.INK, m[0], m[3])) for t, m in zip(texts, MARKS, strict=True)]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(MARKS))
     return style.save(figure, out, "fig_engine_likelihoods", caption(data))
 
 
@@ -283,51 +285,32 @@ def reward_panel(ax: Axes, data: Data) -> None:
             ax.plot([interval.low, interval.high], [row, row], color=style.tint(hue, 0.45), lw=1.6, zorder=2)
             ax.plot(seeds, np.full(len(seeds), row), "o", ms=5, color=style.tint(hue, 0.6), mec="white", mew=0.5)
             ax.plot(interval.mean, row, "|", ms=12, mew=2.4, color=hue, zorder=4)
-    ax.set(
-        title="Reward: engine's log-probs - trainer's", xlabel=f"difference of the mean reward, last {WINDOW} batches"
-    )
+    ax.set(title="Reward: engine's log-probs - trainer's", xlabel=f"difference, mean of the last {WINDOW} batches")
 
 
-def mark(ax: Axes, y: float, seeds: pd.Series, hue: str, old: str, symbol: str) -> None:
-    """Seeds of one arm; filled: the engine's log-probs, hollow: the trainer's."""
-    look = {"mfc": style.tint(hue, 0.75), "mec": "white", "mew": 0.4} if old == ENGINE else {"mfc": "white", "mec": hue}
-    ax.plot(seeds, np.full(len(seeds), y), symbol, ms=4.5 if symbol == "o" else 4, zorder=3, **look)
-
-
-def share_panel(ax: Axes, numbers: pd.DataFrame, column: str, title: str) -> None:
-    """A share of tokens in three versions per row, on an axis that is logarithmic above 1e-4 and holds 0."""
-    ax.set_xscale("symlog", linthresh=1e-4, linscale=0.6)
-    for row, cell in enumerate(CELLS):
-        for old, when, shift, symbol in MARKS:
+def marks(ax: Axes, numbers: pd.DataFrame, cells: Sequence[tuple], column: str, kinds: tuple) -> None:
+    """A row per pair of arms; in it, at their heights, the seeds of each kind of mark."""
+    for row, cell in enumerate(cells):
+        for old, when, shift, symbol in kinds:
             if (arm := name(*cell, old)) in numbers.index:
-                mark(ax, row + shift, numbers.loc[arm, f"{column}, {when}"], style.colour(cell[1]), old, symbol)
-    ax.set(title=title, xlabel="share of tokens", xlim=(-2e-5, 1.5), xticks=[0, 1e-4, 1e-2, 1])
-    ax.xaxis.set_minor_locator(NullLocator())
+                seeds = numbers.loc[arm, column + when]
+                ax.plot(seeds, np.full(len(seeds), row + shift), **look(style.colour(cell[1]), old, symbol))
 
 
-def gap_panel(ax: Axes, numbers: pd.DataFrame, column: str, band: tuple[float, float]) -> None:
-    """One measure of the gap in bfloat16; in that of the sequences GSPO's clip range."""
-    for row, cell in enumerate(CELLS[: len(CELLS) // 2]):
-        for old, shift in ((ENGINE, -0.15), (TRAINER, 0.15)):
-            if (arm := name(*cell, old)) in numbers.index:
-                mark(ax, row + shift, numbers.loc[arm, column], style.colour(cell[1]), old, "o")
-    if column == "|log s|" and not np.isnan(band).any():
-        for side in band:
-            ax.axvline(side, color=style.MUTED, lw=1, ls="--", zorder=1)
-    if column != "agreement":
-        ax.set_xlim(left=0)
-    ax.xaxis.set_major_locator(MaxNLocator(3))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+def look(hue: str, old: str, symbol: str) -> dict:
+    """Filled: the engine's log-probs; hollow: the trainer's."""
+    shape = {"ls": "", "marker": symbol, "ms": 4.5, "clip_on": False, "zorder": 3}
+    filled = {"mfc": style.tint(hue, 0.75), "mec": "white", "mew": 0.4}
+    return shape | (filled if old == ENGINE else {"mfc": "white", "mec": hue})
 
 
 def caption(data: Data) -> str:
-    runs = data.runs
-    seeds = load.count_seeds(sorted({run.seed for run in runs}))
-    text = f"Run: {runs[0].settings.get('model.name', 'model not named')}, {len(runs)} runs, {seeds}, {runs[0].last} "
-    text += "batches. Filled: the engine's log-probs as the old policy's (diamonds: first mini-batch; circles: all); hollow: "
-    text += "the trainer's (first mini-batch: 0 by construction). Dots are seeds, bars means with 95 % intervals. Rows without "
-    text += "a mark: no finished run. Below: bfloat16; dashes: GSPO's clip range."
-    return text + "\n" + "\n".join(verdict(data)[:2])
+    seeds, first = sorted({run.seed for run in data.runs}), data.runs[0]
+    model, full = first.settings.get("model.name", "model not named"), len(ARMS) * len(seeds)
+    text = f"Run: {model}, {first.last} rollout batches, {len(data.runs)} of {full} runs, {load.count_seeds(seeds)}. "
+    text += "Dots: seeds. Bars: mean, 95 % interval (of a single seed: within the run). Grey: float32, only rounding "
+    text += "differs. Lower row: the gap in bfloat16; dashes: GSPO's clip range."
+    return "\n".join([text, *verdict(data)[:2]])
 
 
 if __name__ == "__main__":

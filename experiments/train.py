@@ -139,6 +139,8 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
         if step % settings.evaluation.every and step != settings.steps:
             return {}
         started = time.perf_counter()
+        if engine is not trainer.source.engine:  # that one is busy sampling, from older weights
+            engine.load_weights(trainer.policy.named_tensors())
         metrics, _ = evaluate(engine, task, settings.evaluation, settings.rollout.longest_limit, step)
         return metrics | {"time/eval_s": time.perf_counter() - started}
 
@@ -153,11 +155,11 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
 
     def checkpoint(step: int, last: bool) -> None:
         if last or step % settings.checkpoint.every == 0:
+            trainer.state.source, held = trainer.source.state(), trainer.source.held()
             started = time.perf_counter()
-            trainer.state.source = trainer.source.state()
             parts = (trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
             moved = trainer.reference if getattr(settings.kl, "refresh_every", 0) else None
-            save_checkpoint(folder, *parts, settings_hash(settings), moved, trainer.source.held())
+            save_checkpoint(folder, *parts, settings_hash(settings), moved, held)
             spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:

@@ -9,12 +9,14 @@ import torch
 
 from gspo.checkpoint import load_optimizer
 from gspo.config import Settings
+from gspo.policy.models import TinyDense, TinyMoE
 from gspo.policy.policy import Policy
-from gspo.rollout.ahead import make_source
+from gspo.rollout.ahead import StaleSource, make_source
 from gspo.rollout.behaviour import Behaviour
 from gspo.rollout.engine import Engine, LocalEngine
 from gspo.rollout.held import load_held
 from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.source import OnPolicySource
 from gspo.runs import open_policy, open_reference
 from gspo.trainer import Trainer
 
@@ -22,13 +24,16 @@ from gspo.trainer import Trainer
 def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Trainer:
     """The trainer as the settings say, from the checkpoint if there is one. Raises ValueError for what cannot be."""
     if isinstance(settings.rollout, VLLMRollout):
-        from gspo.rollout.vllm import check_installed  # an installation of its own; only those who ask for it need it
+        from gspo.rollout.vllm import check_start  # an installation of its own; only those who ask for it need it
 
-        check_installed()  # before a cold start that would be in vain
+        tiny = isinstance(settings.model, TinyMoE | TinyDense)  # before a cold start that would be in vain
+        check_start(settings.rollout, settings.model.hidden // settings.model.heads if tiny else None)
     policy = open_policy(settings, checkpoint, report)
     reference = open_reference(settings, checkpoint, report)
+    if settings.policy.routing_replay != "none":
+        policy.routing.check_replay()
     if settings.rollout.routes and not policy.routing.layers:
-        raise ValueError("rollout.routes=true (or policy.routing_replay=r3) with a model that has no known routers")
+        raise ValueError("rollout.routes=true with a model that has no known routers; set rollout.routes=false")
     sampled = policy.copy() if settings.rollout.overlap else policy
     engine = make_engine(sampled, settings)
     try:
@@ -39,11 +44,19 @@ def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int,
         if checkpoint:
             trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
             source.take_back(load_held(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
-        source.check(trainer.state.step)
+        check_weights(source, trainer.state.step)
     except BaseException:
         engine.close()
         raise
     return trainer
+
+
+def check_weights(source: OnPolicySource | StaleSource, step: int) -> None:
+    """The guard at the start, where nothing is lost yet: ValueError, so that it is one line."""
+    try:
+        source.check(step)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def make_engine(policy: Policy, settings: Settings) -> Engine:
@@ -57,7 +70,8 @@ def make_engine(policy: Policy, settings: Settings) -> Engine:
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
-    """The run's own engine; beside one that samples while the trainer works, an in-process one of current weights."""
+    """The run's own engine; beside one that samples while the trainer works, an in-process one of the same precision,
+    which must be handed the current weights before it is used."""
     if settings.rollout.overlap:
         return LocalEngine(trainer.policy, settings.rollout.batch_rows, getattr(torch, settings.rollout.dtype))
     return trainer.source.engine

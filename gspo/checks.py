@@ -25,6 +25,7 @@ WIDE_FOR_A_SEQUENCE = 0.05  # a clip range of a sequence ratio above this is a t
 def check(s: Settings) -> None:
     """Raises ValueError."""
     check_updates(s)
+    check_replay(s)
     check_objective(s)
     check_credit(s)
     check_kl(s)
@@ -53,22 +54,42 @@ def check_updates(s: Settings) -> None:
             f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="
             f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
         )
-    if isinstance(s.model, TinyDense) and s.policy.routing_replay != "none":
-        raise ValueError(
-            f"policy.routing_replay={s.policy.routing_replay} needs an MoE model; model={s.model.name} is dense"
-        )
-    later = s.rollout.staleness or s.rollout.token_budget  # responses are older than the step
-    same = s.policy.old_logprobs == "step_start" or (s.policy.old_logprobs == "behaviour" and not later)
-    on_policy = updates == 1 and same
+    on_policy = updates == 1 and starts_at_one(s)
     if on_policy and not s.allow_on_policy and not isinstance(s.objective, Reinforce | DPPO):
         raise ValueError(
             f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio is 1, so "
             f"objective={s.objective.name} cannot clip and all objectives are the same; "
             "use more mini-batches, or say allow_on_policy=true"
         )
-    if updates == 1 and s.policy.routing_replay == "r2" and (same or not later):
+
+
+def samples_ahead(s: Settings) -> bool:
+    """Whether responses may be older than the step that trains on them."""
+    return bool(s.rollout.staleness or s.rollout.token_budget)
+
+
+def starts_at_one(s: Settings) -> bool:
+    """Whether the first mini-batch has ratios of 1, rounding aside."""
+    return s.policy.old_logprobs == "step_start" or (s.policy.old_logprobs == "behaviour" and not samples_ahead(s))
+
+
+def check_replay(s: Settings) -> None:
+    replay, ahead = s.policy.routing_replay, samples_ahead(s)
+    if replay == "none":
+        return
+    if isinstance(s.model, TinyDense):
+        raise ValueError(f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense")
+    same_engine = s.rollout.name == "local" and s.rollout.dtype == "float32" and not ahead
+    idle = starts_at_one(s) or not ahead if replay == "r2" else same_engine
+    if s.trainer.minibatches * s.trainer.epochs == 1 and idle:
         raise ValueError(
-            "policy.routing_replay=r2 changes nothing with one update per rollout batch (trainer.minibatches=1)"
+            f"policy.routing_replay={replay} changes nothing with one update per rollout batch (trainer.minibatches=1)"
+        )
+    if s.rollout.token_budget and (replay == "r3" or s.policy.old_logprobs != "step_start"):
+        raise ValueError(
+            f"policy.routing_replay={replay} with rollout.token_budget={s.rollout.token_budget} and policy.old_logprobs"
+            f"={s.policy.old_logprobs}: each policy routes anew what stands before its own segment, so a cut "
+            "response has no one record of experts; use routing_replay=none, or r2 with old_logprobs=step_start"
         )
 
 
@@ -138,6 +159,7 @@ def check_dead_options(s: Settings) -> None:
     scale_cancels = annulled and std != "none" and not (by_batch and s.reward.scale == "group")
     scale_cancels = scale_cancels and not isinstance(s.kl, KLInReward)  # KL is taken off after the scale
     unused_old = isinstance(s.objective, Reinforce | DPPO) and not isinstance(s.kl, Penalized)
+    unused_old &= s.correction.name == "none" and not (samples_ahead(s) and s.policy.routing_replay == "r2")
     dead: list[tuple] = [
         (unused_old, "policy", s.policy, "old_logprobs", f"objective={s.objective.name}: it has no ratio to pi_old"),
         (shift_cancels, "reward", s.reward, "shift", f"advantage={s.advantage.name}, which takes the group's mean off"),
@@ -182,9 +204,11 @@ def warnings(s: Settings) -> list[str]:
         found.append(
             "objective=reinforce has no ratio: with several updates per batch it takes stale samples for fresh"
         )
-    if s.rollout.staleness and s.policy.old_logprobs == "step_start" and s.correction.name == "none":
+    clips = not isinstance(s.objective, Reinforce | DPPO)
+    if samples_ahead(s) and clips and s.policy.old_logprobs == "step_start" and s.correction.name == "none":
         found.append(
-            f"rollout.staleness={s.rollout.staleness} with policy.old_logprobs=step_start: ratios start at 1, so the "
+            f"rollout.staleness={s.rollout.staleness}, rollout.token_budget={s.rollout.token_budget} with "
+            "policy.old_logprobs=step_start: ratios start at 1, so the "
             "clip does not see how old the responses are; behaviour and engine let it"
         )
     late = [step for step in s.rollout.extend if step > s.steps]

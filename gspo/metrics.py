@@ -109,8 +109,8 @@ METRICS = [
     # divergence, entropy
     Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
     Metric("kl/old_k3", "nats", "mean over tokens of r - 1 - log r, r = pi/pi_old"),
-    Metric("kl/ref_k1", "nats", "mean over tokens of log pi_old - log pi_ref at the step's start (can be negative)"),
-    Metric("kl/ref_k3", "nats", "k3 estimate of KL(pi_old || pi_ref) at the step's start"),
+    Metric("kl/ref_k1", "nats", "mean over tokens of log pi_old - log pi_ref (can be negative)"),
+    Metric("kl/ref_k3", "nats", "k3 estimate of KL(pi_old || pi_ref)"),
     Metric("kl/ref", "nats", "the same with the KL term's own estimator and bounds: what its coefficient follows"),
     Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step"),
     Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
@@ -149,7 +149,7 @@ METRICS = [
     Metric(
         "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
     ),
-    # expert routing, against the record of the step's start
+    # expert routing, against the record of the old policy: of the step's start, or kept from when it sampled
     Metric(
         "routing/consistency", "share of experts", "old experts that the router's own choice still contains", "mean"
     ),
@@ -169,7 +169,7 @@ METRICS = [
     Metric("staleness/segments", "segments", "mean over responses of the policies that sampled parts of them"),
     Metric("staleness/in_flight", "responses", "responses that are to be continued under the next policy"),
     # cost
-    Metric("compute/tokens", "tokens", "tokens generated so far"),
+    Metric("compute/tokens", "tokens", "tokens generated so far (of responses that were cut: once they have ended)"),
     Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
     Metric(
         "compute/flops", "FLOPs", "so far: 2 per active parameter and generated or scored token, 6 per trained token"

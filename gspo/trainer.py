@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -144,17 +143,16 @@ class Trainer:
         diagnostics.mismatch(batch, tally)
         if batch.engine_experts_BSLK is not None:
             self.compare_routes(batch, tally)
-        if self.replay == "r2":
-            batch.replay_BSLK = batch.experts_BSLK
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
-            own_routes = replace(batch, replay_BSLK=None)  # a replay is about pi / pi_old; the reference has its own
-            batch.ref_logp_BT = self.reference.score(own_routes, size).logp_BT
+            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT  # r3: through the engine's experts, as all
             diagnostics.reference(batch, tally)
         if self.algorithm.correction.name != "none":
             batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
             diagnostics.correction(batch, tally)
+        if self.replay == "r2":
+            batch.replay_BSLK = batch.experts_BSLK
 
     def compare_routes(self, batch: TrainBatch, tally: Tally) -> None:
         """The engine's experts against the trainer's. Raises RuntimeError if too few are the same: then they are not
@@ -227,7 +225,9 @@ class Trainer:
         if batch.experts_BSLK is None:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
-        sample = replace(batch.rows(torch.from_numpy(chosen)), replay_BSLK=None)
+        sample = batch.rows(torch.from_numpy(chosen))
+        if self.replay == "r2":  # its record was made without replay, that of r3 with one
+            sample.replay_BSLK = None
         own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
         diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
 

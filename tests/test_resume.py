@@ -28,7 +28,7 @@ RUNS = {
     ],
     "partial": [
         "rollout.staleness=1", "rollout.overlap=true", "rollout.token_budget=5", "rollout.in_flight=12",
-        "policy.old_logprobs=behaviour", "policy.routing_replay=r2", "reward.overlong_cache=11",
+        "policy.old_logprobs=behaviour", "rollout.routes=true", "reward.overlong_cache=11",
     ],
 }  # fmt: skip
 
@@ -85,3 +85,21 @@ def check_that_it_was_used(name, rows, state, checkpoint):
     else:
         assert [rows[step]["length/limit"] for step in (3, 4, 8)] == [12, 14, 16]
         assert all(row["filter/refill_rounds"] == 1 for row in rows[1:])
+
+
+@pytest.mark.slow
+def test_overlap_changes_no_row(tmp_path):
+    rows = []
+    for overlap in ("false", "true"):
+        folder = tmp_path / overlap
+        folder.mkdir()
+        ahead = ["rollout.staleness=1", f"rollout.overlap={overlap}", "rollout.dtype=bfloat16"]
+        fast = ["optim.lr=5e-2", "optim.warmup_updates=0"]
+        done = train(
+            folder, *SMALL, *ahead, "policy.old_logprobs=behaviour", "reward.overlong_cache=11", "optim.lr=1e-2"
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows.append(comparable(only_run(folder)))
+    assert rows[0] == rows[1], "held-out evaluation included"
+    tokens = [row["eval/math_easy/tokens"] for row in rows[0] if "eval/math_easy/tokens" in row]
+    assert len(set(tokens)) > 1, "the evaluated weights moved"

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import time
 
 import pytest
 from test_runs import SMALL, command, environment, only_run, read_rows, train, wait_for_step
@@ -13,12 +12,12 @@ pytestmark = pytest.mark.vllm
 MOE = [*SMALL, "model.hidden=64", "rollout=vllm", "policy.routing_replay=r3", "reward.overlong_cache=11"]
 
 
-def engines() -> set[int]:
-    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("VLLM::")}
+def engines(pid: int) -> list[psutil.Process]:
+    """The engine's processes below a trainer."""
+    return [p for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM::")]
 
 
 def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):
-    before = engines()
     process = subprocess.Popen(
         command(*MOE, "steps=100"),
         cwd=tmp_path,
@@ -27,13 +26,12 @@ def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     wait_for_step(tmp_path, 3, process)
-    assert engines() - before, "the engine has a process of its own"
+    below = engines(process.pid)
+    assert below, "the engine has a process of its own"
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
-    deadline = time.monotonic() + 30
-    while engines() - before and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not engines() - before, "an engine outlived its trainer"
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive, "an engine outlived its trainer"
     run = only_run(tmp_path)
     done = train(tmp_path, f"resume={run}", "steps=6")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -46,8 +44,11 @@ def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):
 
 
 def test_overlapped_and_partial_rollouts_through_vllm(tmp_path):
+    no_replay = ["policy.routing_replay=none", "rollout.routes=true"]
     ahead = ["rollout.staleness=1", "rollout.overlap=true", "rollout.token_budget=5", "rollout.in_flight=12"]
-    done = train(tmp_path, *MOE, *ahead, "policy.old_logprobs=behaviour", "steps=5", "rollout.dtype=bfloat16")
+    done = train(
+        tmp_path, *MOE, *ahead, *no_replay, "policy.old_logprobs=behaviour", "steps=5", "rollout.dtype=bfloat16"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
     last = rows[-1]

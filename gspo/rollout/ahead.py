@@ -133,6 +133,7 @@ class StaleSource:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
         self.pending: dict[int, Rollout | Future[Rollout]] = {}  # by the step that trains on them
         self.sampled = 0  # the newest step that has its batch, or is about to
+        self.waited = 0.0  # seconds that a checkpoint waited for batches; of the next rollout's
 
     @property
     def engine(self) -> Engine:
@@ -153,7 +154,8 @@ class StaleSource:
         started = time.perf_counter()
         rollout = _result(self.pending.pop(step))
         if self.thread:
-            rollout.waited_s = time.perf_counter() - started
+            rollout.waited_s = self.waited + time.perf_counter() - started
+            self.waited = 0.0
         return rollout
 
     def update(self, step: int) -> None:
@@ -180,7 +182,7 @@ class StaleSource:
         return self.inner.next(due)
 
     def state(self) -> dict[str, Any]:
-        self._settle()
+        self._whole()
         return self.inner.state()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
@@ -188,17 +190,28 @@ class StaleSource:
         self.sampled = step
 
     def held(self) -> Held:
-        self._settle()
-        return Held(dict(self.pending), self.inner.held().groups)
+        return Held(self._whole(), self.inner.held().groups)
 
     def take_back(self, held: Held) -> None:
         self.pending = dict(held.rollouts)
         self.sampled = max([self.sampled, *held.rollouts])
         self.inner.take_back(held)
 
-    def _settle(self) -> None:
-        """Wait for what is under way: a checkpoint holds whole batches."""
-        self.pending = {step: _result(rollout) for step, rollout in self.pending.items()}
+    def _whole(self) -> dict[int, Rollout]:
+        """The batches that are there once what is under way has ended; those before the first that failed.
+
+        A failed one is sampled again after a resume, and raised by `next` here. Where sampling leaves traces (partial
+        rollouts, pass rates) it could not be the same again: there it raises at once.
+        """
+        started, whole = time.perf_counter(), {}
+        for step, rollout in sorted(self.pending.items()):
+            if isinstance(rollout, Future) and rollout.exception():
+                if self.inner.settings.token_budget or self.inner.problems.sampler.reads_pass_rates:
+                    rollout.result()
+                break
+            whole[step] = _result(rollout)
+        self.waited += time.perf_counter() - started
+        return whole
 
     def close(self) -> None:
         if self.thread:

