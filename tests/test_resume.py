@@ -94,10 +94,8 @@ def test_overlap_changes_no_row(tmp_path):
         folder = tmp_path / overlap
         folder.mkdir()
         ahead = ["rollout.staleness=1", f"rollout.overlap={overlap}", "rollout.dtype=bfloat16"]
-        fast = ["optim.lr=5e-2", "optim.warmup_updates=0"]
-        done = train(
-            folder, *SMALL, *ahead, "policy.old_logprobs=behaviour", "reward.overlong_cache=11", "optim.lr=1e-2"
-        )
+        fast = ["optim.lr=5e-2", "optim.warmup_updates=0", "evaluation.problems=32"]
+        done = train(folder, *SMALL, *ahead, *fast, "policy.old_logprobs=behaviour", "reward.overlong_cache=11")
         assert done.returncode == 0, done.stderr[-3000:]
         rows.append(comparable(only_run(folder)))
     assert rows[0] == rows[1], "held-out evaluation included"
