@@ -184,7 +184,8 @@ def log_to(folder: Path) -> Iterator[None]:
     except Stopped:
         raise
     except Exception:
-        logger.exception("the run failed")
+        if folder.exists():  # a run that could not begin has taken its folder away
+            logger.exception("the run failed")
         raise
     finally:
         logger.removeHandler(handler)

@@ -57,6 +57,13 @@ def test_overlapped_and_partial_rollouts_through_vllm(tmp_path):
     assert 0.8 < last["routing/engine_agreement"] <= 1
 
 
+def test_in_a_sweeps_worker(tmp_path):
+    done = train(tmp_path, "-m", *MOE, "steps=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run in (tmp_path / "runs" / "small").glob("*-seed*"):
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
+
+
 def test_a_wrong_setting_is_one_line(tmp_path):
     done = train(tmp_path, *MOE, "rollout.kv_cache_gib=1e6")
     assert done.returncode == 2 and "rollout.kv_cache_gib=1000000.0" in done.stderr

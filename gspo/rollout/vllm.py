@@ -8,8 +8,10 @@ vLLM turns n into single requests, and the prefix cache makes all requests of a 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -164,7 +166,8 @@ class VLLMEngine(Engine):
         with memory_folder(size) as folder:
             save(self.policy.model, self.policy.tokenizer, Path(folder))
             try:
-                llm = LLM(folder, **self._options())
+                with known_start_method():
+                    llm = LLM(folder, **self._options())
             except (RuntimeError, ValueError) as error:
                 lines = str(error).splitlines() or [type(error).__name__]
                 raise ValueError(f"rollout.name=vllm: the engine did not start: {lines[0]}") from error
@@ -235,6 +238,21 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
                 f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} dimensions, only for "
                 f"{', '.join(map(str, known))}; choose another model (tiny ones: model.heads) or rollout=local"
             )
+
+
+@contextmanager
+def known_start_method() -> Iterator[None]:
+    """Within: a process that is started here can be told how. In a sweep's workers multiprocessing stands on joblib's
+    own method, whose name a fresh interpreter does not know."""
+    method = multiprocessing.get_start_method()
+    foreign = method not in multiprocessing.get_all_start_methods()
+    if foreign:
+        multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        if foreign:
+            multiprocessing.set_start_method(method, force=True)
 
 
 def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
