@@ -192,9 +192,13 @@ def test_an_answer_of_many_formulas_needs_no_cache():
 def test_an_interrupted_question_does_not_answer_the_next():
     with MathVerifier(seconds=5.0) as verifier:
         verdicts(verifier, (FORMULA, GOLD))
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            verdicts(verifier, (r"\boxed{x}", ENDLESS))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
+        try:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                verdicts(verifier, (r"\boxed{x}", ENDLESS))
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert verifier.worker_pids() == []
         assert verdicts(verifier, (r"\boxed{8\sqrt{2}}", r"\sqrt{128}")) == ["correct"]
 
