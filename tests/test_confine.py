@@ -259,7 +259,8 @@ def test_installed_packages_cannot_be_read(tmp_path):
         "    print(folder)\n    for file in (glob.glob(folder + '/*') + glob.glob(folder + '/*/*.py'))[:200]:\n"
         "        try: open(file)\n        except OSError: continue\n        print('READ', file)"
     )
-    patient = dataclasses.replace(LIMITS, cpu_seconds=10, total_cpu_seconds=20, wall_seconds=20)  # many packages, slow disk
+    # many packages on a slow disk take a while
+    patient = dataclasses.replace(LIMITS, cpu_seconds=10, total_cpu_seconds=20, wall_seconds=20)
     with CodeRunner(patient, bubblewrap=False) as runner:
         ((output, ended),) = runner.each(lambda slot, _: slot.run_program(code, ""), [0])
     assert ended.why == "exit" and b"READ" not in output
