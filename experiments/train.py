@@ -77,6 +77,9 @@ def run(settings: Settings, alone: bool = True) -> None:
         trainer = prepared(settings, folder, checkpoint, alone)
         claim(settings, folder)
         warn(warnings(settings))
+        if not trainer.policy.network:
+            kind = type(trainer.policy.model).__name__
+            warn([f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"])
         supersede(folder, trainer.state.step if checkpoint else -1)
         tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
         tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)

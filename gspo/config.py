@@ -62,6 +62,7 @@ NOT_PART_OF_THE_RESULT = ("steps", "tracking", "checkpoint", "study", "runs", "o
 ONLY_COST = (
     "trainer.micro_batch_size",
     "policy.device",
+    "policy.old_pass",
     *(f"rollout.{name}" for name in ("batch_rows", "overlap", "sync_tolerance", "routes_floor", "own_process")),
     *(f"rollout.{name}" for name in ("tensor_parallel_size", "kv_cache_gib", "gpu_memory", "eager", "sleep")),
 )
@@ -156,6 +157,31 @@ class EvaluateCommand:
 
 
 @dataclass
+class BenchmarkCommand:
+    """What experiments/benchmark.py takes."""
+
+    workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe
+    peer: str = "none"  # trl: TRL beside us, in alternation (make setup-peer)
+    batches: int = 5  # rollout batches that are timed, after one to warm up; medians of them are shown
+    rounds: int = 5  # of TRL, ours like for like, ours at its best
+    threads: int = 1
+    set: dict[str, Any] = field(default_factory=dict)  # settings of a run: +set.trainer.micro_batch_size=32
+    runs: str = "runs"  # where models and results go: RUNS/benchmarks, RUNS/cold_starts
+    out: str = ""  # file of the result; empty: RUNS/benchmarks/<workload>.json
+
+    def overrides(self) -> list[str]:
+        """`set` as a command line of experiments/train.py."""
+        return flat(self.set)
+
+    def __post_init__(self):
+        for key in ("batches", "rounds", "threads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        if self.peer not in ("none", "trl"):
+            raise ValueError(f"peer={self.peer!r}: choose none or trl")
+
+
+@dataclass
 class SampleCommand:
     """What experiments/sample.py takes."""
 
@@ -168,10 +194,23 @@ class SampleCommand:
     temperature: float = 1.0
 
 
+def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
+    """Nested settings as key=value.
+
+    >>> flat({"trainer": {"epochs": 2}, "objective": "grpo"})
+    ['trainer.epochs=2', 'objective=grpo']
+    """
+    found = []
+    for key, value in settings.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
+    return found
+
+
 def register_schemas() -> None:
     """Make the dataclasses known to Hydra, under the names that conf/ refers to."""
     store = ConfigStore.instance()
-    for name, schema in (("_settings", Settings), ("_evaluate", EvaluateCommand), ("_sample", SampleCommand)):
+    commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
+    for name, schema in ({"_settings": Settings} | commands).items():
         store.store(name=name, node=schema)
     for group, options in CHOICES.items():
         for name, schema in options.items():

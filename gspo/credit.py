@@ -17,10 +17,10 @@ from gspo import diagnostics
 from gspo.advantages import GAE, Advantage, Credit, GroupNormalized
 from gspo.batch import TrainBatch
 from gspo.corrections import Correction
-from gspo.diagnostics import Tally
 from gspo.kl import KL, KLCoefficient, KLInReward
 from gspo.objectives import GSPO, Objective
 from gspo.reward_shaping import RewardShaping, RunningMoments
+from gspo.tally import Tally
 
 
 @dataclass

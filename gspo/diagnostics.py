@@ -1,4 +1,4 @@
-"""What a step tells of itself: tested functions from tensors to sums, and the tally that turns sums into metrics.
+"""What a step tells of itself: tested functions from tensors to sums, which gspo.tally turns into metrics.
 
 Every function adds sums and counts, never means of means: the tally divides once at the end of the step, so a metric
 does not depend on how the step was cut into micro-batches.
@@ -10,7 +10,6 @@ K experts per token.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -22,43 +21,7 @@ from gspo.masked import masked_mean
 from gspo.objectives import LossInputs, LossOutputs, log_ratio
 from gspo.objectives.base import LOWEST
 from gspo.records import Response
-
-
-class Tally:
-    """Sums, counts and extremes of a step."""
-
-    def __init__(self):
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._moments: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._extremes: dict[str, float] = {}
-        self.expert_loads_LE: Tensor | None = None
-
-    def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        entry = self._sums[name]
-        entry[0] += float(total)
-        entry[1] += float(count)
-
-    def ess(self, name: str, weights: Tensor) -> None:
-        """Effective sample size as a share: (sum w)^2 / (n sum w^2)."""
-        entry = self._moments[name]
-        weights = weights.double()
-        for i, value in enumerate((weights.numel(), weights.sum(), weights.square().sum())):
-            entry[i] += float(value)
-
-    def largest(self, name: str, value: Tensor | float) -> None:
-        self._extremes[name] = max(self._extremes.get(name, -math.inf), float(value))
-
-    def smallest(self, name: str, value: Tensor | float) -> None:
-        self._extremes[name] = min(self._extremes.get(name, math.inf), float(value))
-
-    def result(self) -> dict[str, float]:
-        """All metrics; a mean over nothing is left out rather than reported as 0."""
-        means = {name: total / count for name, (total, count) in self._sums.items() if count}
-        shares = {name: s * s / (n * ss) for name, (n, s, ss) in self._moments.items() if n and ss}
-        result = means | shares | self._extremes
-        if self.expert_loads_LE is not None and self.expert_loads_LE.sum() > 0:
-            result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
-        return result
+from gspo.tally import Tally
 
 
 def rollout(groups: list[list[Response]], filtered: dict[str, float], limit: int, tally: Tally) -> None:
@@ -286,9 +249,3 @@ def routing(own_BSLK: Tensor, batch: TrainBatch, experts: int, minibatch: int | 
     tally.mean("routing/changed_any_layer", (kept_NL < 1).any(-1).sum(), len(kept_NL))
     for layer, kept_N in enumerate(kept_NL.unbind(1)):
         tally.mean(f"routing/consistency_layer_{layer}", kept_N.sum(), len(kept_N))
-
-
-def load_entropy(loads_LE: Tensor) -> float:
-    """Entropy of the expert loads over log E, mean over layers: 1 is a perfectly even use, 0 a single expert."""
-    share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
-    return float((torch.special.entr(share_LE).sum(-1) / math.log(loads_LE.shape[-1])).mean())

@@ -17,10 +17,10 @@ from torch import Tensor
 from gspo import diagnostics
 from gspo.advantages import GAE
 from gspo.aggregation import Aggregation, Totals
-from gspo.diagnostics import Tally
 from gspo.kl import KLCoefficient, KLInLoss
 from gspo.objectives import LossInputs, Objective
 from gspo.objectives.base import RatioObjective
+from gspo.tally import Tally
 
 
 class Term(Protocol):
@@ -43,7 +43,7 @@ class PolicyTerm:
 
     def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
         outputs = self.objective(inputs)
-        with torch.no_grad():
+        with torch.no_grad(), tally.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, inputs, minibatch, tally)
         return self.aggregation(corrected(outputs.loss_BT, inputs), inputs.mask_BT, totals)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -22,13 +23,13 @@ from gspo.aggregation import Aggregation, Totals
 from gspo.batch import TrainBatch, pack
 from gspo.checkpoint import TrainState
 from gspo.credit import Algorithm, assign_credit
-from gspo.diagnostics import Tally
 from gspo.kl import KLCoefficient, KLInLoss, Penalized
 from gspo.objectives import LossInputs
 from gspo.policy.policy import Policy, PolicyOutput
 from gspo.rollout.ahead import StaleSource
 from gspo.rollout.source import OnPolicySource, Rollout
 from gspo.seeding import permutation
+from gspo.tally import Tally
 from gspo.terms import KLTerm, PolicyTerm, Term, ValueTerm
 from gspo.trainer_settings import OptimSettings, PolicySettings, TrainerSettings
 
@@ -53,6 +54,9 @@ class Trainer:
         if self.replay != "none":
             policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
+        self.engine_knows = policy_settings.old_pass == "auto" and self._engine_knows()
+        if self.engine_knows and policy.routing.layers:
+            source.record_experts = True
         self.state = TrainState()
         self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
         if self.coefficient and not reference:
@@ -66,6 +70,12 @@ class Trainer:
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
+
+    def _engine_knows(self) -> bool:
+        """Whether the old policy's log-probs and experts are what the engine reports, but for rounding, and nothing
+        else is read off a pass under the old policy."""
+        computes = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
+        return self.old_logprobs == "step_start" and self.source.exact and not computes
 
     def restore(self, state: TrainState) -> None:
         """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""
@@ -103,7 +113,8 @@ class Trainer:
         started, tally = time.perf_counter(), Tally()
         batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
         groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
-        self.remember_old_policy(batch, tally)
+        with tally.timed("time/old_logprobs_s"):
+            self.remember_old_policy(batch, tally)
         measured_kl = self.credit(batch, rollout, tally)
         diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, tally)
         diagnostics.staleness(rollout.responses, step, rollout.in_flight, tally)
@@ -116,10 +127,12 @@ class Trainer:
         if self.coefficient:  # after the updates: they used the coefficient that was logged
             self.coefficient.update(measured_kl, len(batch))
             self.state.kl_coef = self.coefficient.value
-        self.routing_after_step(batch, step, tally)
+        with tally.timed("time/diagnostics_s"):
+            self.routing_after_step(batch, step, tally)
         self.refresh_reference(step)
         self.state.step = step
-        passes = 1 + (self.reference is not None) + 3 * self.settings.epochs  # old log-probs; a backward costs two
+        # old log-probs; a backward costs two
+        passes = (not self.engine_knows) + (self.reference is not None) + 3 * self.settings.epochs
         train_s = time.perf_counter() - started
         costs = compute.account(self.state, self.policy, batch, rollout, passes, train_s)
         self.source.update(step)
@@ -133,6 +146,8 @@ class Trainer:
         them (old_logprobs=behaviour or engine with responses older than the step).
         """
         size = self.settings.micro_batch_size
+        if self.engine_knows:
+            batch.old_logp_BT, batch.experts_BSLK = batch.engine_logp_BT, batch.engine_experts_BSLK
         if self.replay == "r3":
             batch.replay_BSLK = batch.engine_experts_BSLK
         if batch.old_logp_BT is None or self.policy.value_head:
@@ -140,9 +155,8 @@ class Trainer:
             batch.old_values_BT = scored.values_BT
             if batch.old_logp_BT is None:
                 batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
-        diagnostics.mismatch(batch, tally)
-        if batch.engine_experts_BSLK is not None:
-            self.compare_routes(batch, tally)
+        if not self.engine_knows:
+            self.compare(batch, tally)
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
@@ -154,9 +168,12 @@ class Trainer:
         if self.replay == "r2":
             batch.replay_BSLK = batch.experts_BSLK
 
-    def compare_routes(self, batch: TrainBatch, tally: Tally) -> None:
-        """The engine's experts against the trainer's. Raises RuntimeError if too few are the same: then they are not
-        the experts of these tokens."""
+    def compare(self, batch: TrainBatch, tally: Tally) -> None:
+        """The engine's log-probs and experts against the trainer's. Raises RuntimeError if they cannot be those of the
+        same tokens under the same weights."""
+        diagnostics.mismatch(batch, tally)
+        if batch.engine_experts_BSLK is None:
+            return
         agreement, floor = diagnostics.engine_routes(batch, tally), self.source.settings.routes_floor
         if agreement < floor:
             raise RuntimeError(
@@ -200,7 +217,8 @@ class Trainer:
             if learns:
                 loss.backward()
             tally.mean("optim/loss", loss.detach(), len(micro) / len(batch))
-            self.observe(output, micro, minibatch, tally)
+            with tally.timed("time/diagnostics_s"):
+                self.observe(output, micro, minibatch, tally)
         self.state.updates += 1
         lr = self.optim.lr * min(1.0, self.state.updates / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
@@ -213,7 +231,9 @@ class Trainer:
 
     @torch.no_grad()
     def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:
-        """What the update's forward pass tells for free."""
+        """What the update's forward pass tells for free; in the first mini-batch it is a pass under the old policy."""
+        if self.engine_knows and minibatch == 1:
+            self.compare(replace(micro, old_logp_BT=output.logp_BT, experts_BSLK=output.experts_BSLK), tally)
         diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, tally)
         diagnostics.entropy(output.entropy_BT, micro, tally)
         if output.experts_BSLK is not None:

@@ -59,10 +59,17 @@ class PolicySettings:
     # step_start: recomputed under the weights of the step's start | behaviour: under those that sampled
     #            | engine: as the engine reported. The first two differ where responses are older than the step.
     old_logprobs: str = "step_start"
+    # auto: no pass over the batch before the updates where the engine has just computed the same, with the trainer's
+    # own weights, in its precision (see Trainer.engine_knows); always: one in any case. Results differ by rounding.
+    old_pass: str = "auto"
     device: str = "auto"  # auto | cpu | cuda ...
 
     def __post_init__(self):
-        known = (("routing_replay", ("none", "r2", "r3")), ("old_logprobs", ("step_start", "behaviour", "engine")))
-        for key, choices in known:
+        known = {
+            "routing_replay": ("none", "r2", "r3"),
+            "old_logprobs": ("step_start", "behaviour", "engine"),
+            "old_pass": ("auto", "always"),
+        }
+        for key, choices in known.items():
             if getattr(self, key) not in choices:
                 raise ValueError(f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")

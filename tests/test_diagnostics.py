@@ -7,9 +7,9 @@ import torch
 
 from gspo import diagnostics
 from gspo.batch import TrainBatch
-from gspo.diagnostics import Tally
 from gspo.objectives import LossInputs, LossOutputs
 from gspo.records import Problem, Response, Score
+from gspo.tally import Tally
 
 
 def batch(adv, mask, old=None) -> TrainBatch:

@@ -10,9 +10,9 @@ import torch
 
 from gspo.advantages import Credit, Returns
 from gspo.aggregation import Aggregation, Totals
-from gspo.diagnostics import Tally
 from gspo.kl import ESTIMATORS, KLCoefficient, KLInLoss, KLInReward, Penalized
 from gspo.objectives import LossInputs
+from gspo.tally import Tally
 from gspo.terms import KLTerm
 
 SEEDS = range(3)

@@ -8,9 +8,12 @@ from conftest import batch_of, perturb, sample, small_policy
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 from gspo.batch import NOT_RECORDED
-from gspo.diagnostics import Tally, consistency, load_entropy, routing
+from gspo.diagnostics import consistency, routing
+from gspo.policy import network
 from gspo.policy.policy import Policy
 from gspo.policy.routing import Routing
+from gspo.policy.sequences import Sequences
+from gspo.tally import Tally, load_entropy
 
 
 def other_family(kind: str) -> Policy:
@@ -43,23 +46,42 @@ def test_replay_of_the_own_record_changes_nothing(policy):
     assert torch.equal(free.experts_BSLK, replayed.experts_BSLK)
 
 
-def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy):
+def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy, monkeypatch):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
-    used = []
-    for layer, router in enumerate(policy.routing.routers):
-        router.register_forward_hook(lambda m, a, output, layer=layer: used.append((layer, output[2])))
+    used, computed = [], network.experts
+
+    def watched(own, h_NW, weights_NK, experts_NK, all_down=None):
+        used.append(experts_NK)
+        return computed(own, h_NW, weights_NK, experts_NK, all_down)
+
+    monkeypatch.setattr(network, "experts", watched)
     with torch.no_grad():
-        policy.forward(batch)
-        own = torch.stack([experts for _, experts in used], 1)
+        own = policy.forward(batch).experts_BSLK
         used.clear()
         policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
-    replayed = torch.stack([experts for _, experts in used], 1)
-    real = batch.attention_BS.flatten()
-    record = batch.experts_BSLK.flatten(0, 1)
-    assert torch.equal(replayed[real], record[real].long())
-    assert not torch.equal(own[real], record[real].long()), "the change should have moved some routes"
-    assert (record[~real] == NOT_RECORDED).all() and (replayed >= 0).all()
+    sequences = Sequences(batch)
+    replayed, record = sequences.experts(torch.stack(used, 1)), batch.experts_BSLK
+    assert torch.equal(replayed, record)
+    assert not torch.equal(own, record), "the change should have moved some routes"
+    assert (record[~batch.attention_BS] == NOT_RECORDED).all() and (torch.stack(used) >= 0).all()
+
+
+def test_the_hooks_replay_as_our_own_forward_does(policy):
+    """The model's own forward with hooks on its routers is the way of every architecture that we do not know."""
+    batch = batch_of(policy, sample(policy))
+    perturb(policy, 0.1)
+    replayed = replace(batch, replay_BSLK=batch.experts_BSLK)
+    with torch.no_grad():
+        ours = policy.forward(batch), policy.forward(replayed)
+        assert policy.network, "a known family"
+        policy.network = None
+        hooked = policy.forward(batch), policy.forward(replayed)
+    real = batch.attention_BS
+    for a, b in zip(ours, hooked, strict=True):
+        torch.testing.assert_close(a.logp_BT[batch.mask_BT], b.logp_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a.entropy_BT[batch.mask_BT], b.entropy_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)
+        assert torch.equal(a.experts_BSLK[real], b.experts_BSLK[real])
 
 
 def test_replay_changes_log_probs_once_weights_have_moved(policy):

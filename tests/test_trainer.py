@@ -11,7 +11,6 @@ from gspo.advantages import GroupMean
 from gspo.aggregation import Aggregation
 from gspo.batch import pack
 from gspo.credit import Algorithm
-from gspo.diagnostics import Tally
 from gspo.metrics import lookup
 from gspo.objectives import GRPO, GSPO, GSPOToken
 from gspo.policy.critic import ValueHead
@@ -21,6 +20,7 @@ from gspo.rollout.ahead import make_source
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
+from gspo.tally import Tally
 from gspo.trainer import OptimSettings, PolicySettings, Trainer, TrainerSettings
 
 
@@ -45,7 +45,16 @@ class FirstCharacter:
 
 
 def trainer(
-    objective=None, lr=1e-3, replay="none", model=None, seed=1, rollout=None, aggregation=None, parts=None, **settings
+    objective=None,
+    lr=1e-3,
+    replay="none",
+    model=None,
+    seed=1,
+    rollout=None,
+    aggregation=None,
+    parts=None,
+    old_pass="always",
+    **settings,
 ) -> Trainer:
     """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
     policy = small_policy(model)
@@ -61,7 +70,7 @@ def trainer(
         algorithm,
         OptimSettings(lr=lr, warmup_updates=1),
         TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5, "aggregation": aggregation} | settings),
-        PolicySettings(routing_replay=replay),
+        PolicySettings(routing_replay=replay, old_pass=old_pass),
         seed,
         small_policy(model) if algorithm.kl.name != "none" else None,
     )

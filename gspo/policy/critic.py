@@ -42,10 +42,14 @@ class ValueHead(torch.nn.Module):
         finally:
             handle.remove()
 
-    def values(self) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
+        """V of hidden states [..., H] that predict a response token. [...]"""
+        return self.linear(hidden.float()).squeeze(-1)
+
+    def heard(self) -> Tensor:
         """V at every position of the last forward pass but its last: one value before each response token. [B, T]"""
         hidden_BTH, self._hidden_BTH = self._hidden_BTH, None
-        return self.linear(hidden_BTH[:, :-1].float()).squeeze(-1)
+        return self(hidden_BTH[:, :-1])
 
     def save(self, folder: Path) -> None:
         torch.save(self.state_dict(), folder / FILE)

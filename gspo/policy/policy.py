@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from gspo.batch import NOT_RECORDED, TrainBatch
 from gspo.policy.critic import ValueHead
+from gspo.policy.kernels import TokenLogProbs
+from gspo.policy.network import Network, known
 from gspo.policy.prompts import PromptFormat
 from gspo.policy.routing import Routing
+from gspo.policy.sequences import Sequences
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Policy:
         self.prompts = prompts or PromptFormat()
         self.prompts.check(tokenizer)
         self.routing = Routing(model)
+        self.network = Network(model) if known(model) else None  # None: the model's own forward
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
@@ -95,8 +99,30 @@ class Policy:
         return self.prompts.encode(self.tokenizer, text)
 
     def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
-        """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any."""
+        """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any. 0 at padding."""
         batch = batch.to(self.device)
+        return self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
+
+    def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+        """By our own forward (gspo.policy.network), with logits at response tokens only."""
+        sequences, width = Sequences(batch), batch.mask_BT.shape[1]
+        replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
+        hidden_NW, own_NLK = self.network(
+            sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
+        )
+        hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+        logp_M, entropy_M = TokenLogProbs.apply(
+            hidden_MW, self.network.head, sequences.taken_M, self.temperature, entropy
+        )
+        return PolicyOutput(
+            sequences.responses(logp_M, width),
+            sequences.responses(entropy_M, width) if entropy else None,
+            sequences.experts(own_NLK) if own_NLK is not None else None,
+            sequences.responses(self.value_head(hidden_MW), width) if self.value_head else None,
+        )
+
+    def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+        """By the model's own forward on the padded batch: any architecture."""
         width = batch.mask_BT.shape[1]
         hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
         with self.routing.recording(batch.replay_BSLK), hidden:
@@ -111,10 +137,8 @@ class Policy:
         logits_BTV = logits_BTV.float() if self.temperature == 1 else logits_BTV.float() / self.temperature
         taken_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
         logp_BT = taken_BT - logits_BTV.logsumexp(-1)
-        entropy_BT = None
-        if entropy:
-            entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1)
-        values_BT = self.value_head.values() if self.value_head else None
+        entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1) if entropy else None
+        values_BT = self.value_head.heard() if self.value_head else None
         return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
 
     @torch.no_grad()

@@ -84,10 +84,10 @@ class Routing:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(own_NK.shape).to(own_NK.dtype)
         experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)  # at padding: the router's own choice
-        return logits_NE, _gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
+        return logits_NE, gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
 
 
-def _gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """Softmax over all experts, gathered at the chosen ones, normalised over them if the model does so."""
     weights_NK = logits_NE.softmax(-1, dtype=torch.float32).gather(-1, experts_NK)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such setting and always normalises
@@ -101,7 +101,7 @@ def _check_gate_formula(router: nn.Module) -> None:
     probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
         logits_NE, weights_NK, experts_NK = router(probe)
-        ours_NK = _gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
+        ours_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
     if not torch.allclose(ours_NK, weights_NK, rtol=1e-4, atol=1e-6):
         raise ValueError(
             f"{type(router).__name__} does not weigh experts by softmax over all of them: it cannot be replayed"

@@ -38,6 +38,10 @@ class PartialSource(OnPolicySource):
         self.drawn = 0  # batches of problems taken from the sampler
         self.waiting: list[Problem] = []  # of the last draw, not begun yet
 
+    @property
+    def exact(self) -> bool:
+        return False
+
     def sample(self, step: int) -> Rollout:
         rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
         begun = self._begin(self.settings.in_flight - len(self.flying), rollout)
@@ -134,6 +138,8 @@ class StaleSource:
         self.pending: dict[int, Rollout | Future[Rollout]] = {}  # by the step that trains on them
         self.sampled = 0  # the newest step that has its batch, or is about to
         self.waited = 0.0  # seconds that a checkpoint waited for batches; of the next rollout's
+
+    exact = False
 
     @property
     def engine(self) -> Engine:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
+from gspo.rollout.decode import Decoder, PlainDecoder
 from gspo.seeding import uniforms
 
 LIVE_SHARE = 0.8  # rows are dropped from the cache once fewer than this share of them are unfinished
@@ -208,68 +209,70 @@ class LocalEngine(Engine):
         self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
     ) -> None:
         """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
-        model, routing, device = self.sampler.model, self.sampler.routing, self.sampler.device
-        prompts = [row.prefix_ids for row in rows[::group_size]]
-        longest = max(row.limit for row in rows)
-        tokens, attention = _left_padded(prompts, self.policy.tokenizer.pad_token_id, device)
-        live = list(range(len(rows)))  # which rows the cache holds; finished ones keep being fed until they are dropped
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
+        with self.sampler.network.frozen() if self.sampler.network else nullcontext():
+            self._decode(rows, group_size, sampling, seed, record_experts)
+
+    def _decode(
+        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+    ) -> None:
+        device, longest = self.sampler.device, max(row.limit for row in rows)
+        stop_ids = torch.tensor(sorted(self.policy.stop_ids), device=device)
+        limits_R = torch.tensor([row.limit for row in rows], device=device)
         noise = [uniforms(r.done + longest, *seed, r.problem.task, r.problem.index, r.sample)[r.done :] for r in rows]
         uniforms_RT = torch.from_numpy(np.stack(noise)).to(device)
+        taken = Taken(rows, longest, record_experts and self.sampler.routing.layers > 0)
+        decoder = Decoder(self.sampler) if self.sampler.network else PlainDecoder(self.sampler)
+        logits_RV, experts = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
+        live_R = torch.arange(len(rows), device=device)  # which rows the cache holds, some of them finished
+        running_R = torch.ones_like(live_R, dtype=torch.bool)
         for t in range(longest):
-            with routing.recording():
-                logits_RV = model(
-                    input_ids=tokens,
-                    attention_mask=attention,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                ).logits[:, -1]
-                experts = routing.recorded(len(tokens)) if record_experts and routing.layers else None
-            if t == 0:
-                cache.batch_repeat_interleave(group_size)
-                attention = attention.repeat_interleave(group_size, 0)
-                logits_RV = logits_RV.repeat_interleave(group_size, 0)
-                experts = None if experts is None else experts.repeat_interleave(group_size, 0)
-            tokens_R, logp_R = draw(logits_RV, uniforms_RT[:, t], sampling.temperature)
-            self._append(rows, live, tokens_R, logp_R, experts, attention if t == 0 else None)
-            unfinished = [i for i, r in enumerate(live) if not self._finished(rows[r])]
-            if not unfinished:
+            tokens_R, logp_R = draw(logits_RV, uniforms_RT[live_R, t], sampling.temperature)
+            taken.add(t, live_R, running_R, tokens_R, logp_R, experts)
+            running_R &= ~torch.isin(tokens_R, stop_ids) & (t + 1 < limits_R[live_R])
+            left = int(running_R.sum())
+            if not left:
                 break
-            if len(unfinished) <= LIVE_SHARE * len(live):
-                keep = torch.tensor(unfinished, device=device)
-                cache.batch_select_indices(keep)
-                live, uniforms_RT = [live[i] for i in unfinished], uniforms_RT[keep]
-                tokens_R, attention = tokens_R[keep], attention[keep]
-            attention = torch.cat([attention, attention.new_ones(len(live), 1)], dim=1)
-            tokens, positions = tokens_R[:, None], attention.sum(-1, keepdim=True) - 1
+            if left <= LIVE_SHARE * len(live_R):
+                keep = running_R.nonzero().squeeze(-1)
+                decoder.keep(keep)
+                live_R, running_R, tokens_R = live_R[keep], running_R[keep], tokens_R[keep]
+            logits_RV, experts = decoder.step(tokens_R)
+        taken.hand_over()
 
-    def _append(
-        self,
-        rows: list[Row],
-        live: list[int],
-        tokens_R: Tensor,
-        logp_R: Tensor,
-        experts: Tensor | None,
-        prompt_attention: Tensor | None,
+
+class Taken:
+    """What the rows of a call were given, as tensors until its end."""
+
+    def __init__(self, rows: list[Row], longest: int, keep_experts: bool):
+        self.rows, self.keep_experts = rows, keep_experts
+        self.tokens_RT = torch.zeros(len(rows), longest, dtype=torch.int64)
+        self.logp_RT = torch.zeros(len(rows), longest)
+        self.lengths_R = torch.zeros(len(rows), dtype=torch.int64)
+        self.prompt_experts: Tensor | None = None  # [R, prompt, L, K]
+        self.experts_RTLK: Tensor | None = None  # of the passes that were fed the tokens
+
+    def add(
+        self, t: int, live_R: Tensor, running_R: Tensor, tokens_R: Tensor, logp_R: Tensor, experts: Tensor | None
     ) -> None:
-        """Add one token to every unfinished row, and the experts of the positions that were just fed."""
-        experts = None if experts is None else experts.cpu().numpy()
-        for i, (r, token, logp) in enumerate(zip(live, tokens_R.tolist(), logp_R.tolist(), strict=True)):
-            row = rows[r]
-            if self._finished(row):
-                continue
-            row.token_ids.append(token)
-            row.logprobs.append(logp)
-            if experts is not None:
-                fed = slice(None) if prompt_attention is None else prompt_attention[i].bool().cpu().numpy()
-                row.experts.append(experts[i][fed])
+        """The t-th token of the live rows; only the running ones grow. `experts` are those of the pass before it."""
+        live_R = live_R.cpu()
+        self.tokens_RT[live_R, t], self.logp_RT[live_R, t] = tokens_R.cpu(), logp_R.cpu()
+        self.lengths_R[live_R] += running_R.cpu()
+        if self.keep_experts:
+            experts = experts.to("cpu", torch.int16)
+            if t == 0:
+                self.prompt_experts = experts
+                self.experts_RTLK = experts.new_empty(*self.tokens_RT.shape, *experts.shape[2:])
+            else:
+                self.experts_RTLK[live_R, t - 1] = experts[:, 0]
 
-    def _finished(self, row: Row) -> bool:
-        tokens = row.token_ids
-        return len(tokens) >= row.limit or bool(tokens and tokens[-1] in self.policy.stop_ids)
+    def hand_over(self) -> None:
+        """Fill the rows."""
+        for r, (row, length) in enumerate(zip(self.rows, self.lengths_R.tolist(), strict=True)):
+            row.token_ids, row.logprobs = self.tokens_RT[r, :length].tolist(), self.logp_RT[r, :length].tolist()
+            if self.keep_experts:
+                prompt = self.prompt_experts[r, : len(row.prefix_ids)]
+                row.experts = [prompt.numpy(), self.experts_RTLK[r, : length - 1].numpy()]
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -287,10 +290,3 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tens
         tokens_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True).squeeze(-1)
         tokens_R = tokens_R.clamp(max=logits_RV.shape[-1] - 1)
     return tokens_R, logprobs_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
-
-
-def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
-    attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return tokens, attention

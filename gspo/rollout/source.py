@@ -80,6 +80,7 @@ class OnPolicySource:
         sampler = sampler or Uniform()
         check_sampler(settings, sampler)
         self.engine, self.task, self.settings, self.seed, self.behaviour = engine, task, settings, seed, behaviour
+        self.record_experts = settings.routes
         self.policy_step = 0  # the step whose weights the engine has
         self.synced: dict[str, float] = {}  # metrics of their hand-over
         self.problems = TrainingProblems(
@@ -92,6 +93,12 @@ class OnPolicySource:
             settings.max_prompt_tokens,
             prompt_length=lambda prompt: len(engine.policy.encode_prompt(prompt)),
         )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine's log-probs and experts are those of the trainer's weights at the step's start, but for
+        rounding: sampled from the very tensors, whole and at once."""
+        return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
         """The scored groups of a step."""
@@ -140,7 +147,7 @@ class OnPolicySource:
             self.settings.sampling(step),
             self.position(step, refill),
             policy_step=self.policy_step,
-            record_experts=self.settings.routes,
+            record_experts=self.record_experts,
         )
         ungraded = [r for group in groups for r in group if r.score.reward is None]
         if ungraded:

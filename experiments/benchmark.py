@@ -1,0 +1,68 @@
+"""What a training step costs, by phase, on a named workload; beside TRL if asked for. `--help` says more."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+
+import hydra
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gspo.benchmark.measure import measure, table
+from gspo.benchmark.peer import compare
+from gspo.benchmark.workload import WORKLOADS, EvenDigits, made_folder
+from gspo.config import BenchmarkCommand, Settings, register_schemas, to_settings
+from gspo.policy.models import HFModel
+from gspo.runs import code_state, command_line, one_line, starting_folder
+from gspo.tracking import Progress
+
+register_schemas()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="benchmark")
+@one_line
+def main(config: DictConfig) -> None:
+    command: BenchmarkCommand = OmegaConf.to_object(config)
+    if command.workload not in WORKLOADS:
+        raise ValueError(f"workload={command.workload!r}: choose one of {', '.join(WORKLOADS)}")
+    settings = prepared(command)
+    out = Path(command.out or Path(command.runs) / "benchmarks" / f"{command.workload}.json")
+    if command.peer == "none":
+        record = measure(settings, command.batches)
+        print(table(record))
+    else:
+        if not WORKLOADS[command.workload].peer:
+            raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
+        own = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("peer", "rounds", "out")]
+        pairs = compare(settings, own, command.rounds, command.batches)
+        print(pairs.table())
+        record = {"rounds": pairs.rounds}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"processor": platform.processor() or platform.machine(), "threads": command.threads}
+    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1))
+    if not command.out:
+        print(f"numbers in {out}")
+
+
+def prepared(command: BenchmarkCommand) -> Settings:
+    """The workload as the settings of a run that starts from a model folder; the folder is made if it is not there."""
+    workload = WORKLOADS[command.workload]
+    own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]
+    settings = to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
+    if workload.shape:
+        settings.model.path = str(made_folder(workload.shape, Path(command.runs) / "benchmarks" / "models"))
+        settings.task = EvenDigits(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
+        return settings
+    bar = Progress("cold start", settings.cold_start.steps, 0, sys.stderr.isatty())
+    folder = starting_folder(settings, lambda step, _, loss: bar(step, loss=loss))
+    bar.close()
+    settings.model, settings.cold_start.steps = HFModel(path=str(folder)), 0
+    return settings
+
+
+if __name__ == "__main__":
+    command_line(main)

@@ -1,0 +1,238 @@
+"""Our own forward over the weights of a transformers model: what rollouts and updates of the known families run on.
+
+transformers' modules hold the weights; the arithmetic between them is here, on a flat list of tokens, so that padding
+costs nothing outside attention, routing is an argument instead of a hook, and decoding, scoring and training differ
+in their attention alone:
+
+    h = norm(x)    q, k, v = W h    q, k = rotate(norm(q)), rotate(norm(k))    x += W_o attend(q, k, v)
+    h = norm(x)    x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
+
+Other architectures run through their own forward (gspo.policy.plain). Before it is used the network is compared with
+the model's own forward on a few tokens: a model that computes otherwise is not known, whatever its name.
+
+Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, L MoE layers, K experts
+per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from gspo.batch import NOT_RECORDED
+from gspo.policy.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
+from gspo.policy.routing import gate_weights
+
+FAMILIES = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "OlmoeForCausalLM",
+    "MixtralForCausalLM",
+)
+PROBE_TOKENS = 12
+FEW = 1 << 22  # tokens times weights of all experts, below which sorting costs more than computing all of them
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD, v_NJD) -> mixed_NHD
+
+
+@dataclass
+class Projection:
+    """q, k and v of a layer as one matrix product."""
+
+    weight: Tensor  # [(H + 2 J) D, W]
+    bias: Tensor | None
+    norms: tuple[Tensor, ...]  # weights of q's and k's norm: one for both by head, [H + J, D]; one each over all heads
+    all_down: Tensor | None = None  # the experts' last matrices side by side, [E I, W], where a few tokens see them all
+
+
+class Network:
+    """The layers of a known model; see `known`."""
+
+    def __init__(self, model: PreTrainedModel, checkpointing: bool = False):
+        self.body, self.head = model.model, model.lm_head.weight
+        self.checkpointing = checkpointing  # keep the inputs of the layers only, and compute the rest again in backward
+        self._projections: list[Projection] | None = None
+        self._turns = torch.empty(0, 0)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within: the weights do not change, and there is no gradient."""
+        with torch.no_grad():
+            self._projections = [_projection(layer.self_attn) for layer in self.body.layers]
+            for layer, projection in zip(self.body.layers, self._projections, strict=True):
+                if _sparse(layer) and layer.mlp.experts.gate_up_proj.numel() < FEW and self.head.device.type == "cpu":
+                    projection.all_down = layer.mlp.experts.down_proj.transpose(1, 2).flatten(0, 1)
+            try:
+                yield
+            finally:
+                self._projections = None
+
+    def __call__(
+        self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states (normalised, the head's input) [N, W], and the routers' own choice of experts [N, L, K]
+        (int64; None for dense models), also where `replay_NLK` sends the tokens to others. `longest` exceeds all
+        positions."""
+        x_NW = self.body.embed_tokens(tokens_N)
+        turn = self._turn(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
+        own = []
+        for i, layer in enumerate(self.body.layers):
+            replay_NK = None if replay_NLK is None or not _sparse(layer) else replay_NLK[:, len(own)]
+            if self.checkpointing and torch.is_grad_enabled():
+                x_NW, own_NK = checkpoint(self._layer, i, layer, x_NW, turn, attend, replay_NK, use_reentrant=False)
+            else:
+                x_NW, own_NK = self._layer(i, layer, x_NW, turn, attend, replay_NK)
+            if own_NK is not None:
+                own.append(own_NK)
+        return _norm(self.body.norm, x_NW), torch.stack(own, 1) if own else None
+
+    def _layer(
+        self, i: int, layer: nn.Module, x_NW: Tensor, turn: Tensor, attend: Attend, replay_NK: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        projection = self._projections[i] if self._projections else _projection(layer.self_attn)
+        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, projection, _norm(layer.input_layernorm, x_NW), turn)
+        x_NW = x_NW + layer.self_attn.o_proj(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
+        h_NW = _norm(layer.post_attention_layernorm, x_NW)
+        if not _sparse(layer):
+            mlp = layer.mlp
+            return x_NW + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NW)) * mlp.up_proj(h_NW)), None
+        weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
+        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, projection.all_down), own_NK
+
+    @torch.no_grad()
+    def _turn(self, longest: int, device: torch.device) -> Tensor:
+        """exp(i angle) of the rotary embedding at every position, [positions, D / 2]."""
+        if len(self._turns) < longest or self._turns.device != device:
+            positions = torch.arange(2 * longest, device=device).unsqueeze(0)
+            cos, sin = self.body.rotary_emb(torch.empty(0, device=device), positions)
+            half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
+            self._turns = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._turns
+
+
+def _projection(attention: nn.Module) -> Projection:
+    """transformers lays out the halves of a head that turn together one after the other; taking the rows of q's and k's
+    weights in another order puts the pairs side by side, and leaves their scores as they are."""
+    dim = attention.head_dim
+    parts = [(attention.q_proj, True), (attention.k_proj, True), (attention.v_proj, False)]
+    weight = torch.cat([_interleaved(part.weight, dim) if turned else part.weight for part, turned in parts])
+    bias = None
+    if attention.q_proj.bias is not None:
+        bias = torch.cat([_interleaved(part.bias, dim) if turned else part.bias for part, turned in parts])
+    norms = ()
+    if getattr(attention, "q_norm", None) is not None:
+        norms = tuple(_interleaved(norm.weight, dim) for norm in (attention.q_norm, attention.k_norm))
+        if norms[0].numel() == dim:
+            counts = [part.out_features // dim for part in (attention.q_proj, attention.k_proj)]
+            norms = (torch.cat([w.expand(count, dim) for w, count in zip(norms, counts, strict=True)]),)
+    return Projection(weight, bias, norms)
+
+
+def heads(attention: nn.Module, by: Projection, h_NW: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v by head; q and k normalised, by head or over all heads where the family does so, and rotated."""
+    dim = attention.head_dim
+    q_width, k_width = attention.q_proj.out_features, attention.k_proj.out_features
+    qk, v = F.linear(h_NW, by.weight, by.bias).split((q_width + k_width, k_width), -1)
+    if len(by.norms) == 2:
+        pairs = zip(qk.split((q_width, k_width), -1), by.norms, strict=True)
+        qk = torch.cat([rms_norm(x, w, attention.q_norm.variance_epsilon) for x, w in pairs], -1)
+    qk = qk.unflatten(-1, (-1, dim))
+    if len(by.norms) == 1:
+        qk = rms_norm(qk, by.norms[0], attention.q_norm.variance_epsilon)
+    q, k = rotate(qk, turn).split((q_width // dim, k_width // dim), 1)
+    return q, k, v.unflatten(-1, (-1, dim))
+
+
+def _interleaved(x: Tensor, dim: int) -> Tensor:
+    """Rows 0, D/2, 1, D/2 + 1, ... of every head."""
+    return x.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate weights, the experts that the tokens go to, and the router's own choice. A replay changes the first two; at
+    NOT_RECORDED the own choice stays."""
+    logits_NE, weights_NK, own_NK = router(h_NW)
+    if replay_NK is None:
+        return weights_NK, own_NK, own_NK
+    experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK.to(own_NK.dtype))
+    return gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK, own_NK
+
+
+def experts(
+    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, all_down: Tensor | None = None
+) -> Tensor:
+    """sum_k w_k W_down silu(W_gate h) * W_up h with the weights of the token's k-th expert. Tokens are sorted by
+    expert, so that each expert is one matrix product, and no token is computed for an expert that it does not go to."""
+    device, top_k = h_NW.device, experts_NK.shape[1]
+    kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
+    h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
+    up, down = own.gate_up_proj.to(kind), own.down_proj.to(kind)
+    if all_down is not None and len(h_NW) * up.numel() < FEW:
+        return _all_experts(up, all_down, h_NW, weights_NK, experts_NK)
+    flat = experts_NK.flatten()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    ends_E = torch.bincount(flat, minlength=own.num_experts).cumsum(0, dtype=torch.int32)
+    rows = ToExperts.apply(h_NW, order, places, top_k)
+    inner = swiglu(F.grouped_mm(rows, up.transpose(-2, -1), offs=ends_E))
+    out = F.grouped_mm(inner, down.transpose(-2, -1), offs=ends_E)
+    return FromExperts.apply(out, weights_NK, order, places)
+
+
+def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+    """The same for a handful of tokens: every expert sees all of them, which costs less than sorting them would."""
+    gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
+    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1))).mul_(gates_NE.unsqueeze(-1))
+    return inner_NEI.flatten(1) @ all_down
+
+
+def _norm(own: nn.Module, x: Tensor) -> Tensor:
+    return rms_norm(x, own.weight, own.variance_epsilon)
+
+
+def _sparse(layer: nn.Module) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+    """Attention within one sequence."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return mixed[0].transpose(0, 1)
+
+
+def known(model: PreTrainedModel) -> bool:
+    """Whether `Network` computes what this model does: a known family, without the settings that change its
+    arithmetic, and the same logits on a few tokens."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    plain = (
+        type(model).__name__ in FAMILIES
+        and config._attn_implementation == "sdpa"
+        and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+        and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        and getattr(config, "clip_qkv", None) is None
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and rope.get("rope_type", "default") in ("default", "llama3")
+        and model.lm_head.bias is None
+    )
+    return plain and _same_logits(model)
+
+
+@torch.no_grad()
+def _same_logits(model: PreTrainedModel) -> bool:
+    """On most tokens: two experts of nearly equal weight may change places by a rounding."""
+    tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
+    hidden_NW, _ = Network(model)(tokens_N, torch.arange(len(tokens_N), device=model.device), len(tokens_N), causal)
+    ours_NV, theirs_NV = model.lm_head(hidden_NW), model(input_ids=tokens_N[None], use_cache=False).logits[0]
+    tolerance = PROBE_TOLERANCE[model.dtype] * max(1.0, float(theirs_NV.abs().max()))
+    return bool((ours_NV - theirs_NV).abs().amax(-1).median() <= tolerance)

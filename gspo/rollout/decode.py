@@ -1,0 +1,145 @@
+"""Decoding in the trainer's process: the prompts' pass, then one token for every live row at a time.
+
+`Decoder` runs a model that gspo.policy.network knows over a static key/value cache: each prompt is prefilled once for
+its group, keys and values are written in place, heads that share keys share them without copies, and rows that have
+ended are dropped. `PlainDecoder` is the same through the model's own forward, for every other architecture.
+
+Shape suffixes: P prompts, G rows per prompt, R live rows (P * G at first), S cached positions, V vocabulary, H query
+heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from gspo.policy.policy import Policy
+
+GROWTH = 16  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
+Step = tuple[Tensor, Tensor | None]  # logits [R, V] of the next token; experts [R, fed positions, L, K] or None
+
+
+class Decoder:
+    """Own decode step over the transformers weights; log-probs are those of the model's own forward to rounding."""
+
+    def __init__(self, policy: Policy):
+        self.network = policy.network
+        self.keys: list[Tensor] = []  # per layer [R, J, S, D]
+        self.values: list[Tensor] = []
+
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+        """Feed the prompts, each of which gets `group_size` rows."""
+        device = self.network.head.device
+        self.lengths_R = torch.tensor([len(p) for p in prompts], device=device)
+        self.prompt, self.group_size = int(self.lengths_R.max()), group_size
+        self.filled, self.room = self.prompt, self.prompt + GROWTH
+        tokens_PS = torch.zeros(len(prompts), self.prompt, dtype=torch.int64, device=device)
+        for row, prompt in zip(tokens_PS, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        positions_PS = torch.arange(self.prompt, device=device).expand_as(tokens_PS)
+        self.shape = tokens_PS.shape
+        hidden_NW, own_NLK = self.network(
+            tokens_PS.flatten(), positions_PS.flatten(), self.prompt, self._attend_prompts
+        )
+        last_P = torch.arange(len(prompts), device=device) * self.prompt + self.lengths_R - 1
+        logits_RV = F.linear(hidden_NW[last_P], self.network.head).repeat_interleave(group_size, 0)
+        self.mask_RS = None
+        if bool((self.lengths_R < self.prompt).any()):  # columns between a short prompt and its response hold nothing
+            empty_PS = torch.arange(self.prompt, device=device) >= self.lengths_R[:, None]
+            mask_PS = torch.zeros(empty_PS.shape, dtype=self.keys[0].dtype, device=device)
+            self.mask_RS = mask_PS.masked_fill_(empty_PS, -torch.inf).repeat_interleave(group_size, 0)
+        self.lengths_R = self.lengths_R.repeat_interleave(group_size)
+        experts = None if own_NLK is None else own_NLK.unflatten(0, self.shape).repeat_interleave(group_size, 0)
+        return logits_RV, experts
+
+    def step(self, tokens_R: Tensor) -> Step:
+        """Feed one token per row."""
+        if self.filled == self.room:
+            self._move(None)
+        self.filled += 1
+        if self.mask_RS is not None:
+            self.mask_RS = F.pad(self.mask_RS, (0, 1))
+        hidden_RW, own_RLK = self.network(tokens_R, self.lengths_R, self.filled, self._attend_cache)
+        self.lengths_R = self.lengths_R + 1
+        return F.linear(hidden_RW, self.network.head), None if own_RLK is None else own_RLK.unsqueeze(1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        self._move(rows)
+        self.lengths_R = self.lengths_R[rows]
+        self.mask_RS = None if self.mask_RS is None else self.mask_RS[rows]
+
+    def _move(self, rows: Tensor | None) -> None:
+        """The filled part of the cache, of these rows or all, to where there is room for more columns."""
+        self.room = self.filled + max(GROWTH, self.filled // GROWTH)
+        for states in (self.keys, self.values):
+            for layer, old in enumerate(states):
+                count = len(old) if rows is None else len(rows)
+                states[layer] = old.new_empty(count, old.shape[1], self.room, old.shape[3])
+                filled = old[:, :, : self.filled]
+                states[layer][:, :, : self.filled] = filled if rows is None else filled.index_select(0, rows)
+
+    def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q_NHD, k_NJD, v_NJD))
+        for states, new in ((self.keys, k), (self.values, v)):
+            prompts, heads, _, dim = new.shape
+            states.append(new.new_empty(prompts * self.group_size, heads, self.room, dim))
+            states[layer][:, :, : self.prompt] = new.repeat_interleave(self.group_size, 0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+    def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, :, self.filled - 1], values[:, :, self.filled - 1] = k_RJD, v_RJD
+        mask = None if self.mask_RS is None else self.mask_RS[:, None, None]
+        # the query heads of a key head stand where several query positions would: they share its keys without copies
+        q = q_RHD.unflatten(1, (k_RJD.shape[1], -1))
+        filled = slice(0, self.filled)
+        return F.scaled_dot_product_attention(q, keys[:, :, filled], values[:, :, filled], attn_mask=mask).flatten(1, 2)
+
+
+class PlainDecoder:
+    """The model's own forward with a growing cache, prompts padded on the left; routing by hooks."""
+
+    def __init__(self, policy: Policy):
+        self.model, self.routing = policy.model, policy.routing
+        self.pad_id = policy.tokenizer.pad_token_id
+        self.cache = DynamicCache(config=policy.model.config)
+
+    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+        width = max(map(len, prompts))
+        device = self.model.device
+        tokens = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in prompts], device=device)
+        self.attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        logits, experts = self._forward(tokens, (self.attention.cumsum(-1) - 1).clamp(min=0))
+        if experts is not None:  # as above: from the first column on
+            starts = width - self.attention.sum(1)
+            columns = (torch.arange(width, device=device) + starts[:, None]).clamp(max=width - 1)
+            experts = experts[torch.arange(len(prompts), device=device)[:, None], columns].repeat_interleave(
+                group_size, 0
+            )
+        self.cache.batch_repeat_interleave(group_size)
+        self.attention = self.attention.repeat_interleave(group_size, 0)
+        return logits.repeat_interleave(group_size, 0), experts
+
+    def step(self, tokens_R: Tensor) -> Step:
+        self.attention = F.pad(self.attention, (0, 1), value=1)
+        return self._forward(tokens_R[:, None], self.attention.sum(-1, keepdim=True) - 1)
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.attention = self.attention[rows]
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Step:
+        with self.routing.recording():
+            logits = self.model(
+                input_ids=tokens,
+                attention_mask=self.attention,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            return logits, self.routing.recorded(len(tokens)) if self.routing.layers else None

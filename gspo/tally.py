@@ -1,0 +1,84 @@
+"""Sums and counts of a step, and the metrics that they become at its end.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Number = Tensor | float
+
+
+class Tally:
+    """Sums, counts, extremes and seconds of a step. Numbers on a device stay there until `result`: reading one makes
+    the processor wait for all that the device has been given to do."""
+
+    def __init__(self):
+        self._sums: dict[str, list[tuple[Number, Number]]] = defaultdict(list)
+        self._moments: dict[str, list[tuple[Number, ...]]] = defaultdict(list)
+        self._extremes: dict[str, list[Number]] = defaultdict(list)
+        self._signs: dict[str, int] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self.expert_loads_LE: Tensor | None = None
+
+    def mean(self, name: str, total: Number, count: Number) -> None:
+        self._sums[name].append((_kept(total), _kept(count)))
+
+    def ess(self, name: str, weights: Tensor) -> None:
+        """Effective sample size as a share: (sum w)^2 / (n sum w^2)."""
+        weights = weights.double()
+        self._moments[name].append((weights.numel(), _kept(weights.sum()), _kept(weights.square().sum())))
+
+    def largest(self, name: str, value: Number) -> None:
+        self._extremes[name].append(_kept(value))
+        self._signs[name] = 1
+
+    def smallest(self, name: str, value: Number) -> None:
+        self._extremes[name].append(_kept(value))
+        self._signs[name] = -1
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Seconds spent within; on a GPU those that handing over the work takes, unless something waits for it."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
+    def result(self) -> dict[str, float]:
+        """All metrics; a mean over nothing is left out rather than reported as 0."""
+        sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
+        means = {name: total / count for name, (total, count) in sums.items() if count}
+        moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
+        shares = {name: s * s / (n * ss) for name, (n, s, ss) in moments.items() if n and ss}
+        extremes = {}
+        for name, values in self._extremes.items():
+            extremes[name] = self._signs[name] * max(self._signs[name] * float(value) for value in values)
+        result = means | shares | extremes | self._seconds
+        if self.expert_loads_LE is not None and self.expert_loads_LE.sum() > 0:
+            result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
+        return result
+
+
+def _kept(value: Number) -> Number:
+    """A number as it is kept until the end of the step: a float, or a tensor on its device."""
+    return value.detach() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+
+
+def _column_sums(rows: Sequence[tuple[Number, ...]]) -> list[float]:
+    return [sum(map(float, column)) for column in zip(*rows, strict=True)]
+
+
+def load_entropy(loads_LE: Tensor) -> float:
+    """Entropy of the expert loads over log E, mean over layers: 1 is a perfectly even use, 0 a single expert."""
+    share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
+    return float((torch.special.entr(share_LE).sum(-1) / math.log(loads_LE.shape[-1])).mean())
