@@ -31,6 +31,7 @@ class TrainBatch:
     mask_BT: Tensor  # bool, True on response tokens (the end-of-sequence token included)
     engine_logp_BT: Tensor  # log-probs as the engine reported them
     adv_BT: Tensor  # advantages
+    prompts_B: Tensor  # int64, rows with the same number have the same prompt
     old_logp_BT: Tensor | None = None  # log-probs under the old policy
     experts_BSLK: Tensor | None = None  # experts that the trainer chose under the old policy; None for dense models
     engine_experts_BSLK: Tensor | None = None  # those that the engine chose; None if it did not return them
@@ -63,17 +64,26 @@ class TrainBatch:
             value = getattr(self, field.name)
             if value is None:
                 continue
+            if field.name == "prompts_B":
+                taken[field.name] = value[rows]
+                continue
             columns = slice(start, self.prompt_width + width) if "_BS" in field.name else slice(0, width)
             taken[field.name] = value[rows][:, columns]
         return replace(self, **taken)
 
     def split(self, size: int) -> list[TrainBatch]:
-        """Micro-batches of at most `size` rows: of similar length, so that little of the compute is spent on padding,
-        and rows without advantage apart from the others, so that they need no backward pass."""
+        """Micro-batches of at most `size` rows; rows without advantage apart from the others, so that they need no
+        backward pass."""
+        return [self.rows(chunk) for chunk in self.order(~self.adv_BT.any(1)).split(size)]
+
+    def order(self, last_B: Tensor | None = None) -> Tensor:
+        """All rows by the length of the longest with the same prompt, so that micro-batches hold similar lengths, and
+        prompts of which each is needed once; those marked in `last_B` after the others."""
         lengths_B = self.attention_BS.sum(1)
-        idle_B = ~self.adv_BT.any(1)
-        order = (lengths_B + idle_B * (1 + lengths_B.max())).argsort(stable=True)
-        return [self.rows(chunk) for chunk in order.split(size)]
+        distinct_G, group_B = self.prompts_B.unique(return_inverse=True)
+        longest_G = torch.zeros_like(distinct_G).scatter_reduce(0, group_B, lengths_B, "amax")
+        key_B = longest_G[group_B] * len(distinct_G) + group_B
+        return (key_B if last_B is None else key_B + last_B * (1 + key_B.max())).argsort(stable=True)
 
 
 def pack(responses: list[Response], pad_id: int) -> TrainBatch:
@@ -122,4 +132,6 @@ def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:
         attention_BS[i, columns] = True
     zeros_BT = torch.zeros(len(rows), width)
     mask_BT = attention_BS[:, prompt_width:].clone()
-    return TrainBatch(tokens_BS, attention_BS, mask_BT, engine_logp_BT=zeros_BT, adv_BT=zeros_BT.clone())
+    numbers = {}
+    prompts_B = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt, _ in rows])
+    return TrainBatch(tokens_BS, attention_BS, mask_BT, zeros_BT, zeros_BT.clone(), prompts_B)

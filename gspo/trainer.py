@@ -69,6 +69,7 @@ class Trainer:
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
+            fused=True,
         )
 
     def _engine_knows(self) -> bool:

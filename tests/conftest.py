@@ -52,6 +52,12 @@ def batch_of(policy: Policy, responses: list[Response]) -> TrainBatch:
     return batch
 
 
+def fed(batch: TrainBatch) -> torch.Tensor:
+    """The real positions but each row's last: those that predict something, and so are computed."""
+    following = torch.nn.functional.pad(batch.attention_BS[:, 1:], (0, 1), value=False)
+    return batch.attention_BS & following
+
+
 @pytest.fixture
 def moe() -> Policy:
     return small_policy()

@@ -39,13 +39,22 @@ def test_rows_cuts_only_padding():
 
 
 def test_split_keeps_every_row_once_and_pads_less():
-    rows = [response([1] * (i % 5 + 1), [3] * (1 + (7 * i) % 11), i) for i in range(20)]
+    rows = [response([1 + i] * (i % 5 + 1), [3] * (1 + (7 * i) % 11), i) for i in range(20)]
     batch = pack(rows, pad_id=0)
     batch.adv_BT += torch.arange(20.0).unsqueeze(-1)
     parts = batch.split(6)
     assert sorted(a for part in parts for a in part.adv_BT[:, 0].tolist()) == list(range(20))
     assert sum(int(p.attention_BS.sum()) for p in parts) == int(batch.attention_BS.sum())
     assert sum(p.tokens_BS.numel() for p in parts) < 0.85 * batch.tokens_BS.numel()
+
+
+def test_rows_with_the_same_prompt_stay_together_and_those_without_advantage_apart():
+    rows = [response([1 + i % 3], [3] * (1 + (7 * i) % 11), i) for i in range(12)]
+    batch = pack(rows, pad_id=0)
+    assert batch.prompts_B.tolist() == [0, 1, 2] * 4
+    batch.adv_BT[batch.prompts_B != 1] = 1.0
+    assert [part.prompts_B.tolist() for part in batch.split(4)][-1] == [1] * 4
+    assert {tuple(part.prompts_B.tolist()) for part in batch.split(4)} == {(0,) * 4, (1,) * 4, (2,) * 4}
 
 
 def test_an_engine_that_lost_log_probs_is_refused():

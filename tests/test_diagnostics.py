@@ -16,7 +16,15 @@ def batch(adv, mask, old=None) -> TrainBatch:
     mask = torch.tensor(mask, dtype=torch.bool)
     zeros = torch.zeros(mask.shape)
     old = zeros if old is None else torch.tensor(old)
-    return TrainBatch(mask.long(), mask, mask, zeros, torch.tensor(adv)[:, None].expand(mask.shape), old_logp_BT=old)
+    return TrainBatch(
+        mask.long(),
+        mask,
+        mask,
+        zeros,
+        torch.tensor(adv)[:, None].expand(mask.shape),
+        torch.arange(len(mask)),
+        old_logp_BT=old,
+    )
 
 
 def flags(rows) -> torch.Tensor:

@@ -30,7 +30,15 @@ BF16 = torch.bfloat16
 
 
 def gap_trainer(
-    objective=None, lr=1e-3, replay="none", old="step_start", model=None, minibatches=4, parts=None, **rollout
+    objective=None,
+    lr=1e-3,
+    replay="none",
+    old="step_start",
+    model=None,
+    minibatches=4,
+    parts=None,
+    old_pass="auto",
+    **rollout,
 ) -> Trainer:
     """A trainer of a small policy whose engine may round, lag behind or cut responses."""
     policy = small_policy(model)
@@ -47,7 +55,7 @@ def gap_trainer(
         Algorithm(objective or GRPO(), **parts or {}),
         OptimSettings(lr=lr, warmup_updates=1),
         TrainerSettings(minibatches=minibatches, micro_batch_size=5, aggregation=Aggregation("seq-mean-token-mean")),
-        PolicySettings(routing_replay=replay, old_logprobs=old),
+        PolicySettings(routing_replay=replay, old_logprobs=old, old_pass=old_pass),
         seed=1,
         reference=small_policy(model) if parts else None,
     )
@@ -212,7 +220,7 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
 
 
 def test_where_the_routes_agree_r3_is_r2_and_both_are_no_replay_until_the_weights_move():
-    runs = {replay: gap_trainer(lr=1e-2, replay=replay) for replay in ("none", "r2", "r3")}
+    runs = {replay: gap_trainer(lr=1e-2, replay=replay, old_pass="always") for replay in ("none", "r2", "r3")}
     metrics = {replay: steps(t, 1)[0] for replay, t in runs.items()}
     assert metrics["r3"]["routing/engine_agreement"] == 1
     for a, b in zip(weights(runs["r2"]), weights(runs["r3"]), strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch_of, problems, sample, small_policy
+from conftest import batch_of, fed, problems, sample, small_policy
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -91,7 +91,7 @@ def test_log_probs_entropy_experts_and_every_gradient_are_those_of_the_model_its
     torch.testing.assert_close(ours.logp_BT[mask], theirs.logp_BT[mask], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.entropy_BT[mask], theirs.entropy_BT[mask], atol=1e-5, rtol=1e-5)
     if ours.experts_BSLK is not None:
-        assert torch.equal(ours.experts_BSLK[batch.attention_BS], theirs.experts_BSLK[batch.attention_BS])
+        assert torch.equal(ours.experts_BSLK[fed(batch)], theirs.experts_BSLK[fed(batch)])
     assert ours_grad.keys() == theirs_grad.keys()
     for name, grad in theirs_grad.items():
         torch.testing.assert_close(ours_grad[name], grad, atol=2e-5 * float(grad.abs().max()) + 1e-9, rtol=1e-3)
@@ -231,16 +231,60 @@ def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monk
     assert largest <= 1 << 17
 
 
-def test_rows_are_computed_in_buckets_with_little_padding(monkeypatch):
+@pytest.fixture(params=["shared prompts", "rows by themselves"])
+def laid_out(request, monkeypatch):
+    """A policy, a batch and its layout, in buckets of 3 rows."""
     monkeypatch.setattr(sequences, "BUCKET_ROWS", 3)
+    monkeypatch.setattr(sequences, "WORTH_SHARING", 0.1 if request.param == "shared prompts" else 1.0)
+    policy = small_policy()
+    batch = batch_of(policy, sample(policy, group_size=5))
+    layout = sequences.lay_out(batch)
+    assert isinstance(layout, sequences.SharedPrompts) == (request.param == "shared prompts")
+    return policy, batch, layout
+
+
+def test_every_position_stands_where_the_layout_says(laid_out):
+    _, batch, layout = laid_out
+    placed = layout.at_BS >= 0
+    assert torch.equal(placed | batch.attention_BS, batch.attention_BS) and placed[fed(batch)].all()
+    assert torch.equal(layout.tokens_N[layout.at_BS[placed]], batch.tokens_BS[placed])
+    positions = batch.attention_BS.cumsum(1) - 1
+    assert torch.equal(layout.positions_N[layout.at_BS[placed]], positions[placed])
+    assert layout.longest > int(layout.positions_N.max()) and len(layout.rectangles) > 3
+    mask = batch.mask_BT
+    back = layout.responses(layout.taken_M.double(), mask.shape[1])
+    assert torch.equal(back[mask], batch.tokens_BS[:, batch.prompt_width :][mask].double()) and not back[~mask].any()
+
+
+def test_little_is_computed_in_vain_or_twice(laid_out):
+    _, batch, layout = laid_out
+    assert len(layout.tokens_N) < 0.8 * batch.tokens_BS.numel()
+    if isinstance(layout, sequences.SharedPrompts):  # prompts once and no last tokens: fewer than the real tokens
+        assert len(layout.tokens_N) < 0.8 * int(batch.attention_BS.sum())
+
+
+def test_a_response_does_not_see_its_neighbours_nor_its_future(laid_out):
+    """Changing a token changes what stands after it in its own row and nothing else."""
+    policy, batch, _ = laid_out
+    before = policy.forward(batch).logp_BT
+    row = int(batch.mask_BT.sum(1).argmax())
+    column = batch.prompt_width + 4
+    batch.tokens_BS[row, column] = (batch.tokens_BS[row, column] + 1) % 90
+    changed = (policy.forward(batch).logp_BT != before).nonzero()
+    assert (changed[:, 0] == row).all() and int(changed[:, 1].min()) == 4 and len(changed) > 3
+
+
+def test_responses_of_one_token_are_predicted_by_the_prompt_alone():
+    policy = small_policy()
+    batch = batch_of(policy, sample(policy, tokens=1))
+    assert isinstance(sequences.lay_out(batch), sequences.SharedPrompts)
+    torch.testing.assert_close(policy.forward(batch).logp_BT, batch.engine_logp_BT, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_that_an_engine_routed_differently_are_not_shared():
     policy = small_policy()
     batch = batch_of(policy, sample(policy))
-    laid_out, mask = sequences.Sequences(batch), batch.mask_BT
-    assert torch.equal(batch.tokens_BS.flatten()[laid_out.index_N], laid_out.tokens_N)
-    assert int(laid_out.real_N.sum()) == int(batch.attention_BS.sum())
-    assert len(laid_out.buckets) > 2 and len(laid_out.tokens_N) < batch.tokens_BS.numel()
-    back = laid_out.responses(laid_out.taken_M.double(), mask.shape[1])
-    assert torch.equal(back[mask], batch.tokens_BS[:, batch.prompt_width :][mask].double()) and not back[~mask].any()
-    in_buckets = policy.forward(batch).logp_BT
-    monkeypatch.setattr(sequences, "BUCKET_ROWS", 100)
-    torch.testing.assert_close(policy.forward(batch).logp_BT, in_buckets, atol=1e-5, rtol=1e-5)
+    batch.replay_BSLK = batch.experts_BSLK.clone()
+    assert isinstance(sequences.lay_out(batch), sequences.SharedPrompts)
+    batch.replay_BSLK[1, batch.prompt_width - 1] = batch.replay_BSLK[1, batch.prompt_width - 1].flip(0)
+    assert not isinstance(sequences.lay_out(batch), sequences.SharedPrompts)

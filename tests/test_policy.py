@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import batch_of, sample, small_policy
+from conftest import batch_of, fed, sample, small_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.policy.models import HFModel, TinyDense, TinyMoE, save
@@ -33,7 +33,7 @@ def test_score_equals_forward_whatever_the_micro_batch(moe):
         scored = moe.score(batch, size)
         logp_BT, experts_BSLK = scored.logp_BT, scored.experts_BSLK
         torch.testing.assert_close(logp_BT[batch.mask_BT], whole.logp_BT[batch.mask_BT], atol=1e-5, rtol=0)
-        real = batch.attention_BS
+        real = fed(batch)
         assert torch.equal(experts_BSLK[real].sort(-1).values, whole.experts_BSLK[real].sort(-1).values)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import batch_of, perturb, sample, small_policy
+from conftest import batch_of, fed, perturb, sample, small_policy
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 from gspo.batch import NOT_RECORDED
@@ -12,7 +12,7 @@ from gspo.diagnostics import consistency, routing
 from gspo.policy import network
 from gspo.policy.policy import Policy
 from gspo.policy.routing import Routing
-from gspo.policy.sequences import Sequences
+from gspo.policy.sequences import lay_out
 from gspo.tally import Tally, load_entropy
 
 
@@ -60,11 +60,11 @@ def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy, m
         own = policy.forward(batch).experts_BSLK
         used.clear()
         policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
-    sequences = Sequences(batch)
-    replayed, record = sequences.experts(torch.stack(used, 1)), batch.experts_BSLK
+    replayed, record = lay_out(batch).experts(torch.stack(used, 1)), batch.experts_BSLK
     assert torch.equal(replayed, record)
     assert not torch.equal(own, record), "the change should have moved some routes"
-    assert (record[~batch.attention_BS] == NOT_RECORDED).all() and (torch.stack(used) >= 0).all()
+    assert (record[~batch.attention_BS] == NOT_RECORDED).all() and (record[fed(batch)] >= 0).all()
+    assert (torch.stack(used) >= 0).all()
 
 
 def test_the_hooks_replay_as_our_own_forward_does(policy):
@@ -77,7 +77,7 @@ def test_the_hooks_replay_as_our_own_forward_does(policy):
         assert policy.network, "a known family"
         policy.network = None
         hooked = policy.forward(batch), policy.forward(replayed)
-    real = batch.attention_BS
+    real = fed(batch)
     for a, b in zip(ours, hooked, strict=True):
         torch.testing.assert_close(a.logp_BT[batch.mask_BT], b.logp_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(a.entropy_BT[batch.mask_BT], b.entropy_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)

@@ -25,26 +25,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     `weight` has that dimension, or leading ones of x too."""
     if torch.is_grad_enabled():
         return RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+    return (x * _inverse_rms(x, eps)).mul_(weight).to(x.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), float32, the last dimension kept as 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class RMSNorm(Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x32 * scale).mul_(weight).to(x.dtype)
+        scale = _inverse_rms(x, eps)
+        unit = (x * scale).to(x.dtype)
+        ctx.save_for_backward(unit, weight, scale)
+        return (unit * weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        unit = x.float() * scale
-        grad_weight = (grad * unit).sum(tuple(range(x.dim() - weight.dim()))).to(weight.dtype)
+        unit, weight, scale = ctx.saved_tensors
+        by_unit = grad.float() * unit
+        grad_weight = by_unit.sum(tuple(range(unit.dim() - weight.dim()))).to(weight.dtype)
+        if weight.dim() == 1:  # mean of gradient * weight * unit
+            along = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
+        else:
+            along = by_unit.mul_(weight).mean(-1, keepdim=True)
         direct = grad.float() * weight
-        along = (direct * unit).mean(-1, keepdim=True)
-        return direct.sub_(unit.mul_(along)).mul_(scale).to(x.dtype), grad_weight, None
+        return direct.addcmul_(unit, along, value=-1).mul_(scale).to(unit.dtype), grad_weight, None
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from gspo.policy.kernels import TokenLogProbs
 from gspo.policy.network import Network, known
 from gspo.policy.prompts import PromptFormat
 from gspo.policy.routing import Routing
-from gspo.policy.sequences import Sequences
+from gspo.policy.sequences import lay_out
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Policy:
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """By our own forward (gspo.policy.network), with logits at response tokens only."""
-        sequences, width = Sequences(batch), batch.mask_BT.shape[1]
+        sequences, width = lay_out(batch), batch.mask_BT.shape[1]
         replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
         hidden_NW, own_NLK = self.network(
             sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
@@ -149,8 +149,7 @@ class Policy:
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
             experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
-        order = batch.attention_BS.sum(1).argsort(stable=True)
-        for rows in order.split(micro_batch_size):
+        for rows in batch.order().split(micro_batch_size):
             chunk = batch.rows(rows)
             output = self.forward(chunk, entropy=False)
             logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()

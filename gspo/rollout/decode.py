@@ -57,7 +57,7 @@ class Decoder:
     def step(self, tokens_R: Tensor) -> Step:
         """Feed one token per row."""
         if self.filled == self.room:
-            self._move(None)
+            self._grow()
         self.filled += 1
         if self.mask_RS is not None:
             self.mask_RS = F.pad(self.mask_RS, (0, 1))
@@ -67,19 +67,17 @@ class Decoder:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone."""
-        self._move(rows)
+        self.keys = [x.index_select(0, rows) for x in self.keys]
+        self.values = [x.index_select(0, rows) for x in self.values]
         self.lengths_R = self.lengths_R[rows]
         self.mask_RS = None if self.mask_RS is None else self.mask_RS[rows]
 
-    def _move(self, rows: Tensor | None) -> None:
-        """The filled part of the cache, of these rows or all, to where there is room for more columns."""
-        self.room = self.filled + max(GROWTH, self.filled // GROWTH)
-        for states in (self.keys, self.values):
-            for layer, old in enumerate(states):
-                count = len(old) if rows is None else len(rows)
-                states[layer] = old.new_empty(count, old.shape[1], self.room, old.shape[3])
-                filled = old[:, :, : self.filled]
-                states[layer][:, :, : self.filled] = filled if rows is None else filled.index_select(0, rows)
+    def _grow(self) -> None:
+        """More columns, in rows that lie as close together as before."""
+        more = max(GROWTH, self.filled // GROWTH)
+        self.room += more
+        self.keys = [F.pad(x, (0, 0, 0, more)) for x in self.keys]
+        self.values = [F.pad(x, (0, 0, 0, more)) for x in self.values]
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q_NHD, k_NJD, v_NJD))
