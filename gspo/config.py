@@ -63,6 +63,7 @@ ONLY_COST = (
     "trainer.micro_batch_size",
     "policy.device",
     "policy.old_pass",
+    "policy.checkpointing",
     *(f"rollout.{name}" for name in ("batch_rows", "overlap", "sync_tolerance", "routes_floor", "own_process")),
     *(f"rollout.{name}" for name in ("tensor_parallel_size", "kv_cache_gib", "gpu_memory", "eager", "sleep")),
 )

@@ -86,7 +86,15 @@ def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[i
         reward = json.loads((folder / "cold_start.json").read_text())["reward"]
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
     head = ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None
-    return Policy(model, tokenizer, settings.rollout.temperature, head, settings.prompt)
+    return Policy(
+        model,
+        tokenizer,
+        settings.rollout.temperature,
+        head,
+        settings.prompt,
+        precision(settings),
+        settings.policy.checkpointing,
+    )
 
 
 def check_room(settings: Settings, positions: int | None) -> None:
@@ -105,7 +113,12 @@ def open_reference(
     refreshed = checkpoint / "reference" if checkpoint else None
     folder = refreshed if refreshed and refreshed.exists() else starting_folder(settings, report)
     model, tokenizer = opened(settings, folder)
-    return Policy(model.requires_grad_(False), tokenizer, settings.rollout.temperature)
+    return Policy(model.requires_grad_(False), tokenizer, settings.rollout.temperature, precision=precision(settings))
+
+
+def precision(settings: Settings) -> torch.dtype:
+    """Of the trainer's matrix products."""
+    return getattr(torch, settings.policy.precision)
 
 
 def starting_folder(settings: Settings, report: Callable[[int, int, float], None]) -> Path | None:

@@ -76,7 +76,8 @@ class Trainer:
         """Whether the old policy's log-probs and experts are what the engine reports, but for rounding, and nothing
         else is read off a pass under the old policy."""
         computes = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
-        return self.old_logprobs == "step_start" and self.source.exact and not computes
+        exact = self.source.exact and self.policy.precision == self.policy.model.dtype
+        return self.old_logprobs == "step_start" and exact and not computes
 
     def restore(self, state: TrainState) -> None:
         """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""

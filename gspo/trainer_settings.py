@@ -63,12 +63,16 @@ class PolicySettings:
     # own weights, in its precision (see Trainer.engine_knows); always: one in any case. Results differ by rounding.
     old_pass: str = "auto"
     device: str = "auto"  # auto | cpu | cuda ...
+    # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32
+    precision: str = "float32"
+    checkpointing: bool = False  # keep only the layers' inputs for the backward pass, and compute the rest again
 
     def __post_init__(self):
         known = {
             "routing_replay": ("none", "r2", "r3"),
             "old_logprobs": ("step_start", "behaviour", "engine"),
             "old_pass": ("auto", "always"),
+            "precision": ("float32", "bfloat16"),
         }
         for key, choices in known.items():
             if getattr(self, key) not in choices:

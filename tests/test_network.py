@@ -288,3 +288,32 @@ def test_prompts_that_an_engine_routed_differently_are_not_shared():
     assert isinstance(sequences.lay_out(batch), sequences.SharedPrompts)
     batch.replay_BSLK[1, batch.prompt_width - 1] = batch.replay_BSLK[1, batch.prompt_width - 1].flip(0)
     assert not isinstance(sequences.lay_out(batch), sequences.SharedPrompts)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2"])
+def test_mixed_precision_rounds_products_alone(family):
+    """Log-probs and gradients near those of float32, float32 results and gradients, entropy and values too."""
+    if family == "gpt2":
+        tokenizer = small_policy().tokenizer
+        config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, eos_token_id=2)
+        torch.manual_seed(0)
+        policy = Policy(GPT2LMHeadModel(config), tokenizer)
+    else:
+        policy = made(*FAMILIES[family])
+        with torch.no_grad():  # logits of usual size: rounding is relative
+            for parameter in policy.model.parameters():
+                parameter.mul_(0.4)
+    batch = batch_of(policy, sample(policy))
+    plain = policy.network is None
+    exact, exact_grad = gradients(policy, batch, plain)
+    batch.replay_BSLK = batch.experts_BSLK  # rounding may move a token to another expert, which is no error
+    policy.precision = torch.bfloat16
+    rounded, rounded_grad = gradients(policy, batch, plain)
+    mask = batch.mask_BT
+    assert rounded.logp_BT.dtype == rounded.entropy_BT.dtype == torch.float32
+    difference = (rounded.logp_BT - exact.logp_BT)[mask].abs()
+    assert 1e-6 < difference.mean() < 0.02 and difference.max() < 0.15
+    for name, grad in exact_grad.items():
+        assert rounded_grad[name].dtype == torch.float32
+        cosine = F.cosine_similarity(grad.flatten(), rounded_grad[name].flatten(), dim=0)
+        assert cosine > 0.98 or grad.norm() < 1e-3, (name, float(cosine))

@@ -7,7 +7,7 @@ in their attention alone:
     h = norm(x)    q, k, v = W h    q, k = rotate(norm(q)), rotate(norm(k))    x += W_o attend(q, k, v)
     h = norm(x)    x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
 
-Other architectures run through their own forward (gspo.policy.plain). Before it is used the network is compared with
+Other architectures run through their own forward. Before it is used the network is compared with
 the model's own forward on a few tokens: a model that computes otherwise is not known, whatever its name.
 
 Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, L MoE layers, K experts
@@ -160,7 +160,8 @@ def _interleaved(x: Tensor, dim: int) -> Tensor:
 def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gate weights, the experts that the tokens go to, and the router's own choice. A replay changes the first two; at
     NOT_RECORDED the own choice stays."""
-    logits_NE, weights_NK, own_NK = router(h_NW)
+    with torch.autocast(h_NW.device.type, enabled=False):  # a rounded logit would send tokens elsewhere
+        logits_NE, weights_NK, own_NK = router(h_NW)
     if replay_NK is None:
         return weights_NK, own_NK, own_NK
     experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK.to(own_NK.dtype))
@@ -183,9 +184,17 @@ def experts(
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     ends_E = torch.bincount(flat, minlength=own.num_experts).cumsum(0, dtype=torch.int32)
     rows = ToExperts.apply(h_NW, order, places, top_k)
-    inner = swiglu(F.grouped_mm(rows, up.transpose(-2, -1), offs=ends_E))
-    out = F.grouped_mm(inner, down.transpose(-2, -1), offs=ends_E)
+    inner = swiglu(_grouped(rows, up, ends_E))
+    out = _grouped(inner, down, ends_E)
     return FromExperts.apply(out, weights_NK, order, places)
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its own matrix [E, out, in], transposed. The kernel for it wants rows of 16 bytes."""
+    if all(x.shape[-1] * x.element_size() % 16 == 0 for x in (rows, weight.transpose(1, 2))):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends_E)
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    return torch.cat([F.linear(some, own) for some, own in zip(rows.split(counts), weight, strict=True)])
 
 
 def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:

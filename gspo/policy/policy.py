@@ -6,7 +6,7 @@ Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L Mo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +43,8 @@ class Policy:
         temperature: float = 1.0,
         value_head: ValueHead | None = None,
         prompts: PromptFormat | None = None,
+        precision: torch.dtype = torch.float32,
+        checkpointing: bool = False,
     ):
         self.model = model.eval()  # no dropout: pi and pi_old must be the same function
         self.value_head = value_head
@@ -51,7 +53,10 @@ class Policy:
         self.prompts = prompts or PromptFormat()
         self.prompts.check(tokenizer)
         self.routing = Routing(model)
-        self.network = Network(model) if known(model) else None  # None: the model's own forward
+        self.network = Network(model, checkpointing) if known(model) else None  # None: the model's own forward
+        if checkpointing and not self.network:
+            raise ValueError(f"policy.checkpointing=true: it is not there for {type(model).__name__}")
+        self.precision = precision  # of forward's matrix products; engines sample without it
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
@@ -90,7 +95,7 @@ class Policy:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype or self.model.dtype)
         model.generation_config = self.model.generation_config
-        twin = Policy(model, self.tokenizer, self.temperature, prompts=self.prompts)
+        twin = Policy(model, self.tokenizer, self.temperature, prompts=self.prompts, precision=self.precision)
         twin.load_tensors(self.named_tensors())
         return twin
 
@@ -107,12 +112,14 @@ class Policy:
         """By our own forward (gspo.policy.network), with logits at response tokens only."""
         sequences, width = lay_out(batch), batch.mask_BT.shape[1]
         replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
-        hidden_NW, own_NLK = self.network(
-            sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
-        )
+        with self._rounding():
+            hidden_NW, own_NLK = self.network(
+                sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
+            )
         hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+        rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
         logp_M, entropy_M = TokenLogProbs.apply(
-            hidden_MW, self.network.head, sequences.taken_M, self.temperature, entropy
+            rounded_MW, self.network.head, sequences.taken_M, self.temperature, entropy
         )
         return PolicyOutput(
             sequences.responses(logp_M, width),
@@ -121,11 +128,17 @@ class Policy:
             sequences.responses(self.value_head(hidden_MW), width) if self.value_head else None,
         )
 
+    def _rounding(self) -> AbstractContextManager:
+        """Within: matrix products in the policy's precision."""
+        if self.precision == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
     def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """By the model's own forward on the padded batch: any architecture."""
         width = batch.mask_BT.shape[1]
         hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
-        with self.routing.recording(batch.replay_BSLK), hidden:
+        with self.routing.recording(batch.replay_BSLK), hidden, self._rounding():
             logits_BTV = self.model(
                 input_ids=batch.tokens_BS,
                 attention_mask=batch.attention_BS.long(),
