@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from gspo.benchmark.measure import measure, table
 from gspo.benchmark.peer import compare
-from gspo.benchmark.workload import WORKLOADS, EvenDigits, made_folder
+from gspo.benchmark.scaling import measure_curves
+from gspo.benchmark.workload import WORKLOADS, EvenText, made_folder
 from gspo.config import BenchmarkCommand, Settings, register_schemas, to_settings
 from gspo.policy.models import HFModel
 from gspo.runs import code_state, command_line, one_line, starting_folder
 from gspo.tracking import Progress
 
 register_schemas()
+ROOT = Path(__file__).parents[1]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="benchmark")
@@ -29,6 +32,9 @@ def main(config: DictConfig) -> None:
     command: BenchmarkCommand = OmegaConf.to_object(config)
     if command.workload not in WORKLOADS:
         raise ValueError(f"workload={command.workload!r}: choose one of {', '.join(WORKLOADS)}")
+    if command.curves:
+        draw_curves(command)
+        return
     settings = prepared(command)
     out = Path(command.out or Path(command.runs) / "benchmarks" / f"{command.workload}.json")
     if command.peer == "none":
@@ -41,21 +47,32 @@ def main(config: DictConfig) -> None:
         pairs = compare(settings, own, command.rounds, command.batches)
         print(pairs.table())
         record = {"rounds": pairs.rounds}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"processor": platform.processor() or platform.machine(), "threads": command.threads}
-    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1))
+    write(record | {"threads": command.threads}, out)
     if not command.out:
         print(f"numbers in {out}")
 
 
+def write(record: dict, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = platform.processor() or platform.machine()
+    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1))
+
+
+def draw_curves(command: BenchmarkCommand) -> None:
+    """Measure the scaling curves and draw them."""
+    out = Path(command.out or Path(command.runs) / "benchmarks" / "scaling.json")
+    write({"points": measure_curves([1, 2], command.runs)}, out)
+    subprocess.run([sys.executable, str(ROOT / "analysis" / "fig_scaling.py"), str(out)], check=True)
+
+
 def prepared(command: BenchmarkCommand) -> Settings:
     """The workload as the settings of a run that starts from a model folder; the folder is made if it is not there."""
-    workload = WORKLOADS[command.workload]
+    workload = WORKLOADS[command.workload].resized(command.size)
     own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]
     settings = to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
     if workload.shape:
         settings.model.path = str(made_folder(workload.shape, Path(command.runs) / "benchmarks" / "models"))
-        settings.task = EvenDigits(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
+        settings.task = EvenText(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
         return settings
     bar = Progress("cold start", settings.cold_start.steps, 0, sys.stderr.isatty())
     folder = starting_folder(settings, lambda step, _, loss: bar(step, loss=loss))

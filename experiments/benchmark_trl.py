@@ -63,8 +63,8 @@ def correct(completions, completion_ids, answer, **_) -> list[float]:
     ]
 
 
-def even_digits(completions, **_) -> list[float]:
-    return [float(sum(map(int, filter(str.isdecimal, text))) % 2 == 0) for text in completions]
+def even_text(completions, **_) -> list[float]:
+    return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
 
 
 def configuration(folder: str) -> GRPOConfig:
@@ -90,7 +90,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(SPEC["checkpoint"])
     SPEC["end"] = tokenizer.eos_token_id
     rows = [{"prompt": p, "answer": str(a)} for p, a in zip(SPEC["prompts"], SPEC["answers"], strict=True)]
-    reward = even_digits if SPEC["reward"] == "EvenDigits" else correct
+    reward = even_text if SPEC["reward"] == "EvenText" else correct
     with tempfile.TemporaryDirectory() as folder:
         trainer = Clocked(
             model=SPEC["checkpoint"],

@@ -166,6 +166,8 @@ class BenchmarkCommand:
     batches: int = 5  # rollout batches that are timed, after one to warm up; medians of them are shown
     rounds: int = 5  # of TRL, ours like for like, ours at its best
     threads: int = 1
+    curves: bool = False  # scaling curves on 1 and 2 threads in place of a workload: table and figure
+    size: dict[str, Any] = field(default_factory=dict)  # other sizes: +size.new_tokens=256, +size.hidden=128
     set: dict[str, Any] = field(default_factory=dict)  # settings of a run: +set.trainer.micro_batch_size=32
     runs: str = "runs"  # where models and results go: RUNS/benchmarks, RUNS/cold_starts
     out: str = ""  # file of the result; empty: RUNS/benchmarks/<workload>.json

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from gspo.tasks.chain_arithmetic import ChainArithmetic
 
 TESTBED = ("experiment=tiny_moe", "task=math", "task.max_operands=6", "task.largest=5", "model.layers=6")
 RANDOM = ("model=hf", "task=math", "objective=gspo_tiny")
+MIXED = (*RANDOM, "policy.precision=bfloat16", "policy.checkpointing=true", "rollout.dtype=bfloat16")
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     vocabulary: int = 0  # 0: the tokenizer's
-    tied: bool = True
+    tied: bool = False  # tied, random weights repeat one token
     mean_length: int = 250  # tokens after which a response ends on average; beyond the vocabulary's size
 
 
@@ -53,6 +54,15 @@ class Workload:
     batch_rows: int = 512
     settings: tuple[str, ...] = field(default=RANDOM)
     peer: bool = True  # whether TRL runs it in a reasonable time
+
+    def resized(self, sizes: dict[str, int]) -> Workload:
+        """With other sizes, of the model or of the batch. Raises ValueError for one that it does not have."""
+        shape = {key: value for key, value in sizes.items() if self.shape and hasattr(self.shape, key)}
+        batch = {key: value for key, value in sizes.items() if key not in shape}
+        for key in batch:
+            if key not in ("prompts", "group_size", "new_tokens", "micro_batch_size", "batch_rows"):
+                raise ValueError(f"size.{key}={batch[key]}: this workload has no such size")
+        return replace(self, shape=replace(self.shape, **shape) if self.shape else None, **batch)
 
     def overrides(self) -> list[str]:
         """As a command line of experiments/train.py."""
@@ -72,25 +82,25 @@ TINY = Shape(hidden=64, layers=6, heads=4, key_value_heads=4, width=32, experts=
 SMALL = Shape(hidden=512, layers=8, heads=8, key_value_heads=8, width=1024, mean_length=180)
 SMALL_MOE = Shape(512, 8, 8, 8, width=256, experts=32, experts_per_token=4, mean_length=180)
 # the sizes of Qwen2.5-1.5B, and of OLMoE-1B-7B (6.9 B parameters, 1.3 B active)
-DENSE = Shape(1536, 28, 12, 2, width=8960, vocabulary=151_936)
-MOE = Shape(2048, 16, 16, 16, width=1024, experts=64, experts_per_token=8, vocabulary=50_304, tied=False)
+DENSE = Shape(1536, 28, 12, 2, width=8960, vocabulary=151_936, tied=True)
+MOE = Shape(2048, 16, 16, 16, width=1024, experts=64, experts_per_token=8, vocabulary=50_304)
 
 WORKLOADS = {
     "tiny": Workload(None, 32, 8, 90, settings=TESTBED),
     "long": Workload(TINY, 32, 8, 512),
     "small": Workload(SMALL_MOE, 8, 8, 256, micro_batch_size=16),
     "small_dense": Workload(SMALL, 8, 8, 256, micro_batch_size=16),
-    "gpu": Workload(DENSE, 32, 8, 2048, micro_batch_size=8, batch_rows=256, peer=False),
-    "gpu_moe": Workload(MOE, 32, 8, 2048, micro_batch_size=8, batch_rows=256, peer=False),
+    "gpu": Workload(DENSE, 32, 8, 2048, 8, 256, MIXED, peer=False),
+    "gpu_moe": Workload(MOE, 32, 8, 2048, 8, 256, MIXED, peer=False),
 }
 
 
-class EvenDigits(ChainArithmetic):
-    """The same prompts; a response is right if the sum of its digits is even. Random text earns that half of the time,
-    so groups have a signal and no side of a comparison may leave out work that another does."""
+class EvenText(ChainArithmetic):
+    """The same prompts; a response is right if the sum of its characters' codes is even. Random text is so half of the
+    time: groups have a signal, and no side of a comparison may leave out work that another does."""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        even = [sum(map(int, filter(str.isdecimal, text))) % 2 == 0 for _, text, _ in answers]
+        even = [sum(map(ord, text)) % 2 == 0 for _, text, _ in answers]
         return [Score(float(right), "even" if right else "odd") for right in even]
 
 

@@ -1,0 +1,105 @@
+"""Scaling: what does a training step cost against response length, batch, model width and number of experts?
+
+    python experiments/benchmark.py curves=true                 measures (ten minutes on 2 cores) and draws
+    python analysis/fig_scaling.py runs/benchmarks/scaling.json
+
+Expected: seconds grow as the tokens do, so seconds per token stay level, until attention shows at the longest
+responses; with the width they grow more slowly than the arithmetic, which is its square; with the number of experts
+hardly, as a token visits the same few. Memory is level but for what a micro-batch holds. Prints a Markdown table of the same numbers
+and the exponents between the last two points; writes fig_scaling.pdf and .png.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import script
+import style
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
+LINES = {1: "-", 2: "--"}
+
+
+def main() -> None:
+    args = script.arguments(__doc__)
+    path = Path(args.runs[0])
+    if not path.is_file():
+        sys.exit(f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`")
+    records = json.loads(path.read_text())["points"]
+    print("\n".join(["", *table(records), "", *map(str, draw(records, args.out))]))
+
+
+def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
+    """Points of every curve and number of threads, by x."""
+    found: dict[tuple[str, int], list[dict]] = {}
+    for record in sorted(records, key=lambda r: r["x"]):
+        found.setdefault((record["curve"], record["threads"]), []).append(record)
+    return found
+
+
+def exponent(points: list[dict], key: str) -> float:
+    """d log y / d log x between the last two points: 1 is linear."""
+    a, b = points[-2:]
+    return math.log(b[key] / a[key]) / math.log(b["x"] / a["x"])
+
+
+def table(records: list[dict]) -> list[str]:
+    """Markdown."""
+    rows = [
+        "| curve | threads | x | s/step | rollout | update | microseconds/token | MiB | exponent of s/step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (curve, threads), points in lines(records).items():
+        for i, p in enumerate(points):
+            slope = f"{exponent(points[: i + 1], 'total_s'):.2f}" if i else ""
+            rows.append(
+                f"| {curve} | {threads} | {p['x']:,} | {p['total_s']:.2f} | {p['rollout_s']:.2f} | {p['update_s']:.2f} "
+                f"| {p['total_s'] / p['tokens'] * 1e6:.0f} | {p['peak_memory_mib']:,.0f} | {slope} |"
+            )
+    return rows
+
+
+def draw(records: list[dict], out: Path) -> list[Path]:
+    found = lines(records)
+    curves = list(dict.fromkeys(curve for curve, _ in found))
+    figure = style.canvas(3.9)
+    axes = figure.subplots(len(ROWS), len(curves), squeeze=False, sharex="col", sharey="row")
+    for column, curve in enumerate(curves):
+        for row, (key, label) in enumerate(ROWS):
+            ax = axes[row][column]
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+            for threads, dash in LINES.items():
+                points = found.get((curve, threads))
+                if points:
+                    text = f"{threads} thread{'s' * (threads > 1)}"
+                    ys = [p[key] for p in points]
+                    ax.plot([p["x"] for p in points], ys, dash, color="#0072B2", marker="o", markersize=3, label=text)
+            if row == 0:
+                first = found[curve, min(LINES)][0]
+                xs = [p["x"] for p in found[curve, min(LINES)]]
+                ax.plot(xs, [first[key] * x / first["x"] for x in xs], color="#999999", lw=0.8, ls=":", label="linear")
+            ax.xaxis.set_major_formatter(ScalarFormatter())
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.set_xticks([p["x"] for p in found[curve, min(LINES)]])
+            ax.tick_params(axis="x", labelsize=6)
+            if row:
+                ax.set_xlabel(curve)
+            if not column:
+                ax.set_ylabel(label)
+    axes[0][0].legend(frameon=False, fontsize=7)
+    return style.save(
+        figure,
+        out,
+        "fig_scaling",
+        "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing changed at a time "
+        "around 64 responses of 128 tokens, width 64, 16 experts of which a token visits 2.",
+    )
+
+
+if __name__ == "__main__":
+    main()
