@@ -5,8 +5,8 @@
 
 Expected: seconds grow as the tokens do, so seconds per token stay level, until attention shows at the longest
 responses; with the width they grow more slowly than the arithmetic, which is its square; with the number of experts
-hardly, as a token visits the same few. Memory is level but for what a micro-batch holds. Prints a Markdown table of the same numbers
-and the exponents between the last two points; writes fig_scaling.pdf and .png.
+hardly, as a token visits the same few. Memory is level but for what a micro-batch holds. Prints a Markdown table of
+the same numbers with the exponents between points; writes fig_scaling.pdf and .png.
 """
 
 from __future__ import annotations

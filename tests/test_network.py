@@ -233,8 +233,8 @@ def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monk
 
 @pytest.fixture(params=["shared prompts", "rows by themselves"])
 def laid_out(request, monkeypatch):
-    """A policy, a batch and its layout, in buckets of 3 rows."""
-    monkeypatch.setattr(sequences, "BUCKET_ROWS", 3)
+    """A policy, a batch and its layout, in buckets of a few rows."""
+    monkeypatch.setattr(sequences, "BUCKET_TOKENS", 40)
     monkeypatch.setattr(sequences, "WORTH_SHARING", 0.1 if request.param == "shared prompts" else 1.0)
     policy = small_policy()
     batch = batch_of(policy, sample(policy, group_size=5))

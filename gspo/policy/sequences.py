@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gspo.batch import NOT_RECORDED, TrainBatch
 
-BUCKET_ROWS = 16  # rows that attention takes together: fewer waste less on padding, more cost fewer calls
+BUCKET_TOKENS = 512  # that attention takes together: fewer waste less on padding, more cost fewer calls
 WORTH_SHARING = 0.1  # of the tokens: what sharing must save, as it costs a copy of keys and values
 
 
@@ -70,7 +70,7 @@ class Sequences:
 
     def _place(self) -> None:
         lengths_B = self.prompts_B + self.responses_B
-        for rows in lengths_B.argsort(stable=True).split(BUCKET_ROWS):
+        for rows in buckets(lengths_B, torch.arange(len(lengths_B), device=self.device)):
             self._rectangle(rows, self.prompt_width - self.prompts_B[rows], lengths_B[rows], torch.zeros_like(rows))
 
     def _rectangle(self, rows: Tensor, starts: Tensor, lengths: Tensor, positions: Tensor) -> int:
@@ -131,10 +131,8 @@ class SharedPrompts(Sequences):
         in_prompt = columns - (self.prompt_width - self.prompts_B[:, None])
         places = self.group_B[:, None] * stride + in_prompt
         self.at_BS[:, : self.prompt_width] = torch.where(in_prompt >= 0, places, -1)
-        order = self.responses_B.argsort(stable=True)
-        order = order[self.responses_B[order] > 1]
-        for start in range(0, len(order), BUCKET_ROWS):
-            self._bucket(order[start : start + BUCKET_ROWS])
+        for rows in buckets(self.responses_B, (self.responses_B > 1).nonzero().squeeze(-1)):
+            self._bucket(rows)
 
     def _bucket(self, rows: Tensor) -> None:
         prompts, fed = self.prompts_B[rows], self.responses_B[rows] - 1
@@ -164,6 +162,17 @@ class SharedPrompts(Sequences):
                 parts = q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape)
                 mixed.append(_attention(*parts, mask))
         return torch.cat(mixed)
+
+
+def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
+    """Rows of similar length together, so many that they hold about BUCKET_TOKENS; the longest first."""
+    order = rows[lengths_B[rows].argsort(descending=True, stable=True)]
+    lengths, found, start = lengths_B[order].tolist(), [], 0
+    while start < len(order):
+        count = max(1, BUCKET_TOKENS // lengths[start])
+        found.append(order[start : start + count])
+        start += count
+    return found
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
