@@ -19,7 +19,8 @@ from gspo.evaluation import HeldOut, held_out_sets
 from gspo.evaluation_files import Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.runs import code_state, command_line, exclusive, one_line, open_policy, recorded, say_layers
 from gspo.tasks.base import Task
 

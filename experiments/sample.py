@@ -7,7 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gspo.config import SampleCommand, register_schemas
 from gspo.evaluation import SEED
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
 from gspo.runs import command_line, one_line, open_policy, recorded
 

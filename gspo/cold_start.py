@@ -25,7 +25,8 @@ from gspo.batch import TrainBatch, layout
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
 from gspo.seeding import generator
 from gspo.tasks.base import Task

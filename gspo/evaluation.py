@@ -14,7 +14,8 @@ import numpy as np
 
 from gspo import elo, estimates
 from gspo.records import Problem, Response
-from gspo.rollout.engine import Engine, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import sample_and_score
 from gspo.tasks.base import Task
 from gspo.tracking import rollout_row

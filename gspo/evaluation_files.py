@@ -22,7 +22,8 @@ import torch
 from gspo.checkpoint import replace_text
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
-from gspo.rollout.engine import Engine, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
 
 FINGERPRINTED = 64  # weights of every parameter

@@ -7,7 +7,8 @@ from gspo.batch import TrainBatch, pack
 from gspo.policy.models import TinyDense, TinyMoE
 from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 
 torch.set_num_threads(1)
 

@@ -12,8 +12,9 @@ from gspo.batch import pack
 from gspo.records import Problem, Response
 from gspo.rollout.ahead import PartialSource, make_source
 from gspo.rollout.behaviour import Behaviour
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
 from gspo.rollout.held import load_held, save_held
+from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import Held

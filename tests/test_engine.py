@@ -7,7 +7,8 @@ from conftest import perturb, problems, sample, small_policy
 
 from gspo.policy.models import TinyDense
 from gspo.records import Problem
-from gspo.rollout.engine import LocalEngine, Sampling, draw
+from gspo.rollout.engine import LocalEngine, draw
+from gspo.rollout.rows import Sampling
 
 
 @pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=3, heads=2, width=48)])
@@ -99,3 +100,17 @@ def test_bad_requests_are_refused(moe):
         LocalEngine(moe).generate([Problem("math", 3, "", "")], 1, Sampling(), (1,))
     with pytest.raises(ValueError, match="temperature=-1"):
         Sampling(temperature=-1)
+
+
+def test_responses_are_handed_over_as_they_end(moe):
+    """Each once, most of them before the last has ended, and the same ones as without."""
+    handed = []
+    engine, sampling = LocalEngine(moe), Sampling(1.0, 200)
+    groups = engine.generate(problems(), 8, sampling, (1, "early"), finished=lambda some: handed.append(list(some)))
+    plain = engine.generate(problems(), 8, sampling, (1, "early"))
+    assert len(handed) > 3 and len(handed[-1]) <= 20
+    assert sorted(id(r) for some in handed for r in some) == sorted(id(r) for group in groups for r in group)
+    longest = [max(len(r.token_ids) for r in some) for some in handed]
+    assert longest == sorted(longest)
+    for a, b in zip((r for g in groups for r in g), (r for g in plain for r in g), strict=True):
+        assert a.token_ids == b.token_ids and (a.logprobs == b.logprobs).all()

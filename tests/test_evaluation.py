@@ -15,7 +15,8 @@ from gspo.evaluation import EvaluationSettings, as_metrics, evaluate, held_out_s
 from gspo.evaluation_files import Folder, describe, evaluate_into, fingerprint, table, without_free
 from gspo.metrics import lookup
 from gspo.records import Problem, Response, Score
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import sample_and_score, scored_chunks
 from gspo.seeding import generator
 from gspo.tasks.chain_arithmetic import ChainArithmetic
@@ -30,10 +31,13 @@ class Demonstrator:
     slips: float = 0.2
     batch_rows: int = 40
 
-    def generate(self, problems, group_size, sampling, seed, policy_step=0, record_experts=False):
-        return [
+    def generate(self, problems, group_size, sampling, seed, policy_step=0, record_experts=False, finished=None):
+        groups = [
             [self.respond(p, i, (*seed, p.task, p.index, i), policy_step) for i in range(group_size)] for p in problems
         ]
+        if finished:
+            finished([r for group in groups for r in group])
+        return groups
 
     def respond(self, problem, sample, position, step):
         text = self.task.demonstration(problem, self.slips, generator(*position))

@@ -19,7 +19,8 @@ from gspo.objectives import GRPO, GSPO, PPO
 from gspo.policy.models import TinyDense
 from gspo.rollout.ahead import make_source
 from gspo.rollout.behaviour import Behaviour, check_engine
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
 from gspo.tally import Tally

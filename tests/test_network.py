@@ -23,7 +23,8 @@ from transformers import (
 
 from gspo.policy import kernels, network, sequences
 from gspo.policy.policy import Policy
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES = {

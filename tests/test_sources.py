@@ -9,7 +9,8 @@ from conftest import small_policy
 
 from gspo.records import Problem, Response, Score
 from gspo.rollout.ahead import make_source
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import REFILL, REPLACEMENT, Grouped, Uniform
 from gspo.rollout.scoring import Seconds, sample_and_score, score
 from gspo.rollout.settings import RolloutSettings, check_sampler
@@ -53,10 +54,13 @@ class Recorder:
         pass
 
     def generate(
-        self, problems, group_size, sampling, seed, policy_step=0, record_experts=False
+        self, problems, group_size, sampling, seed, policy_step=0, record_experts=False, finished=None
     ) -> list[list[Response]]:
         self.calls.append((sampling.max_new_tokens, policy_step, [problem.index for problem in problems]))
-        return [[self.response(p, i, seed, policy_step) for i in range(group_size)] for p in problems]
+        groups = [[self.response(p, i, seed, policy_step) for i in range(group_size)] for p in problems]
+        if finished:
+            finished([r for group in groups for r in group])
+        return groups
 
     def response(self, problem, sample, seed, policy_step) -> Response:
         token = seed_for(*seed, problem.task, problem.index, sample)

@@ -19,7 +19,8 @@ from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
 from gspo.rollout import vllm as module
 from gspo.rollout import vllm_worker
-from gspo.rollout.engine import LocalEngine, Sampling
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm import VLLMEngine
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
 from gspo.rollout.behaviour import Behaviour
-from gspo.rollout.engine import Engine, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import Sampler
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings

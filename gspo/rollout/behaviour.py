@@ -10,7 +10,8 @@ import numpy as np
 from gspo.batch import pack
 from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
-from gspo.rollout.engine import Engine, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Sampling
 
 GUARD_SAMPLES, GUARD_TOKENS = 2, 8
 

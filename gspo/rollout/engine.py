@@ -9,9 +9,9 @@ Shape suffixes: R live rows (responses still being sampled), V vocabulary, L MoE
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,98 +20,10 @@ from torch import Tensor
 from gspo.policy.policy import Policy
 from gspo.records import Problem, Response
 from gspo.rollout.decode import Decoder, PlainDecoder
+from gspo.rollout.rows import Row, Sampling, further_rows, new_rows, to_response
 from gspo.seeding import uniforms
 
 LIVE_SHARE = 0.8  # rows are dropped from the cache once fewer than this share of them are unfinished
-
-
-@dataclass
-class Sampling:
-    """How responses are drawn. Temperature 0 is greedy; log-probs are those at the sampling temperature (greedy: 1)."""
-
-    temperature: float = 1.0
-    max_new_tokens: int = 80
-    budget: int = 0  # at most so many tokens in this call, the rest later; 0: to the end
-
-    def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-
-    def limit(self, done: int = 0) -> int:
-        """How many tokens a response that has `done` may get in this call."""
-        return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
-
-
-@dataclass
-class Row:
-    """One response under way: what it is conditioned on, and the tokens of this call."""
-
-    problem: Problem
-    sample: int
-    prefix_ids: list[int]  # the prompt, and the tokens that earlier calls sampled
-    done: int  # how many those are
-    limit: int  # tokens that this call may add
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)  # [positions fed, L, K] each
-
-
-def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
-    """Rows for fresh responses, group by group. Raises ValueError for a problem without prompt."""
-    rows = []
-    for problem in problems:
-        prompt_ids = policy.encode_prompt(problem.prompt)
-        if not prompt_ids:
-            raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
-        rows += [Row(problem, sample, prompt_ids, 0, sampling.limit()) for sample in range(group_size)]
-    return rows
-
-
-def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
-    """Rows that go on with responses. Raises ValueError for one that has ended."""
-    for r in responses:
-        if r.finish_reason != "budget":
-            raise ValueError(f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})")
-    return [
-        Row(r.problem, r.sample, r.prompt_ids + r.token_ids, len(r.token_ids), sampling.limit(len(r.token_ids)))
-        for r in responses
-    ]
-
-
-def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None) -> Response:
-    """What a row gave, joined to the response that it went on with. Each position keeps the experts of the pass that
-    predicted its next token."""
-    token_ids = (before.token_ids if before else []) + row.token_ids
-    logprobs = np.array(row.logprobs, dtype=np.float32)
-    experts = np.concatenate(row.experts) if row.experts else None
-    segments = []
-    if before:
-        logprobs = np.concatenate([before.logprobs, logprobs])
-        segments = before.segments or [(before.policy_step, len(before.token_ids))]
-        segments = [*segments, (policy_step, len(row.token_ids))]
-        if experts is not None:
-            if before.experts is None:
-                raise ValueError(f"response {row.sample} to problem {row.problem.index} began without record_experts")
-            experts = np.concatenate([before.experts, experts[len(before.experts) :]])
-    ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
-    if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
-        ended = "length"
-    return Response(
-        problem=row.problem,
-        sample=row.sample,
-        prompt_ids=before.prompt_ids if before else row.prefix_ids,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=ended,
-        text=policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-        policy_step=before.policy_step if before else policy_step,
-        experts=experts,
-        segments=segments,
-        old_logprobs=before.old_logprobs if before else None,
-        old_experts=before.old_experts if before else None,
-    )
 
 
 def grouped(responses: list[Response], group_size: int) -> list[list[Response]]:
@@ -134,19 +46,37 @@ class Engine(ABC):
         seed: tuple[int | str, ...],
         policy_step: int = 0,
         record_experts: bool = False,
+        finished: Callable[[list[Response]], None] | None = None,
     ) -> list[list[Response]]:
         """`group_size` responses to each problem. `seed` is the position (run seed, purpose) of the random numbers.
 
         With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
-        of its routes, and a comparison with the trainer's, start from.
+        of its routes, and a comparison with the trainer's, start from. `finished` is handed responses that have ended
+        while others are still being sampled, each of them once, from time to time and in no order.
         """
         at_once = max(1, self.batch_rows // group_size)
         responses = []
         for start in range(0, len(problems), at_once):
             rows = new_rows(self.policy, problems[start : start + at_once], group_size, sampling)
-            self._sample(rows, group_size, sampling, seed, record_experts)
-            responses += [to_response(self.policy, row, sampling, policy_step, None) for row in rows]
+            made: dict[int, Response] = {}
+            ended = partial(self._respond, rows, made, sampling, policy_step, finished)
+            self._sample(rows, group_size, sampling, seed, record_experts, ended)
+            responses += [made[i] for i in range(len(rows))]
         return grouped(responses, group_size)
+
+    def _respond(
+        self,
+        rows: list[Row],
+        made: dict[int, Response],
+        sampling: Sampling,
+        policy_step: int,
+        finished: Callable[[list[Response]], None] | None,
+        which: list[int],
+    ) -> None:
+        """Make the responses of rows that have ended, and hand them over."""
+        made |= {i: to_response(self.policy, rows[i], sampling, policy_step, None) for i in which}
+        if finished and which:
+            finished([made[i] for i in which])
 
     def extend(
         self,
@@ -160,17 +90,23 @@ class Engine(ABC):
         extended = []
         for chunk in grouped(responses, self.batch_rows):
             rows = further_rows(chunk, sampling)
-            self._sample(rows, 1, sampling, seed, record_experts)
+            self._sample(rows, 1, sampling, seed, record_experts, lambda which: None)
             pairs = zip(rows, chunk, strict=True)
             extended += [to_response(self.policy, row, sampling, policy_step, before) for row, before in pairs]
         return extended
 
     @abstractmethod
     def _sample(
-        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+        self,
+        rows: list[Row],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        record_experts: bool,
+        ended: Callable[[list[int]], None],
     ) -> None:
         """Fill rows with tokens, log-probs and, if asked for, experts; every `group_size` neighbours have the same
-        prefix."""
+        prefix. `ended` is told, once of every row, which are filled."""
 
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -206,21 +142,30 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def _sample(
-        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+        self,
+        rows: list[Row],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        record_experts: bool,
+        ended: Callable[[list[int]], None],
     ) -> None:
         """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
         with self.sampler.network.frozen() if self.sampler.network else nullcontext():
-            self._decode(rows, group_size, sampling, seed, record_experts)
+            taken = Taken(rows, record_experts and self.sampler.routing.layers > 0)
+            for running_R in self._decode(taken, group_size, sampling, seed):
+                ended(taken.hand_over(running_R))
 
     def _decode(
-        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
-    ) -> None:
+        self, taken: Taken, group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
+    ) -> Iterator[Tensor]:
+        """Sample all rows; from time to time, and at the end, the numbers of those that are still running."""
+        rows = taken.rows
         device, longest = self.sampler.device, max(row.limit for row in rows)
         stop_ids = torch.tensor(sorted(self.policy.stop_ids), device=device)
         limits_R = torch.tensor([row.limit for row in rows], device=device)
         noise = [uniforms(r.done + longest, *seed, r.problem.task, r.problem.index, r.sample)[r.done :] for r in rows]
         uniforms_RT = torch.from_numpy(np.stack(noise)).to(device)
-        taken = Taken(rows, longest, record_experts and self.sampler.routing.layers > 0)
         decoder = Decoder(self.sampler) if self.sampler.network else PlainDecoder(self.sampler)
         logits_RV, experts = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
         live_R = torch.arange(len(rows), device=device)  # which rows the cache holds, some of them finished
@@ -236,15 +181,18 @@ class LocalEngine(Engine):
                 keep = running_R.nonzero().squeeze(-1)
                 decoder.keep(keep)
                 live_R, running_R, tokens_R = live_R[keep], running_R[keep], tokens_R[keep]
+                yield live_R
             logits_RV, experts = decoder.step(tokens_R)
-        taken.hand_over()
+        yield live_R[:0]
 
 
 class Taken:
     """What the rows of a call were given, as tensors until its end."""
 
-    def __init__(self, rows: list[Row], longest: int, keep_experts: bool):
+    def __init__(self, rows: list[Row], keep_experts: bool):
         self.rows, self.keep_experts = rows, keep_experts
+        longest = max(row.limit for row in rows)
+        self.handed_over = torch.zeros(len(rows), dtype=torch.bool)
         self.tokens_RT = torch.zeros(len(rows), longest, dtype=torch.int64)
         self.logp_RT = torch.zeros(len(rows), longest)
         self.lengths_R = torch.zeros(len(rows), dtype=torch.int64)
@@ -266,13 +214,19 @@ class Taken:
             else:
                 self.experts_RTLK[live_R, t - 1] = experts[:, 0]
 
-    def hand_over(self) -> None:
-        """Fill the rows."""
-        for r, (row, length) in enumerate(zip(self.rows, self.lengths_R.tolist(), strict=True)):
+    def hand_over(self, running_R: Tensor) -> list[int]:
+        """Fill the rows that have ended and were not filled before; which these are."""
+        ended_R = ~self.handed_over
+        ended_R[running_R.cpu()] = False
+        self.handed_over |= ended_R
+        which = ended_R.nonzero().squeeze(-1).tolist()
+        for r in which:
+            row, length = self.rows[r], int(self.lengths_R[r])
             row.token_ids, row.logprobs = self.tokens_RT[r, :length].tolist(), self.logp_RT[r, :length].tolist()
             if self.keep_experts:
                 prompt = self.prompt_experts[r, : len(row.prefix_ids)]
                 row.experts = [prompt.numpy(), self.experts_RTLK[r, : length - 1].numpy()]
+        return which
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

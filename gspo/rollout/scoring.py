@@ -1,4 +1,4 @@
-"""Sampling and grading beside each other: while the engine samples one chunk of problems, the verifiers judge the last.
+"""Sampling and grading beside each other: while the engine samples, the verifiers judge what has ended.
 
 Verifiers that run programs or workers wait for other processes, and the engine's arithmetic leaves Python's lock alone,
 so the two overlap on a machine with a core to spare. Nothing depends on it: the scores are those of the serial way.
@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gspo.records import Problem, Response
-from gspo.rollout.engine import Engine, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Sampling
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
@@ -61,19 +62,26 @@ def scored_chunks(
     """The same chunk by chunk, in order. `chunk` is a number of problems; by default as many as the engine samples at
     once, which changes neither what it computes nor how fast. An exception of a verifier is raised here."""
     chunk, seconds = chunk or at_once(engine, samples), seconds or Seconds()
-    before: Future[Groups] | None = None
+    before: list[Future[None]] = []
+    waiting: Groups = []
     with ThreadPoolExecutor(1, thread_name_prefix="scoring") as thread:
         for start in range(0, len(problems), chunk):
             started = time.perf_counter()
             some = problems[start : start + chunk]
-            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts)
+            grading: list[Future[None]] = []
+
+            def grade(responses: list[Response], grading: list[Future[None]] = grading) -> None:
+                grading.append(thread.submit(_score, task, responses, seconds))
+
+            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts, grade)
             seconds.sampling += time.perf_counter() - started
-            after = thread.submit(_scored, task, groups, seconds)
-            if before:
-                yield _wait(before, seconds)
-            before = after
-        if before:
-            yield _wait(before, seconds)
+            if waiting:
+                _wait(before, seconds)
+                yield waiting
+            before, waiting = grading, groups
+        if waiting:
+            _wait(before, seconds)
+            yield waiting
 
 
 def at_once(engine: Engine, samples: int) -> int:
@@ -88,16 +96,16 @@ def score(task: Task, responses: list[Response]) -> None:
         response.score = verdict
 
 
-def _scored(task: Task, groups: Groups, seconds: Seconds) -> Groups:
+def _score(task: Task, responses: list[Response], seconds: Seconds) -> None:
     started = time.perf_counter()
-    score(task, [response for group in groups for response in group])
+    score(task, responses)
     seconds.scoring += time.perf_counter() - started
-    return groups
 
 
-def _wait(graded: Future[Groups], seconds: Seconds) -> Groups:
+def _wait(grading: list[Future[None]], seconds: Seconds) -> None:
     started = time.perf_counter()
     try:
-        return graded.result()
+        for future in grading:
+            future.result()
     finally:
         seconds.waited += time.perf_counter() - started

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gspo.rollout.engine import Sampling
+from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import MAX_REFILLS, Sampler
 
 DTYPES = ("float32", "bfloat16")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
-from gspo.rollout.engine import Engine, Row, Sampling
+from gspo.rollout.engine import Engine
+from gspo.rollout.rows import Row, Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm_worker import memory_folder, save_weights, size_of
 from gspo.seeding import seed_for
@@ -91,7 +92,13 @@ class VLLMEngine(Engine):
             llm.llm_engine.engine_core.shutdown()
 
     def _sample(
-        self, rows: list[Row], group_size: int, sampling: Sampling, seed: tuple[int | str, ...], record_experts: bool
+        self,
+        rows: list[Row],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        record_experts: bool,
+        ended: Callable[[list[int]], None],
     ) -> None:
         """One request per row: vLLM finds equal prefixes by itself."""
         if record_experts and not self.settings.routes:
@@ -117,6 +124,7 @@ class VLLMEngine(Engine):
             row.token_ids = list(completion.token_ids)
             row.logprobs = [at[t].logprob for at, t in zip(completion.logprobs, row.token_ids, strict=True)]
             row.experts = [experts] if record_experts else []
+        ended(list(range(len(rows))))
 
     def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]):
         from vllm import SamplingParams
