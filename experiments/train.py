@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gspo.assembly import assemble, evaluation_engine
-from gspo.checkpoint import save_checkpoint
+from gspo.checkpoint import CheckpointWriter
 from gspo.checks import warnings, warnings_after
 from gspo.config import Settings, register_schemas, resumed_settings, settings_hash, to_settings
 from gspo.evaluation import evaluate
@@ -136,6 +136,8 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, alone: bool) -> None:
     """Fit, with evaluation, tracking and checkpoints where they are due."""
     progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
+    keep = settings.checkpoint.keep
+    writer = CheckpointWriter(folder, trainer.policy, trainer.optimizer, keep, settings_hash(settings))
     engine, task, spent = evaluation_engine(trainer, settings), settings.task, {}
 
     def evaluation(step: int) -> dict[str, float]:
@@ -160,15 +162,17 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
         if last or step % settings.checkpoint.every == 0:
             trainer.state.source, held = trainer.source.state(), trainer.source.held()
             started = time.perf_counter()
-            parts = (trainer.policy, trainer.optimizer, trainer.state, settings.checkpoint.keep)
             moved = trainer.reference if getattr(settings.kl, "refresh_every", 0) else None
-            save_checkpoint(folder, *parts, settings_hash(settings), moved, held)
+            writer.save(trainer.state, moved, held)
+            if last:
+                writer.wait()
             spent["time/checkpoint_s"] = time.perf_counter() - started
 
     try:
         trainer.fit(settings.steps, evaluation, log, checkpoint, stop_signal().requested)
     finally:
         progress.close()
+        writer.close()
 
 
 if __name__ == "__main__":

@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
 from gspo.reward_shaping import RunningMoments
@@ -58,45 +62,98 @@ class TrainState:
         return state
 
 
-def save_checkpoint(
-    run: Path,
-    policy: Policy,
-    optimizer: Optimizer,
-    state: TrainState,
-    keep: int,
-    settings: str,
-    reference: Policy | None = None,
-    held: Held | None = None,
-) -> Path:
-    """Write weights, optimizer, counters and the hash of the settings; then drop all but the `keep` newest.
+@dataclass
+class Snapshot:
+    """Copies of everything that a checkpoint holds, so that training can go on while they are written."""
 
-    `reference` is given where the reference policy is not the one that the run started from, `held` where responses
-    wait for later steps.
-    """
-    folder = run / "checkpoints" / f"step_{state.step:06d}"
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save(policy.model, policy.tokenizer, unfinished)
-    if policy.value_head:
-        policy.value_head.save(unfinished)
-    if reference:
-        save(reference.model, reference.tokenizer, unfinished / "reference")
-    if held:
-        save_held(held, unfinished)
-    torch.save(optimizer.state_dict(), unfinished / "optimizer.pt")
-    (unfinished / "state.json").write_text(json.dumps(asdict(state) | {"settings": settings}))
-    for path in [*unfinished.rglob("*")]:
-        _sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
-    _sync(folder.parent)
-    replace_text(folder.parent / "latest", folder.name)
-    if keep:
-        for old in sorted(p for p in folder.parent.glob("step_??????") if p.name <= folder.name)[:-keep]:
-            shutil.rmtree(old)
-    return folder
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict
+    state: str  # JSON
+    value_head: dict[str, Tensor] | None
+    reference: dict[str, Tensor] | None
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run beside the training. At most one is being written; what went wrong with it is
+    raised by the next `save` or by `close`."""
+
+    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
+        self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
+        self.keep, self.settings = keep, settings
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None
+
+    def save(self, state: TrainState, reference: Policy | None = None, held: Held | None = None) -> None:
+        """Copy weights, optimizer, counters and the hash of the settings, and begin to write them.
+
+        `reference` is given where the reference policy is not the one that the run started from, `held` where responses
+        wait for later steps.
+        """
+        self.wait()
+        unfinished = self.folder / f"step_{state.step:06d}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        if held:
+            save_held(held, unfinished)
+        head = self.policy.value_head
+        snapshot = Snapshot(
+            step=state.step,
+            model=_copies(self.policy.model.state_dict()),
+            optimizer=_copies(self.optimizer.state_dict()),
+            state=json.dumps(asdict(state) | {"settings": self.settings}),
+            value_head=_copies(head.state_dict()) if head else None,
+            reference=_copies(reference.model.state_dict()) if reference else None,
+        )
+        self.writing = self.thread.submit(self._write, snapshot, unfinished)
+
+    def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
+        """Into the unfinished folder, then rename it; then drop all but the `keep` newest."""
+        model, tokenizer = self.policy.model, self.policy.tokenizer
+        save(model, tokenizer, unfinished, snapshot.model)
+        if snapshot.value_head:
+            torch.save(snapshot.value_head, unfinished / VALUE_HEAD)
+        if snapshot.reference:
+            save(model, tokenizer, unfinished / "reference", snapshot.reference)
+        torch.save(snapshot.optimizer, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(snapshot.state)
+        for path in [*unfinished.rglob("*")]:
+            _sync(path)
+        folder = unfinished.with_suffix("")
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        _sync(self.folder)
+        replace_text(self.folder / "latest", folder.name)
+        if self.keep:
+            for old in sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)[: -self.keep]:
+                shutil.rmtree(old)
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole. Raises what its writing raised."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def close(self) -> None:
+        """As `wait`, and there will be no further one."""
+        self.thread.shutdown()
+        self.wait()
+
+
+def _copies(content: Any, made: dict[int, Tensor] | None = None) -> Any:
+    """Nested dicts and lists with copies of their tensors on the CPU; a tensor that occurs twice (tied weights) is
+    copied once."""
+    made = {} if made is None else made
+    if isinstance(content, Tensor):
+        if content.data_ptr() not in made or not content.numel():
+            made[content.data_ptr()] = content.detach().to("cpu", copy=True)
+        return made[content.data_ptr()]
+    if isinstance(content, dict):
+        return {key: _copies(value, made) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_copies(value, made) for value in content]
+    return content
 
 
 def latest_checkpoint(run: Path) -> Path | None:

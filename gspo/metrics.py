@@ -184,7 +184,11 @@ METRICS = [
     Metric("time/old_logprobs_s", "s", "seconds of these spent before the updates: old and reference log-probs"),
     Metric("time/diagnostics_s", "s", "seconds of these spent in metrics, the pass after the last update included"),
     Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
-    Metric("time/checkpoint_s", "s", "seconds spent in writing the previous checkpoint"),
+    Metric(
+        "time/checkpoint_s",
+        "s",
+        "seconds that the previous checkpoint kept the training waiting; it is written beside it",
+    ),
     Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
     Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
 ]

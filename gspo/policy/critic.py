@@ -51,9 +51,6 @@ class ValueHead(torch.nn.Module):
         hidden_BTH, self._hidden_BTH = self._hidden_BTH, None
         return self(hidden_BTH[:, :-1])
 
-    def save(self, folder: Path) -> None:
-        torch.save(self.state_dict(), folder / FILE)
-
     @staticmethod
     def open(model: PreTrainedModel, folder: Path | None) -> ValueHead:
         """A checkpoint's head, or a new one for the model."""

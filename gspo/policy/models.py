@@ -129,9 +129,14 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     return model, tokenizer
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A normal transformers folder: weights, config, tokenizer."""
-    model.save_pretrained(folder)
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """A normal transformers folder: weights (the model's own, or others for it), config, tokenizer."""
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 

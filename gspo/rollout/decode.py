@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from gspo.policy.policy import Policy
 
-GROWTH = 16  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
+GROWTH = 8  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
 Step = tuple[Tensor, Tensor | None]  # logits [R, V] of the next token; experts [R, fed positions, L, K] or None
 
 
@@ -74,7 +74,7 @@ class Decoder:
 
     def _grow(self) -> None:
         """More columns, in rows that lie as close together as before."""
-        more = max(GROWTH, self.filled // GROWTH)
+        more = max(GROWTH, self.filled // 32)
         self.room += more
         self.keys = [F.pad(x, (0, 0, 0, more)) for x in self.keys]
         self.values = [F.pad(x, (0, 0, 0, more)) for x in self.values]

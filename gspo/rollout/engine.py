@@ -23,7 +23,7 @@ from gspo.rollout.decode import Decoder, PlainDecoder
 from gspo.rollout.rows import Row, Sampling, further_rows, new_rows, to_response
 from gspo.seeding import uniforms
 
-LIVE_SHARE = 0.8  # rows are dropped from the cache once fewer than this share of them are unfinished
+LIVE_SHARE = 0.9  # rows are dropped from the cache once fewer than this share of them are unfinished
 
 
 def grouped(responses: list[Response], group_size: int) -> list[list[Response]]:
