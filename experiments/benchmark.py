@@ -13,6 +13,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gspo.benchmark.generate import compare_generation, generation_table
 from gspo.benchmark.measure import measure, table
 from gspo.benchmark.peer import compare
 from gspo.benchmark.scaling import measure_curves
@@ -40,6 +41,9 @@ def main(config: DictConfig) -> None:
     if command.peer == "none":
         record = measure(settings, command.batches)
         print(table(record))
+    elif command.peer == "transformers":
+        record = {"rounds": compare_generation(settings, command.rounds)}
+        print(generation_table(record["rounds"]))
     else:
         if not WORKLOADS[command.workload].peer:
             raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")

@@ -162,7 +162,7 @@ class BenchmarkCommand:
     """What experiments/benchmark.py takes."""
 
     workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe
-    peer: str = "none"  # trl: TRL beside us, in alternation (make setup-peer)
+    peer: str = "none"  # trl: TRL beside us, in alternation (make setup-peer); transformers: its `generate` alone
     batches: int = 5  # rollout batches that are timed, after one to warm up; medians of them are shown
     rounds: int = 5  # of TRL, ours like for like, ours at its best
     threads: int = 1
@@ -180,8 +180,8 @@ class BenchmarkCommand:
         for key in ("batches", "rounds", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
-        if self.peer not in ("none", "trl"):
-            raise ValueError(f"peer={self.peer!r}: choose none or trl")
+        if self.peer not in ("none", "trl", "transformers"):
+            raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
 
 
 @dataclass
