@@ -227,6 +227,8 @@ BAD = [
     ("+rollout.extend={5:10}", "rollout.extend="),
     ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
     ("policy.routing_replay=r4", "policy.routing_replay='r4'"),
+    ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
+    ("policy.old_pass=never", "policy.old_pass='never': choose one of auto, always"),
     ("policy.routing_replay=r3 model=tiny_dense", "policy.routing_replay=r3 needs an MoE model"),
     ("rollout.routes=true model=tiny_dense", "rollout.routes=True is not read with model=tiny_dense"),
     ("rollout.routes_floor=.9", "rollout.routes_floor=0.9 is not read with rollout.routes=false"),

@@ -16,6 +16,7 @@ import torch
 from conftest import small_policy
 from safetensors.torch import load_file
 from test_routing import other_family
+from transformers import GPT2Config, GPT2LMHeadModel
 from wandb.proto import wandb_internal_pb2 as pb
 
 from gspo.policy.models import TinyDense, save
@@ -296,4 +297,19 @@ def test_any_model_folder_can_be_trained_and_replay_needs_a_router(tmp_path):
     assert "routing/consistency_layer_1" in rows[2] and rows[2]["mismatch/logp_abs_max"] < 1e-4
     refused = train(tmp_path, *small, f"model.path={tmp_path / 'dense'}", "policy.routing_replay=r2")
     assert refused.returncode == 2 and "no router to replay" in refused.stderr
-    assert train(tmp_path, *small, f"model.path={tmp_path / 'dense'}").returncode == 0
+    mixed = ["policy.precision=bfloat16", "policy.checkpointing=true"]
+    done = train(tmp_path, *small, f"model.path={tmp_path / 'dense'}", *mixed)
+    assert done.returncode == 0 and "known architecture" not in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_an_unknown_architecture_is_trained_by_its_own_forward_which_is_said(tmp_path):
+    tokenizer = small_policy().tokenizer
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=tokenizer.eos_token_id)
+    save(GPT2LMHeadModel(config), tokenizer, tmp_path / "gpt2")
+    small = [o for o in SMALL if not o.startswith("model.")] + ["steps=2", "model=hf", "cold_start.steps=0"]
+    small.append(f"model.path={tmp_path / 'gpt2'}")
+    refused = train(tmp_path, *small, "policy.checkpointing=true")
+    assert refused.returncode == 2 and "policy.checkpointing=true" in refused.stderr
+    done = train(tmp_path, *small)
+    assert done.returncode == 0 and "GPT2LMHeadModel" in done.stderr and "known architecture" in done.stderr
