@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gspo.benchmark.generate import compare_generation, generation_table
 from gspo.benchmark.measure import measure, table
-from gspo.benchmark.peer import compare
+from gspo.benchmark.peer import Pairs, compare
 from gspo.benchmark.scaling import measure_curves
 from gspo.benchmark.workload import WORKLOADS, EvenText, made_folder
 from gspo.config import BenchmarkCommand, Settings, register_schemas, to_settings
@@ -48,9 +48,11 @@ def main(config: DictConfig) -> None:
         if not WORKLOADS[command.workload].peer:
             raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
         own = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("peer", "rounds", "out")]
-        pairs = compare(settings, own, command.rounds, command.batches)
-        print(pairs.table())
-        record = {"rounds": pairs.rounds}
+        record = {"rounds": []}
+        for measured in compare(settings, own, command.rounds, command.batches):
+            record["rounds"].append(measured)
+            write(record | {"threads": command.threads}, out)
+        print(Pairs(record["rounds"]).table())
     write(record | {"threads": command.threads}, out)
     if not command.out:
         print(f"numbers in {out}")

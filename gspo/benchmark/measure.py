@@ -1,7 +1,6 @@
 """What a step of the real trainer costs: seconds by phase, tokens and sequences per second, share of matmul peak.
 
-FLOPs are useful ones: real tokens only, a prompt once per group while sampling, causal attention, a backward pass as
-two forwards. The peak is that of a large matrix product, measured in the same process before and after the steps.
+FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards. The peak is that of a large matrix product, measured in the same process before and after the steps.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def row(
     lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in rollout.responses])
     prompts = torch.tensor([len(group[0].prompt_ids) for group in rollout.groups])
     repeated = torch.tensor([len(r.prompt_ids) for r in rollout.responses])
-    forward = policy.forward_flops(lengths)
+    forward = policy.forward_flops(lengths) - policy.forward_flops(repeated) + policy.forward_flops(prompts)
     return {
         "rollout_s": metrics["time/rollout_s"],
         "scoring_s": metrics["time/score_s"],
@@ -78,7 +77,7 @@ def row(
         "diagnostics_s": diagnosing,
         "tracking_s": tracking,
         "total_s": total,
-        "rollout_flops": forward - policy.forward_flops(repeated) + policy.forward_flops(prompts),
+        "rollout_flops": forward,
         "old_logprobs_flops": 0.0 if trainer.engine_knows else forward,
         "update_flops": 3 * forward,
         "tokens": sum(len(r.token_ids) for r in rollout.responses),

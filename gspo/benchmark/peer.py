@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -54,25 +55,24 @@ class Pairs:
         return "\n".join(lines)
 
 
-def compare(settings: Settings, arguments: list[str], rounds: int, batches: int) -> Pairs:
-    """Run the arms in turn, `rounds` times. `arguments` are this command's, without its peer. Raises ValueError if the
-    peer's environment is not there."""
+def compare(settings: Settings, arguments: list[str], rounds: int, batches: int) -> Iterator[dict[str, dict]]:
+    """Run the arms in turn, `rounds` times; gives the measurements of every round as soon as they are there.
+    `arguments` are this command's, without its peer. Raises ValueError if the peer's environment is not there."""
     if not PYTHON.exists():
         raise ValueError("peer=trl: its environment is not there; make it with `make setup-peer`")
     os.environ |= {"OMP_NUM_THREADS": str(settings.threads or os.cpu_count())}
     if hasattr(os, "sched_setaffinity") and settings.threads:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-settings.threads :])
-    measured = []
     with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(ARMS), disable=None) as bar:
         for _ in range(rounds):
-            measured.append({})
+            measured = {}
             for arm, override in ARMS.items():
                 bar.set_description(arm)
                 out = Path(folder) / "record.json"
                 peer = trl(settings, batches, Path(folder), out)
-                measured[-1][arm] = record_of(peer if override is None else ours(arguments, override, out), arm, out)
+                measured[arm] = record_of(peer if override is None else ours(arguments, override, out), arm, out)
                 bar.update()
-    return Pairs(measured)
+            yield measured
 
 
 def record_of(command: list[str], arm: str, out: Path) -> dict:
