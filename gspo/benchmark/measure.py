@@ -1,6 +1,7 @@
 """What a step of the real trainer costs: seconds by phase, tokens and sequences per second, share of matmul peak.
 
-FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards. The peak is that of a large matrix product, measured in the same process before and after the steps.
+FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards.
+The peak is that of a large matrix product, measured in the same process before and after the steps.
 """
 
 from __future__ import annotations
