@@ -47,6 +47,8 @@ def main(config: DictConfig) -> None:
     else:
         if not WORKLOADS[command.workload].peer:
             raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
+        if command.set or {"micro_batch_size", "batch_rows"} & command.size.keys():
+            raise ValueError("peer=trl: +set... and +size.micro_batch_size, batch_rows would change our side alone")
         own = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("peer", "rounds", "out")]
         record = {"rounds": []}
         for measured in compare(settings, own, command.rounds, command.batches):

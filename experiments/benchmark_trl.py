@@ -80,7 +80,7 @@ def configuration(folder: str) -> GRPOConfig:
         lr_scheduler_type="constant_with_warmup", warmup_steps=optim["warmup_updates"], adam_beta1=optim["beta1"],
         adam_beta2=optim["beta2"], adam_epsilon=optim["eps"], weight_decay=0.0, max_grad_norm=optim["max_grad_norm"],
         report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True, use_vllm=False,
-        dataloader_num_workers=0, dataloader_pin_memory=False,
+        router_aux_loss_coef=0.0, dataloader_num_workers=0, dataloader_pin_memory=False,
     )  # fmt: skip
 
 

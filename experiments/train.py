@@ -159,6 +159,7 @@ def train(settings: Settings, folder: Path, trainer: Trainer, tracker: Tracker, 
             progress(step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0))
 
     def checkpoint(step: int, last: bool) -> None:
+        writer.check()
         if last or step % settings.checkpoint.every == 0:
             trainer.state.source, held = trainer.source.state(), trainer.source.held()
             started = time.perf_counter()

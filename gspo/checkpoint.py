@@ -9,6 +9,7 @@ checkpoints/latest         the name of the newest whole one
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from gspo.policy.policy import Policy
 from gspo.reward_shaping import RunningMoments
 from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Snapshot:
 
 class CheckpointWriter:
     """Writes the checkpoints of a run beside the training. At most one is being written; what went wrong with it is
-    raised by the next `save` or by `close`."""
+    raised by the next `check`, `save` or `wait`."""
 
     def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
         self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
@@ -129,6 +132,11 @@ class CheckpointWriter:
             for old in sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)[: -self.keep]:
                 shutil.rmtree(old)
 
+    def check(self) -> None:
+        """Raises what the writing of the last checkpoint raised, if it has ended already."""
+        if self.writing and self.writing.done():
+            self.wait()
+
     def wait(self) -> None:
         """Until the checkpoint that is being written is whole. Raises what its writing raised."""
         writing, self.writing = self.writing, None
@@ -136,19 +144,21 @@ class CheckpointWriter:
             writing.result()
 
     def close(self) -> None:
-        """As `wait`, and there will be no further one."""
+        """Until it is whole, and there will be no further one. Raises nothing: another error may be on its way."""
         self.thread.shutdown()
-        self.wait()
+        if self.writing and self.writing.exception():
+            log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
 
 
-def _copies(content: Any, made: dict[int, Tensor] | None = None) -> Any:
+def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
     """Nested dicts and lists with copies of their tensors on the CPU; a tensor that occurs twice (tied weights) is
     copied once."""
     made = {} if made is None else made
     if isinstance(content, Tensor):
-        if content.data_ptr() not in made or not content.numel():
-            made[content.data_ptr()] = content.detach().to("cpu", copy=True)
-        return made[content.data_ptr()]
+        place = (content.data_ptr(), content.shape, content.stride())
+        if place not in made or not content.numel():
+            made[place] = content.detach().to("cpu", copy=True)
+        return made[place]
     if isinstance(content, dict):
         return {key: _copies(value, made) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -235,7 +235,9 @@ class Trainer:
     def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:
         """What the update's forward pass tells for free; in the first mini-batch it is a pass under the old policy."""
         if self.engine_knows and minibatch == 1:
-            self.compare(replace(micro, old_logp_BT=output.logp_BT, experts_BSLK=output.experts_BSLK), tally)
+            sampled_BT = micro.attention_BS[:, micro.prompt_width :]  # all that was sampled, trained on or not
+            own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": sampled_BT}
+            self.compare(replace(micro, **own), tally)
         diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, tally)
         diagnostics.entropy(output.entropy_BT, micro, tally)
         if output.experts_BSLK is not None:

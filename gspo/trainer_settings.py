@@ -60,7 +60,8 @@ class PolicySettings:
     #            | engine: as the engine reported. The first two differ where responses are older than the step.
     old_logprobs: str = "step_start"
     # auto: no pass over the batch before the updates where the engine has just computed the same, with the trainer's
-    # own weights, in its precision (see Trainer.engine_knows); always: one in any case. Results differ by rounding.
+    # own weights, in its precision (Trainer.engine_knows); its experts are recorded for that. always: one in any case.
+    # Results differ by rounding; mismatch/* and routing/engine_agreement are those of the first mini-batch with auto.
     old_pass: str = "auto"
     device: str = "auto"  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32

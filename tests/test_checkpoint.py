@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert t.policy.model.config.tie_word_embeddings
     writer = CheckpointWriter(tmp_path, t.policy, t.optimizer, 2, "hash")
     writer.save(t.state)
-    writer.close()
+    writer.wait()
     stored = load_file(latest_checkpoint(tmp_path) / "model.safetensors")
     assert sum(x.numel() for x in stored.values()) == sum(p.numel() for p in t.policy.model.parameters())
 
@@ -73,6 +74,8 @@ def test_what_fails_beside_the_training_is_raised_and_the_last_whole_one_stays(t
     steps(t, 1)
     writer.save(t.state)
     with pytest.raises(OSError, match="No space left"):
-        writer.save(t.state)
+        for _ in range(200):  # as soon as a step finds out
+            writer.check()
+            time.sleep(0.01)
     assert latest_checkpoint(tmp_path).name == "step_000000"
     writer.close()

@@ -98,6 +98,14 @@ def test_what_the_engine_knows_replaces_the_pass_under_the_old_policy(model, rep
             assert without["routing/engine_agreement"] == 1
 
 
+def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
+    rollout = RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=6)
+    for seed in range(1, 5):  # with micro-batches of truncated responses alone
+        t = trainer(GSPO(), old_pass="auto", mask_truncated=True, seed=seed, micro_batch_size=4, rollout=rollout)
+        metrics = steps(t, 1)[0]
+        assert metrics["filter/truncated"] > 0.3 and metrics["mismatch/logp_abs_max"] < 1e-5
+
+
 @pytest.mark.parametrize(
     "more",
     [

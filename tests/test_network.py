@@ -198,7 +198,7 @@ def test_kernels_against_their_plain_forms():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_in_chunks_are_those_of_all_logits_at_once(monkeypatch, temperature):
-    monkeypatch.setattr(kernels, "CHUNK", 50)  # two tokens of 25
+    monkeypatch.setattr(kernels, "CHUNK", {"cpu": 50})  # two tokens of 25
     x, weight = torch.randn(9, 6, requires_grad=True), torch.randn(25, 6, requires_grad=True)
     taken = torch.randint(0, 25, (9,))
     logits = x @ weight.t() / temperature
@@ -216,7 +216,7 @@ def test_log_probs_in_chunks_are_those_of_all_logits_at_once(monkeypatch, temper
 
 def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
     """The largest tensor alive at once while 2,000 tokens meet a vocabulary of 5,000 is a chunk, not 40 MB."""
-    monkeypatch.setattr(kernels, "CHUNK", 1 << 17)
+    monkeypatch.setattr(kernels, "CHUNK", {"cpu": 1 << 17})
     x, weight = torch.randn(2000, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     largest = 0
 
@@ -336,3 +336,14 @@ def test_three_steps_are_those_of_the_plain_path(replay):
         for name in plain.keys() & fast.keys():
             if not name.startswith(("time/", "throughput/", "compute/", "mismatch/", "kl/")):
                 assert fast[name] == pytest.approx(plain[name], rel=2e-3, abs=2e-5), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "olmoe"])
+def test_a_rounded_pass_without_gradient_is_that_with_gradient(family):
+    """Else the ratio to pi_old would not start at 1: norms must round at the same places."""
+    policy = made(*FAMILIES[family])
+    batch = batch_of(policy, sample(policy))
+    policy.precision = torch.bfloat16
+    with torch.no_grad():
+        old = policy.forward(batch).logp_BT
+    assert torch.equal(policy.forward(batch).logp_BT, old)

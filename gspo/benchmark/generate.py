@@ -20,7 +20,9 @@ def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[s
         torch.set_num_threads(settings.threads)
     kind, rollout = getattr(torch, settings.rollout.dtype), settings.rollout
     model, tokenizer = opened(settings, None)
-    policy = Policy(model.requires_grad_(False).to(kind), tokenizer)
+    policy = Policy(model, tokenizer)
+    policy = policy if kind == torch.float32 else policy.copy(kind)
+    policy.model.requires_grad_(False)
     engine = LocalEngine(policy, rollout.batch_rows, kind)
     problems = [settings.task.problem(settings.seed, "train", i) for i in range(rollout.prompts_per_step)]
     measured = []

@@ -21,7 +21,8 @@ from gspo.config import Settings
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peer" / "bin" / "python"
-# ours like for like recomputes the old log-probs as TRL does; ours at its best leaves that pass out where it is exact
+# ours like for like recomputes the old log-probs as TRL does; ours at its best leaves that pass out where it is exact.
+# Both leave out the backward pass of groups without signal, whose gradient is exactly 0: `zero_variance` in the records
 ARMS = {"trl": None, "like for like": "policy.old_pass=always", "best": "policy.old_pass=auto"}
 COMPARED = ("total_s", "rollout_s", "train_s", "peak_memory_mib")
 

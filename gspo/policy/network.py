@@ -182,7 +182,8 @@ def experts(
     flat = experts_NK.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-    ends_E = torch.bincount(flat, minlength=own.num_experts).cumsum(0, dtype=torch.int32)
+    counts_E = flat.new_zeros(own.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows = ToExperts.apply(h_NW, order, places, top_k)
     inner = swiglu(_grouped(rows, up, ends_E))
     out = _grouped(inner, down, ends_E)

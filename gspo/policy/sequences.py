@@ -179,7 +179,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     """[rows, columns, heads, D] each; the result as a flat list. Without mask: causal."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.to(q.dtype)
-    mixed = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # of the fused kernels there only flash takes heads that share keys, and it takes neither a mask nor float32
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        shared = 1
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1)
     return mixed.transpose(1, 2).flatten(0, 1)

@@ -152,7 +152,7 @@ class LocalEngine(Engine):
     ) -> None:
         """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
         with self.sampler.network.frozen() if self.sampler.network else nullcontext():
-            taken = Taken(rows, record_experts and self.sampler.routing.layers > 0)
+            taken = Taken(rows, record_experts and self.sampler.routing.layers > 0, self.sampler.device)
             for running_R in self._decode(taken, group_size, sampling, seed):
                 ended(taken.hand_over(running_R))
 
@@ -189,13 +189,13 @@ class LocalEngine(Engine):
 class Taken:
     """What the rows of a call were given, as tensors until its end."""
 
-    def __init__(self, rows: list[Row], keep_experts: bool):
+    def __init__(self, rows: list[Row], keep_experts: bool, device: torch.device):
         self.rows, self.keep_experts = rows, keep_experts
         longest = max(row.limit for row in rows)
         self.handed_over = torch.zeros(len(rows), dtype=torch.bool)
-        self.tokens_RT = torch.zeros(len(rows), longest, dtype=torch.int64)
-        self.logp_RT = torch.zeros(len(rows), longest)
-        self.lengths_R = torch.zeros(len(rows), dtype=torch.int64)
+        self.tokens_RT = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
+        self.logp_RT = torch.zeros(len(rows), longest, device=device)
+        self.lengths_R = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.prompt_experts: Tensor | None = None  # [R, prompt, L, K]
         self.experts_RTLK: Tensor | None = None  # of the passes that were fed the tokens
 
@@ -203,11 +203,10 @@ class Taken:
         self, t: int, live_R: Tensor, running_R: Tensor, tokens_R: Tensor, logp_R: Tensor, experts: Tensor | None
     ) -> None:
         """The t-th token of the live rows; only the running ones grow. `experts` are those of the pass before it."""
-        live_R = live_R.cpu()
-        self.tokens_RT[live_R, t], self.logp_RT[live_R, t] = tokens_R.cpu(), logp_R.cpu()
-        self.lengths_R[live_R] += running_R.cpu()
+        self.tokens_RT[live_R, t], self.logp_RT[live_R, t] = tokens_R, logp_R
+        self.lengths_R[live_R] += running_R
         if self.keep_experts:
-            experts = experts.to("cpu", torch.int16)
+            experts = experts.to(torch.int16)
             if t == 0:
                 self.prompt_experts = experts
                 self.experts_RTLK = experts.new_empty(*self.tokens_RT.shape, *experts.shape[2:])
@@ -219,13 +218,17 @@ class Taken:
         ended_R = ~self.handed_over
         ended_R[running_R.cpu()] = False
         self.handed_over |= ended_R
-        which = ended_R.nonzero().squeeze(-1).tolist()
-        for r in which:
-            row, length = self.rows[r], int(self.lengths_R[r])
-            row.token_ids, row.logprobs = self.tokens_RT[r, :length].tolist(), self.logp_RT[r, :length].tolist()
+        which = ended_R.nonzero().squeeze(-1)
+        here = which.to(self.tokens_RT.device)
+        tokens, logp = self.tokens_RT[here].tolist(), self.logp_RT[here].tolist()
+        lengths, which = self.lengths_R[here].tolist(), which.tolist()
+        if self.keep_experts:
+            prompts, fed = self.prompt_experts[here].cpu().numpy(), self.experts_RTLK[here].cpu().numpy()
+        for i, (r, length) in enumerate(zip(which, lengths, strict=True)):
+            row = self.rows[r]
+            row.token_ids, row.logprobs = tokens[i][:length], logp[i][:length]
             if self.keep_experts:
-                prompt = self.prompt_experts[r, : len(row.prefix_ids)]
-                row.experts = [prompt.numpy(), self.experts_RTLK[r, : length - 1].numpy()]
+                row.experts = [prompts[i, : len(row.prefix_ids)], fed[i, : length - 1]]
         return which
 
 

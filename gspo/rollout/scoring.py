@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from gspo.records import Problem, Response
 from gspo.rollout.engine import Engine
@@ -62,26 +63,56 @@ def scored_chunks(
     """The same chunk by chunk, in order. `chunk` is a number of problems; by default as many as the engine samples at
     once, which changes neither what it computes nor how fast. An exception of a verifier is raised here."""
     chunk, seconds = chunk or at_once(engine, samples), seconds or Seconds()
-    before: list[Future[None]] = []
-    waiting: Groups = []
-    with ThreadPoolExecutor(1, thread_name_prefix="scoring") as thread:
+    before, waiting = None, []
+    thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+    try:
         for start in range(0, len(problems), chunk):
-            started = time.perf_counter()
+            started, grading = time.perf_counter(), Grading(thread, task, seconds)
             some = problems[start : start + chunk]
-            grading: list[Future[None]] = []
-
-            def grade(responses: list[Response], grading: list[Future[None]] = grading) -> None:
-                grading.append(thread.submit(_score, task, responses, seconds))
-
-            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts, grade)
+            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts, grading.add)
             seconds.sampling += time.perf_counter() - started
-            if waiting:
-                _wait(before, seconds)
+            if before:
+                before.wait()
                 yield waiting
             before, waiting = grading, groups
-        if waiting:
-            _wait(before, seconds)
+        if before:
+            before.wait()
             yield waiting
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+class Grading:
+    """The grading of one chunk: whatever has ended while the verifiers were busy is their next batch."""
+
+    def __init__(self, thread: ThreadPoolExecutor, task: Task, seconds: Seconds):
+        self.thread, self.task, self.seconds = thread, task, seconds
+        self.ended: SimpleQueue[Response] = SimpleQueue()
+        self.futures: list[Future[None]] = []
+
+    def add(self, responses: list[Response]) -> None:
+        """Responses that have ended, from the sampling thread."""
+        for response in responses:
+            self.ended.put(response)
+        self.futures.append(self.thread.submit(self._grade))
+
+    def _grade(self) -> None:
+        batch = []
+        while not self.ended.empty():  # this thread alone takes from it
+            batch.append(self.ended.get())
+        if batch:
+            started = time.perf_counter()
+            score(self.task, batch)
+            self.seconds.scoring += time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Until all is graded. Raises what a verifier raised."""
+        started = time.perf_counter()
+        try:
+            for future in self.futures:
+                future.result()
+        finally:
+            self.seconds.waited += time.perf_counter() - started
 
 
 def at_once(engine: Engine, samples: int) -> int:
@@ -94,18 +125,3 @@ def score(task: Task, responses: list[Response]) -> None:
     scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for r in responses])
     for response, verdict in zip(responses, scores, strict=True):
         response.score = verdict
-
-
-def _score(task: Task, responses: list[Response], seconds: Seconds) -> None:
-    started = time.perf_counter()
-    score(task, responses)
-    seconds.scoring += time.perf_counter() - started
-
-
-def _wait(grading: list[Future[None]], seconds: Seconds) -> None:
-    started = time.perf_counter()
-    try:
-        for future in grading:
-            future.result()
-    finally:
-        seconds.waited += time.perf_counter() - started
