@@ -3,15 +3,16 @@
 Floors, from the top; a module imports its own floor's helpers and the floors below (tests/test_layers.py):
 
     config, checks, runs                         the settings tree, what it refuses, a run's directory; they know Hydra
+    benchmark/                                   workloads, what a step costs, TRL beside it, scaling curves
     assembly                                     the parts of a run put together
     trainer, trainer_settings, cold_start        the loop, the step, the update; the supervised start
     checkpoint, tracking, evaluation, compute    what is kept, what is shown, held-out problems, what a step cost
     evaluation_files                             an evaluation's folder: resumable, responses kept
-    policy/, rollout/                            models, routing record and replay, critic; engines, sources, samplers
+    policy/, rollout/                            models, our forward, routing, critic; engines, sources, samplers
     peers/                                       the settings of other frameworks in terms of these, for parity
     objectives/, aggregation, terms              the loss of every token, of a batch, and its addends
     reward_shaping, advantages, kl, corrections, credit    from rewards to the advantage of every token
-    batch, masked, diagnostics                   responses as tensors; sums under a mask; metrics
+    batch, masked, diagnostics, tally            responses as tensors; sums under a mask; metrics
     estimates, elo                               what a score is worth: avg@k, pass@k, maj@k, ratings; no torch
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
     records, seeding, metrics                    no torch: the words everybody shares

@@ -31,7 +31,7 @@ class Curve:
 
 
 CURVES = (
-    Curve("response tokens", "new_tokens", (64, 128, 256, 512, 1024, 2048), {}),
+    Curve("response tokens", "new_tokens", (64, 128, 256, 512, 1024, 2048), {"prompts": 4}),
     Curve("responses per batch", "prompts", (4, 8, 16, 32, 64), {}),
     Curve("hidden width", "hidden", (32, 64, 128, 256, 512), {"new_tokens": 64}),
     Curve("experts", "experts", (4, 8, 16, 32, 64), {}),
@@ -50,7 +50,7 @@ def measure_curves(threads: list[int], runs: str) -> list[dict]:
             if curve.key == "hidden":
                 sizes["width"] = value // 2
             changes = [f"+size.{key}={size}" for key, size in sizes.items()]
-            command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=2"]
+            command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=1"]
             done = subprocess.run(
                 [*command, f"threads={count}", f"runs={runs}", f"out={out}", *changes],
                 capture_output=True,
