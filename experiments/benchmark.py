@@ -69,7 +69,10 @@ def write(record: dict, out: Path) -> None:
 def draw_curves(command: BenchmarkCommand) -> None:
     """Measure the scaling curves and draw them."""
     out = Path(command.out or Path(command.runs) / "benchmarks" / "scaling.json")
-    write({"points": measure_curves([1, 2], command.runs)}, out)
+    points = []
+    for point in measure_curves([1, 2], command.runs):
+        points.append(point)
+        write({"points": points}, out)
     subprocess.run([sys.executable, str(ROOT / "analysis" / "fig_scaling.py"), str(out)], check=True)
 
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,9 @@ CURVES = (
 )
 
 
-def measure_curves(threads: list[int], runs: str) -> list[dict]:
-    """A record per curve, value and number of threads. Raises RuntimeError if a point fails."""
+def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
+    """A record per curve, value and number of threads, as soon as it is there. Raises RuntimeError if a point fails."""
     points = [(curve, value, count) for count in threads for curve in CURVES for value in curve.values]
-    records = []
     with tempfile.TemporaryDirectory() as folder, tqdm(points, disable=None, unit="point") as bar:
         for curve, value, count in bar:
             bar.set_description(f"{curve.label} {value}, {count} thread{'s' * (count > 1)}")
@@ -61,5 +61,4 @@ def measure_curves(threads: list[int], runs: str) -> list[dict]:
                 raise RuntimeError(f"{curve.label} {value} failed:\n{done.stderr[-2000:]}")
             record = json.loads(out.read_text())
             x = value * BASE["group_size"] if curve.key == "prompts" else value
-            records.append({"curve": curve.label, "x": x, "threads": count} | {key: record[key] for key in KEPT})
-    return records
+            yield {"curve": curve.label, "x": x, "threads": count} | {key: record[key] for key in KEPT}
