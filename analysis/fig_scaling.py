@@ -1,6 +1,6 @@
 """Scaling: what does a training step cost against response length, batch, model width and number of experts?
 
-    python experiments/benchmark.py curves=true                 measures (eight minutes on 2 cores) and draws
+    python experiments/benchmark.py curves=true                 measures and draws
     python analysis/fig_scaling.py runs/benchmarks/scaling.json
 
 Expected: seconds grow as the tokens do, so seconds per token stay level, until attention shows at the longest

@@ -7,8 +7,8 @@ in their attention alone:
     h = norm(x)    q, k, v = W h    q, k = rotate(norm(q)), rotate(norm(k))    x += W_o attend(q, k, v)
     h = norm(x)    x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
 
-Other architectures run through their own forward. Before it is used the network is compared with
-the model's own forward on a few tokens: a model that computes otherwise is not known, whatever its name.
+Other architectures run through their own forward. Before it is used the network is compared with the model's own
+forward on a few tokens: a model that computes otherwise is not known, whatever its name.
 
 Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, L MoE layers, K experts
 per token, E experts.
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from gspo.batch import NOT_RECORDED
 from gspo.policy.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
 from gspo.policy.routing import gate_weights
+from gspo.policy.sequences import attention
 
 FAMILIES = (
     "Qwen3ForCausalLM",
@@ -215,9 +216,7 @@ def _sparse(layer: nn.Module) -> bool:
 
 def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
     """Attention within one sequence."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return mixed[0].transpose(0, 1)
+    return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
 
 
 def known(model: PreTrainedModel) -> bool:

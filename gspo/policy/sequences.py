@@ -94,7 +94,7 @@ class Sequences:
         """Causal attention of every row; what stands to the right of one is computed and never looked at."""
         sizes = [rows * columns for rows, columns in self.rectangles]
         parts = zip(self.rectangles, q_NHD.split(sizes), k_NJD.split(sizes), v_NJD.split(sizes), strict=True)
-        mixed = [_attention(*(x.unflatten(0, shape) for x in qkv)) for shape, *qkv in parts]
+        mixed = [attention(*(x.unflatten(0, shape) for x in qkv)) for shape, *qkv in parts]
         return torch.cat(mixed)
 
     def flat(self, x_BSLK: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class SharedPrompts(Sequences):
         q_parts = q_NHD.split([rows * columns for rows, columns in self.rectangles])
         prompts, count = self.rectangles[0], len(q_parts[0])
         own = (x.unflatten(0, prompts) for x in (q_parts[0], k_NJD[:count], v_NJD[:count]))
-        mixed = [_attention(*own)]
+        mixed = [attention(*own)]
         if self.keys is not None:
             sizes = [rows * columns for (rows, columns), _ in self.buckets]
             keys, values = (x.index_select(0, self.keys).split(sizes) for x in (k_NJD, v_NJD))
@@ -160,7 +160,7 @@ class SharedPrompts(Sequences):
                 self.buckets, self.rectangles[1:], q_parts[1:], keys, values, strict=True
             ):
                 parts = q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape)
-                mixed.append(_attention(*parts, mask))
+                mixed.append(attention(*parts, mask))
         return torch.cat(mixed)
 
 
@@ -175,7 +175,7 @@ def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
     return found
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """[rows, columns, heads, D] each; the result as a flat list. Without mask: causal."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.to(q.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gspo.policy.policy import Policy
+from gspo.policy.sequences import attention
 
 GROWTH = 8  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
 Step = tuple[Tensor, Tensor | None]  # logits [R, V] of the next token; experts [R, fed positions, L, K] or None
@@ -80,13 +81,12 @@ class Decoder:
         self.values = [F.pad(x, (0, 0, 0, more)) for x in self.values]
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q_NHD, k_NJD, v_NJD))
-        for states, new in ((self.keys, k), (self.values, v)):
+        q, k, v = (x.unflatten(0, self.shape) for x in (q_NHD, k_NJD, v_NJD))
+        for states, new in ((self.keys, k.transpose(1, 2)), (self.values, v.transpose(1, 2))):
             prompts, heads, _, dim = new.shape
             states.append(new.new_empty(prompts * self.group_size, heads, self.room, dim))
             states[layer][:, :, : self.prompt] = new.repeat_interleave(self.group_size, 0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return mixed.transpose(1, 2).flatten(0, 1)
+        return attention(q, k, v)
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
         keys, values = self.keys[layer], self.values[layer]
