@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from gspo.objectives import GSPO
-from gspo.policy import kernels, network, sequences
+from gspo.policy import kernels, network, sequences, weights
 from gspo.policy.policy import Policy
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
@@ -40,6 +40,7 @@ FAMILIES = {
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama3_rope": (
         LlamaForCausalLM,
         LlamaConfig,
@@ -100,12 +101,19 @@ def test_log_probs_entropy_experts_and_every_gradient_are_those_of_the_model_its
         torch.testing.assert_close(ours_grad[name], grad, atol=2e-5 * float(grad.abs().max()) + 1e-9, rtol=1e-3)
 
 
-def test_sampling_is_that_of_the_model_itself(policy):
-    """Prompts of several lengths, responses that end at different steps: cache growth, dropped rows, masks."""
+@pytest.mark.parametrize("blocks", [False, True])
+def test_sampling_and_scoring_are_those_of_the_model_itself(policy, blocks, monkeypatch):
+    """Prompts of several lengths, responses that end at different steps: cache growth, dropped rows, masks. With
+    `blocks` every matrix is prepared as large ones are."""
+    if blocks:
+        monkeypatch.setattr(weights, "LARGE", 1)
+        monkeypatch.setattr(weights, "FEW", 0)
+        with policy.network.frozen(copy_experts=True):
+            assert all(by.experts if hasattr(layer.mlp, "experts") else by.down for layer, by in layers(policy))
     engine, sampling = LocalEngine(policy), Sampling(1.0, 60)
     record = policy.routing.layers > 0
     ours = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
-    policy.network = None
+    own, policy.network = policy.network, None
     theirs = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
     lengths = set()
     for a, b in zip((r for g in ours for r in g), (r for g in theirs for r in g), strict=True):
@@ -116,6 +124,14 @@ def test_sampling_is_that_of_the_model_itself(policy):
             assert a.experts.shape == (len(a.prompt_ids) + len(a.token_ids) - 1, *b.experts.shape[1:])
             assert (a.experts == b.experts).all()
     assert len(lengths) > 3, "responses should end at different steps"
+    batch = batch_of(policy, [r for group in ours for r in group])
+    theirs = policy.score(batch, 4).logp_BT[batch.mask_BT]
+    policy.network = own
+    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], theirs, atol=1e-5, rtol=1e-5)
+
+
+def layers(policy: Policy):
+    return zip(policy.network.body.layers, policy.network._frozen, strict=True)
 
 
 def test_gradient_checkpointing_changes_no_gradient_also_under_a_replay():

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,7 @@ from gspo.batch import NOT_RECORDED
 from gspo.policy.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
 from gspo.policy.routing import gate_weights
 from gspo.policy.sequences import attention
+from gspo.policy.weights import Prepared, Product, prepared
 
 FAMILIES = (
     "Qwen3ForCausalLM",
@@ -40,19 +40,8 @@ FAMILIES = (
     "MixtralForCausalLM",
 )
 PROBE_TOKENS = 12
-FEW = 1 << 22  # tokens times weights of all experts, below which sorting costs more than computing all of them
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD, v_NJD) -> mixed_NHD
-
-
-@dataclass
-class Projection:
-    """q, k and v of a layer as one matrix product."""
-
-    weight: Tensor  # [(H + 2 J) D, W]
-    bias: Tensor | None
-    norms: tuple[Tensor, ...]  # weights of q's and k's norm: one for both by head, [H + J, D]; one each over all heads
-    all_down: Tensor | None = None  # the experts' last matrices side by side, [E I, W], where a few tokens see them all
 
 
 class Network:
@@ -61,21 +50,18 @@ class Network:
     def __init__(self, model: PreTrainedModel, checkpointing: bool = False):
         self.body, self.head = model.model, model.lm_head.weight
         self.checkpointing = checkpointing  # keep the inputs of the layers only, and compute the rest again in backward
-        self._projections: list[Projection] | None = None
+        self._frozen: list[Prepared] | None = None
         self._turns = torch.empty(0, 0)
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Within: the weights do not change, and there is no gradient."""
+    def frozen(self, copy_experts: bool = False) -> Iterator[None]:
+        """Within: the weights do not change, and there is no gradient. `copy_experts`: it will go on for long."""
         with torch.no_grad():
-            self._projections = [_projection(layer.self_attn) for layer in self.body.layers]
-            for layer, projection in zip(self.body.layers, self._projections, strict=True):
-                if _sparse(layer) and layer.mlp.experts.gate_up_proj.numel() < FEW and self.head.device.type == "cpu":
-                    projection.all_down = layer.mlp.experts.down_proj.transpose(1, 2).flatten(0, 1)
+            self._frozen = [prepared(layer, True, copy_experts) for layer in self.body.layers]
             try:
                 yield
             finally:
-                self._projections = None
+                self._frozen = None
 
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
@@ -99,15 +85,14 @@ class Network:
     def _layer(
         self, i: int, layer: nn.Module, x_NW: Tensor, turn: Tensor, attend: Attend, replay_NK: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        projection = self._projections[i] if self._projections else _projection(layer.self_attn)
-        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, projection, _norm(layer.input_layernorm, x_NW), turn)
-        x_NW = x_NW + layer.self_attn.o_proj(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
+        by = self._frozen[i] if self._frozen else prepared(layer, freeze=False)
+        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, by, _norm(layer.input_layernorm, x_NW), turn)
+        x_NW = x_NW + by.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
         h_NW = _norm(layer.post_attention_layernorm, x_NW)
         if not _sparse(layer):
-            mlp = layer.mlp
-            return x_NW + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NW)) * mlp.up_proj(h_NW)), None
+            return x_NW + (layer.mlp(h_NW) if by.down is None else by.down(swiglu(by.gate_up(h_NW)))), None
         weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
-        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, projection.all_down), own_NK
+        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, by), own_NK
 
     @torch.no_grad()
     def _turn(self, longest: int, device: torch.device) -> Tensor:
@@ -120,29 +105,11 @@ class Network:
         return self._turns
 
 
-def _projection(attention: nn.Module) -> Projection:
-    """transformers lays out the halves of a head that turn together one after the other; taking the rows of q's and k's
-    weights in another order puts the pairs side by side, and leaves their scores as they are."""
-    dim = attention.head_dim
-    parts = [(attention.q_proj, True), (attention.k_proj, True), (attention.v_proj, False)]
-    weight = torch.cat([_interleaved(part.weight, dim) if turned else part.weight for part, turned in parts])
-    bias = None
-    if attention.q_proj.bias is not None:
-        bias = torch.cat([_interleaved(part.bias, dim) if turned else part.bias for part, turned in parts])
-    norms = ()
-    if getattr(attention, "q_norm", None) is not None:
-        norms = tuple(_interleaved(norm.weight, dim) for norm in (attention.q_norm, attention.k_norm))
-        if norms[0].numel() == dim:
-            counts = [part.out_features // dim for part in (attention.q_proj, attention.k_proj)]
-            norms = (torch.cat([w.expand(count, dim) for w, count in zip(norms, counts, strict=True)]),)
-    return Projection(weight, bias, norms)
-
-
-def heads(attention: nn.Module, by: Projection, h_NW: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads(attention: nn.Module, by: Prepared, h_NW: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v by head; q and k normalised, by head or over all heads where the family does so, and rotated."""
     dim = attention.head_dim
     q_width, k_width = attention.q_proj.out_features, attention.k_proj.out_features
-    qk, v = F.linear(h_NW, by.weight, by.bias).split((q_width + k_width, k_width), -1)
+    qk, v = by.qkv(h_NW).split((q_width + k_width, k_width), -1)
     if len(by.norms) == 2:
         pairs = zip(qk.split((q_width, k_width), -1), by.norms, strict=True)
         qk = torch.cat([rms_norm(x, w, attention.q_norm.variance_epsilon) for x, w in pairs], -1)
@@ -151,11 +118,6 @@ def heads(attention: nn.Module, by: Projection, h_NW: Tensor, turn: Tensor) -> t
         qk = rms_norm(qk, by.norms[0], attention.q_norm.variance_epsilon)
     q, k = rotate(qk, turn).split((q_width // dim, k_width // dim), 1)
     return q, k, v.unflatten(-1, (-1, dim))
-
-
-def _interleaved(x: Tensor, dim: int) -> Tensor:
-    """Rows 0, D/2, 1, D/2 + 1, ... of every head."""
-    return x.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,25 +131,25 @@ def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Te
     return gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK, own_NK
 
 
-def experts(
-    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, all_down: Tensor | None = None
-) -> Tensor:
+def experts(own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, by: Prepared) -> Tensor:
     """sum_k w_k W_down silu(W_gate h) * W_up h with the weights of the token's k-th expert. Tokens are sorted by
     expert, so that each expert is one matrix product, and no token is computed for an expert that it does not go to."""
     device, top_k = h_NW.device, experts_NK.shape[1]
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
     h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
     up, down = own.gate_up_proj.to(kind), own.down_proj.to(kind)
-    if all_down is not None and len(h_NW) * up.numel() < FEW:
-        return _all_experts(up, all_down, h_NW, weights_NK, experts_NK)
+    if len(h_NW) < by.few:
+        return _all_experts(up, by.all_down, h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows = ToExperts.apply(h_NW, order, places, top_k)
-    inner = swiglu(_grouped(rows, up, ends_E))
-    out = _grouped(inner, down, ends_E)
+    if by.experts is not None:
+        out = _one_by_one(rows, counts_E.tolist(), *by.experts)
+    else:
+        out = _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
     return FromExperts.apply(out, weights_NK, order, places)
 
 
@@ -197,6 +159,12 @@ def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends_E)
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return torch.cat([F.linear(some, own) for some, own in zip(rows.split(counts), weight, strict=True)])
+
+
+def _one_by_one(rows: Tensor, counts: list[int], ups: list[Product], downs: list[Product]) -> Tensor:
+    """The same with prepared matrices."""
+    parts = zip(rows.split(counts), ups, downs, strict=True)
+    return torch.cat([down(swiglu(up(some))) for some, up, down in parts if len(some)])
 
 
 def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:

@@ -134,6 +134,10 @@ class Policy:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
+    def _frozen(self) -> AbstractContextManager:
+        """Within: the weights do not change."""
+        return self.network.frozen() if self.network and self.precision == torch.float32 else nullcontext()
+
     def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """By the model's own forward on the padded batch: any architecture."""
         width = batch.mask_BT.shape[1]
@@ -162,16 +166,17 @@ class Policy:
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
             experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
-        for rows in batch.order().split(micro_batch_size):
-            chunk = batch.rows(rows)
-            output = self.forward(chunk, entropy=False)
-            logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
-            if self.value_head:
-                values_BT[rows, : chunk.mask_BT.shape[1]] = output.values_BT.cpu()
-            if experts_BSLK is not None:
-                start = batch.prompt_width - chunk.prompt_width
-                kept = torch.where(chunk.attention_BS[:, :, None, None], output.experts_BSLK.cpu(), NOT_RECORDED)
-                experts_BSLK[rows, start : start + kept.shape[1]] = kept
+        with self._frozen():
+            for rows in batch.order().split(micro_batch_size):
+                chunk = batch.rows(rows)
+                output = self.forward(chunk, entropy=False)
+                logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
+                if self.value_head:
+                    values_BT[rows, : chunk.mask_BT.shape[1]] = output.values_BT.cpu()
+                if experts_BSLK is not None:
+                    start = batch.prompt_width - chunk.prompt_width
+                    kept = torch.where(chunk.attention_BS[:, :, None, None], output.experts_BSLK.cpu(), NOT_RECORDED)
+                    experts_BSLK[rows, start : start + kept.shape[1]] = kept
         return PolicyOutput(logp_BT, None, experts_BSLK, values_BT if self.value_head else None)
 
     @cached_property

@@ -75,10 +75,15 @@ class Decoder:
 
     def _grow(self) -> None:
         """More columns, in rows that lie as close together as before."""
-        more = max(GROWTH, self.filled // 32)
+        more = max(GROWTH, self.filled // 8)
         self.room += more
-        self.keys = [F.pad(x, (0, 0, 0, more)) for x in self.keys]
-        self.values = [F.pad(x, (0, 0, 0, more)) for x in self.values]
+        self.keys, self.values = ([self._wider(x) for x in states] for states in (self.keys, self.values))
+
+    def _wider(self, x_RJSD: Tensor) -> Tensor:
+        rows, heads, filled, dim = x_RJSD.shape
+        wider = x_RJSD.new_empty(rows, heads, self.room, dim)  # F.pad would write it all twice
+        wider[:, :, :filled] = x_RJSD
+        return wider
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, self.shape) for x in (q_NHD, k_NJD, v_NJD))

@@ -151,7 +151,7 @@ class LocalEngine(Engine):
         ended: Callable[[list[int]], None],
     ) -> None:
         """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
-        with self.sampler.network.frozen() if self.sampler.network else nullcontext():
+        with self.sampler.network.frozen(copy_experts=True) if self.sampler.network else nullcontext():
             taken = Taken(rows, record_experts and self.sampler.routing.layers > 0, self.sampler.device)
             for running_R in self._decode(taken, group_size, sampling, seed):
                 ended(taken.hand_over(running_R))
