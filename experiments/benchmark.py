@@ -18,9 +18,11 @@ from gspo.benchmark.measure import measure, table
 from gspo.benchmark.peer import Pairs, compare
 from gspo.benchmark.scaling import measure_curves
 from gspo.benchmark.workload import WORKLOADS, EvenText, made_folder
-from gspo.config import BenchmarkCommand, Settings, register_schemas, to_settings
+from gspo.commands import BenchmarkCommand
+from gspo.config import Settings, register_schemas, to_settings
 from gspo.policy.models import HFModel
-from gspo.runs import code_state, command_line, one_line, starting_folder
+from gspo.process import command_line, one_line
+from gspo.runs import code_state, starting_folder
 from gspo.tracking import Progress
 
 register_schemas()

@@ -14,14 +14,16 @@ from hydra.core.override_parser.types import ChoiceSweep
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from gspo.config import EvaluateCommand, register_schemas
+from gspo.commands import EvaluateCommand
+from gspo.config import register_schemas
 from gspo.evaluation import HeldOut, held_out_sets
 from gspo.evaluation_files import Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
+from gspo.process import command_line, one_line
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
-from gspo.runs import code_state, command_line, exclusive, one_line, open_policy, recorded, say_layers
+from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers
 from gspo.tasks.base import Task
 
 register_schemas()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from gspo.config import SampleCommand, register_schemas
+from gspo.commands import SampleCommand
+from gspo.config import register_schemas
 from gspo.evaluation import SEED
+from gspo.process import command_line, one_line
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
-from gspo.runs import command_line, one_line, open_policy, recorded
+from gspo.runs import open_policy, recorded
 
 register_schemas()
 

@@ -2,12 +2,14 @@
 
 Floors, from the top; a module imports its own floor's helpers and the floors below (tests/test_layers.py):
 
-    config, checks, runs                         the settings tree, what it refuses, a run's directory; they know Hydra
+    config, commands, checks                     the settings tree, those of other entry points, what is refused
+    process, runs, sweeps                        how a process ends; a run's directory; which runs a sweep plans
+    session, rollback                            a run under way: rows, checkpoints; going back after a collapse
     benchmark/                                   workloads, what a step costs, TRL beside it, scaling curves
     assembly                                     the parts of a run put together
     trainer, trainer_settings, cold_start        the loop, the step, the update; the supervised start
     checkpoint, tracking, evaluation, compute    what is kept, what is shown, held-out problems, what a step cost
-    evaluation_files                             an evaluation's folder: resumable, responses kept
+    evaluation_files, monitor                    an evaluation's folder; early warnings and the report of a run
     policy/, rollout/                            models, our forward, routing, critic; engines, sources, samplers
     peers/                                       the settings of other frameworks in terms of these, for parity
     objectives/, aggregation, terms              the loss of every token, of a batch, and its addends
@@ -16,4 +18,6 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     estimates, elo                               what a score is worth: avg@k, pass@k, maj@k, ratings; no torch
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
     records, seeding, metrics                    no torch: the words everybody shares
+    run_files, sweep_state                       no torch: what run directories say, how far a sweep is
+    collapse                                     no torch: has a run collapsed, and what could have been seen before
 """

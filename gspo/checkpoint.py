@@ -3,15 +3,18 @@
 checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
                            held.json and held.npz (responses that were sampled and not yet trained on)
-checkpoints/latest         the name of the newest whole one
+                           checksums.json: of every other file, so that a damaged one is noticed and passed over
+checkpoints/latest         the name of the newest whole one, for people and scripts
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -29,6 +32,7 @@ from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
 
 log = logging.getLogger(__name__)
+CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint
 
 
 @dataclass
@@ -54,13 +58,14 @@ class TrainState:
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
+    skipped: int = 0  # updates in a row, up to now, whose gradient was not finite
     kl_coef: float | None = None  # the adaptive coefficient
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
     source: dict = field(default_factory=dict)  # what the rollout source must know, see OnPolicySource.state
 
     @staticmethod
     def from_json(content: dict) -> TrainState:
-        state = TrainState(**{f.name: content[f.name] for f in fields(TrainState)})
+        state = TrainState(**{f.name: content[f.name] for f in fields(TrainState) if f.name in content})
         state.rewards = RunningMoments(**content["rewards"])
         return state
 
@@ -75,6 +80,7 @@ class Snapshot:
     state: str  # JSON
     value_head: dict[str, Tensor] | None
     reference: dict[str, Tensor] | None
+    spared: int
 
 
 class CheckpointWriter:
@@ -84,14 +90,18 @@ class CheckpointWriter:
     def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
         self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
         self.keep, self.settings = keep, settings
+        for unfinished in self.folder.glob("*.unfinished"):  # of a run that was killed while it wrote them
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
 
-    def save(self, state: TrainState, reference: Policy | None = None, held: Held | None = None) -> None:
+    def save(
+        self, state: TrainState, reference: Policy | None = None, held: Held | None = None, spared: int = -1
+    ) -> None:
         """Copy weights, optimizer, counters and the hash of the settings, and begin to write them.
 
         `reference` is given where the reference policy is not the one that the run started from, `held` where responses
-        wait for later steps.
+        wait for later steps. The newest one of step `spared` or before is kept beside the `keep` newest.
         """
         self.wait()
         unfinished = self.folder / f"step_{state.step:06d}.unfinished"
@@ -107,6 +117,7 @@ class CheckpointWriter:
             state=json.dumps(asdict(state) | {"settings": self.settings}),
             value_head=_copies(head.state_dict()) if head else None,
             reference=_copies(reference.model.state_dict()) if reference else None,
+            spared=spared,
         )
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
@@ -120,7 +131,10 @@ class CheckpointWriter:
             save(model, tokenizer, unfinished / "reference", snapshot.reference)
         torch.save(snapshot.optimizer, unfinished / "optimizer.pt")
         (unfinished / "state.json").write_text(snapshot.state)
-        for path in [*unfinished.rglob("*")]:
+        files = [path for path in unfinished.rglob("*") if path.is_file()]
+        sums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
+        (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        for path in [*unfinished.rglob("*"), unfinished]:
             _sync(path)
         folder = unfinished.with_suffix("")
         if folder.exists():
@@ -129,8 +143,11 @@ class CheckpointWriter:
         _sync(self.folder)
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
-            for old in sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)[: -self.keep]:
-                shutil.rmtree(old)
+            whole = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
+            spared = [p for p in whole if p.name <= f"step_{snapshot.spared:06d}"][-1:]
+            for old in whole[: -self.keep]:
+                if old not in spared:
+                    shutil.rmtree(old)
 
     def check(self) -> None:
         """Raises what the writing of the last checkpoint raised, if it has ended already."""
@@ -167,14 +184,41 @@ def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run directory, if any."""
-    pointer = run / "checkpoints" / "latest"
-    if not pointer.exists():
-        return None
-    folder = pointer.parent / pointer.read_text().strip()
-    if not (folder / "state.json").exists():
-        raise ValueError(f"{pointer} names {folder.name}, which is not a whole checkpoint of this run")
-    return folder
+    """The newest whole checkpoint of a run directory, if any; says so where a newer one is damaged. Raises ValueError
+    if there are some and none is whole."""
+    found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
+    wrong = []
+    for folder in found:
+        problem = damage(folder)
+        if not problem:
+            if wrong:
+                text = f"{'; '.join(wrong)}; going back to {folder.name}"
+                log.warning(text)
+                print(f"warning: {text}", file=sys.stderr)
+            return folder
+        wrong.append(f"{folder} is damaged: {problem}")
+    if found:
+        raise ValueError(f"{'; '.join(wrong)}; no whole checkpoint is left: remove {found[0].parent} to start over")
+    return None
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing or not as it was written; None if it is whole."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        for name, digest in sums.items():
+            if checksum(folder / name) != digest:
+                return f"{name} is not as it was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return f"{CHECKSUMS} cannot be read ({error})"
+    return None
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_belongs(folder: Path, settings: str) -> None:

@@ -141,6 +141,12 @@ METRICS = [
     Metric("optim/grad_norm_max", "norm", "largest gradient norm of the step's updates, before clipping", "max"),
     Metric("optim/lr", "1", "learning rate of the step's last update"),
     Metric("optim/updates", "updates", "optimizer updates so far"),
+    Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
+    # what the monitor says
+    Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
+    Metric(
+        "monitor/collapsed", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"
+    ),
     # responses
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),
@@ -183,6 +189,7 @@ METRICS = [
     Metric("time/train_s", "s", "seconds of the step spent in old log-probs, updates and diagnostics"),
     Metric("time/old_logprobs_s", "s", "seconds of these spent before the updates: old and reference log-probs"),
     Metric("time/diagnostics_s", "s", "seconds of these spent in metrics, the pass after the last update included"),
+    Metric("time/monitor_s", "s", "seconds spent in the monitor's scores"),
     Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
     Metric(
         "time/checkpoint_s",

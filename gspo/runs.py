@@ -1,17 +1,14 @@
-"""A run from the outside: its directory, its policy, how it is stopped, and how errors become one line."""
+"""A run from the outside: its directory, what it says of itself there, its policy."""
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import json
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from gspo.checkpoint import check_belongs, latest_checkpoint, replace_text
+from gspo.checkpoint import check_belongs, damage, latest_checkpoint, replace_text
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE
 from gspo.policy.policy import Policy
+from gspo.process import Stopped
+from gspo.run_files import LOCK, STATUS
 
 
 def find(settings: Settings, in_sweep: bool) -> Path:
@@ -50,7 +44,7 @@ def find(settings: Settings, in_sweep: bool) -> Path:
 def exclusive(folder: Path) -> Iterator[None]:
     """One process at a time in a run directory. Raises ValueError if another one is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -158,15 +152,30 @@ def recorded(run: str, step: int) -> tuple[Settings, Path]:
     """Settings and checkpoint of a run directory; step -1 is the newest checkpoint. Raises ValueError if not there."""
     settings = read_settings(Path(run))
     folder = latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
-    if folder is None or not (folder / "state.json").exists():
+    if folder is None or not folder.exists():
         there = sorted(p.name for p in (Path(run) / "checkpoints").glob("step_??????"))
         raise ValueError(f"step={step}: {run} has no such checkpoint; it has {', '.join(there) or 'none'}")
+    if step >= 0 and (problem := damage(folder)):
+        raise ValueError(f"step={step}: {folder} is damaged: {problem}")
     return settings, folder
 
 
 def finished(checkpoint: Path | None, steps: int) -> bool:
     """Whether the run has reached `steps` already."""
     return checkpoint is not None and json.loads((checkpoint / "state.json").read_text())["step"] >= steps
+
+
+def say(folder: Path, how: str, step: int, reason: str = "") -> None:
+    """Write status.json: running, finished, stopped, collapsed or failed; the step; the reason of a failure."""
+    entry = {
+        "how": how,
+        "step": step,
+        "reason": reason,
+        "time": time.time(),
+        "pid": os.getpid(),
+        "host": platform.node(),
+    }
+    replace_text(folder / STATUS, json.dumps(entry))
 
 
 def code_state() -> dict:
@@ -203,116 +212,3 @@ def log_to(folder: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
-
-
-class Failed(RuntimeError):
-    """A run failed after it had begun: no mistake in its settings, so its traceback is shown and it exits with 1."""
-
-
-class Stopped(Exception):
-    """Raised where a run that was asked to stop has nothing to save yet."""
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
-
-    One per process: a process that was asked to stop runs no further jobs of its sweep.
-    """
-
-    def __init__(self):
-        self.number = 0  # the signal that asked
-        self.loud = False  # whether this process tells the user; a sweep's workers leave it to the process above them
-        self.busy = threading.Lock()  # held during a run
-        self._watcher: threading.Thread | None = None
-
-    def install(self, *numbers: int) -> None:
-        for number in numbers:
-            signal.signal(number, self._note)
-
-    def end_with_parent(self) -> None:
-        """For a sweep's worker: when the process above is gone, killed perhaps, end the step, save, and leave."""
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
-            self._watcher.start()
-
-    def _watch(self, parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        self.number = self.number or signal.SIGTERM
-        with self.busy:  # waits for the run to end
-            os._exit(128 + self.number)
-
-    def requested(self) -> bool:
-        return self.number != 0
-
-    def raise_if_requested(self) -> None:
-        if self.requested():
-            raise Stopped
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.number:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.number = number
-        if self.loud:
-            print(
-                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True
-            )
-
-
-_STOP = StopSignal()
-
-
-def stop_signal() -> StopSignal:
-    """This process's. Entry points must ask here: a sweep's launcher copies their globals into its workers."""
-    return _STOP
-
-
-USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
-
-
-def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """A job whose wrong settings become one line and exit code 2, before Hydra can add its own lines to it."""
-
-    @functools.wraps(job)
-    def reported(config: DictConfig) -> None:
-        try:
-            job(config)
-        except (*USER_ERRORS, OSError) as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # the other jobs of the sweep go on; `command_line` reports it at the end
-            sys.exit(report(error))
-
-    return reported
-
-
-def command_line(main: Callable[[], None]) -> None:
-    """Run an entry point. Exit codes: 0 done, 2 wrong settings, 1 anything else, 128 + n stopped by signal n."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        main()
-    except (*USER_ERRORS, OSError) as error:
-        sys.exit(report(error))
-    if _STOP.number:
-        sys.exit(128 + _STOP.number)
-
-
-def report(error: BaseException) -> int:
-    """Say in one line what went wrong; the exit code."""
-    disk = isinstance(error, OSError) and not isinstance(
-        error, HydraException
-    )  # a missing option file is an OSError too
-    mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
-    print(f"error: {explain(error)}{mend}", file=sys.stderr)
-    return 1 if mend else 2
-
-
-def explain(error: BaseException) -> str:
-    """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
-    parts = []
-    while error is not None:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        parts += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
-        error = error.__cause__
-    return " ".join(dict.fromkeys(parts))

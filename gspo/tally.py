@@ -18,7 +18,7 @@ Number = Tensor | float
 
 
 class Tally:
-    """Sums, counts, extremes and seconds of a step. Numbers on a device stay there until `result`: reading one makes
+    """Means, counts, extremes and seconds of a step. Numbers on a device stay there until `result`: reading one makes
     the processor wait for all that the device has been given to do."""
 
     def __init__(self):
@@ -27,10 +27,14 @@ class Tally:
         self._extremes: dict[str, list[Number]] = defaultdict(list)
         self._signs: dict[str, int] = {}
         self._seconds: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, float] = defaultdict(float)
         self.expert_loads_LE: Tensor | None = None
 
     def mean(self, name: str, total: Number, count: Number) -> None:
         self._sums[name].append((_kept(total), _kept(count)))
+
+    def count(self, name: str, number: float) -> None:
+        self._counts[name] += number
 
     def ess(self, name: str, weights: Tensor) -> None:
         """Effective sample size as a share: (sum w)^2 / (n sum w^2)."""
@@ -63,7 +67,7 @@ class Tally:
         extremes = {}
         for name, values in self._extremes.items():
             extremes[name] = self._signs[name] * max(self._signs[name] * float(value) for value in values)
-        result = means | shares | extremes | self._seconds
+        result = means | shares | extremes | self._seconds | self._counts
         if self.expert_loads_LE is not None and self.expert_loads_LE.sum() > 0:
             result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
         return result

@@ -21,8 +21,10 @@ import wandb
 from requests.utils import get_netrc_auth
 from tqdm import tqdm
 
+from gspo.checkpoint import replace_text
 from gspo.metrics import lookup
 from gspo.records import Response
+from gspo.run_files import read_rows, rows_and_damage
 
 log = logging.getLogger(__name__)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -36,6 +38,7 @@ class TrackingSettings:
     project: str = "gspo"
     entity: str = ""  # W&B user or team; empty: the account's default
     tags: list[str] = field(default_factory=list)
+    finish_timeout: float = 300.0  # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
     rollouts_every: int = 10  # steps between saved rollout batches; the first and the last are always saved
     table_rows: int = 16  # responses of a saved batch that are also shown as a W&B table
 
@@ -62,10 +65,28 @@ class Tracker:
         identity = self.run / "wandb_id"
         if not identity.exists():
             identity.write_text(secrets.token_hex(6))
-        run = wandb.init(
+        try:
+            run = self._init(mode, identity.read_text(), config, group, tags)
+        except wandb.Error as error:
+            if mode == "offline":
+                raise
+            text = f"W&B cannot be reached, tracking goes on offline: {str(error).splitlines()[0]}"
+            log.warning(text)
+            print(f"warning: {text}", file=sys.stderr)
+            wandb.teardown()  # it still holds the run's id
+            mode, run = "offline", self._init("offline", identity.read_text(), config, group, tags)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        if mode == "offline" or not run.resumed:  # a resumed run, also one that W&B has not seen so far
+            for row in read_rows(self.run / "metrics.jsonl"):
+                run.log(row, step=row["step"], commit=True)
+        return run
+
+    def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
+        return wandb.init(
             project=self.settings.project,
             entity=self.settings.entity or None,
-            id=identity.read_text(),
+            id=identity,
             name=self.run.name,
             group=group,
             job_type="train",
@@ -74,14 +95,14 @@ class Tracker:
             dir=str(self.run),
             mode=mode,
             resume="allow",
-            settings=wandb.Settings(x_transaction_log_flush_interval=1.0, silent=True, console="off"),
+            settings=wandb.Settings(
+                x_transaction_log_flush_interval=1.0,
+                silent=True,
+                console="off",
+                finish_timeout=self.settings.finish_timeout,
+                finish_timeout_raises=True,
+            ),
         )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        if mode == "offline" or not run.resumed:  # a resumed run, also one that W&B has not seen so far
-            for row in read_rows(self.run / "metrics.jsonl"):
-                run.log(row, step=row["step"], commit=True)
-        return run
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
         """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
@@ -102,6 +123,12 @@ class Tracker:
             # with the step given, one that the server has from before a resume is not doubled
             self.wandb.log(row | table, step=step, commit=True)
 
+    def alert(self, title: str, text: str, kind: str) -> None:
+        """A W&B alert: mail or Slack, as the account has it."""
+        if self.wandb and kind != "cleared":
+            level = wandb.AlertLevel.ERROR if kind == "collapse" else wandb.AlertLevel.WARN
+            self.wandb.alert(title=title, text=text, level=level, wait_duration=0)
+
     def _table(self, responses: list[Response]) -> wandb.Table:
         chosen = responses[:: max(1, len(responses) // self.settings.table_rows)]
         return wandb.Table(columns=list(rollout_row(chosen[0])), data=[list(rollout_row(r).values()) for r in chosen])
@@ -112,7 +139,11 @@ class Tracker:
         if not self.wandb:
             return None
         offline, folder = self.wandb.settings.mode == "offline", Path(self.wandb.dir).parent
-        self.wandb.finish(exit_code=exit_code)
+        try:
+            self.wandb.finish(exit_code=exit_code)
+        except TimeoutError:
+            log.warning("W&B took longer than tracking.finish_timeout=%s s to upload", self.settings.finish_timeout)
+            offline = True
         return f"wandb sync {os.path.relpath(folder)}" if offline else None
 
 
@@ -150,31 +181,42 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
     path.write_text("".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics file; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [json.loads(line) for line in lines]
-
-
-def supersede(run: Path, step: int) -> None:
-    """Move what lies after `step` to superseded/<n>/: a run that resumes there will make it again."""
-    metrics, attic = run / "metrics.jsonl", run / "superseded"
-    rows = read_rows(metrics)
-    later = [row for row in rows if row["step"] > step]
-    files = [p for p in run.glob("*/step_*") if p.parent != attic and int(p.stem.removeprefix("step_")) > step]
-    if later or files:
+def supersede(run: Path, step: int) -> list[str]:
+    """Move what lies after `step` to superseded/<n>/: a run that resumes there will make it again. Damaged lines go
+    there too; says in words which rows are lost by that."""
+    attic, lost = run / "superseded", []
+    files = [p for p in run.glob("*/step_*") if p.parent != attic and p.suffix != ".unfinished"]
+    files = [p for p in files if int(p.stem.removeprefix("step_")) > step]
+    series = {name: rows_and_damage(run / name) for name in ("metrics.jsonl", "monitor.jsonl")}
+    if files or any(damaged or any(row["step"] > step for row in rows) for rows, damaged in series.values()):
         attic = attic / str(1 + len(list(attic.glob("*"))))
         attic.mkdir(parents=True)
-        (attic / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
-        for path in files:
-            path.rename(attic / f"{path.parent.name}_{path.name}")
-    beside = metrics.with_name("metrics.jsonl.unfinished")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-    os.replace(beside, metrics)
+    for path in files:
+        path.rename(attic / f"{path.parent.name}_{path.name}")
+    for name, (rows, damaged) in series.items():
+        later = [row for row in rows if row["step"] > step]
+        if later or damaged:
+            (attic / name).write_text("".join(json.dumps(row) + "\n" for row in later))
+        if damaged:
+            (attic / f"damaged_{name}").write_text("".join(damaged))
+        if (run / name).exists():
+            kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+            replace_text(run / name, kept)
+    missing = sorted(set(range(step + 1)) - {row["step"] for row in series["metrics.jsonl"][0]})
+    if missing:
+        lost.append(f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost")
+    return lost
+
+
+def _spans(numbers: list[int]) -> str:
+    """3, 7-9"""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
 
 
 class Progress:

@@ -221,15 +221,29 @@ class Trainer:
             tally.mean("optim/loss", loss.detach(), len(micro) / len(batch))
             with tally.timed("time/diagnostics_s"):
                 self.observe(output, micro, minibatch, tally)
-        self.state.updates += 1
-        lr = self.optim.lr * min(1.0, self.state.updates / max(self.optim.warmup_updates, 1))
+        lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm, error_if_nonfinite=True)
-        self.optimizer.step()
+        norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm)
+        finite = bool(norm.isfinite())
+        if finite:
+            self.optimizer.step()
+            self.state.updates += 1
+            tally.mean("optim/grad_norm", norm, 1)
+            tally.largest("optim/grad_norm_max", norm)
         self.optimizer.zero_grad(set_to_none=True)
-        tally.mean("optim/grad_norm", norm, 1)
-        tally.largest("optim/grad_norm_max", norm)
+        self.count_skipped(not finite, tally)
+
+    def count_skipped(self, skipped: bool, tally: Tally) -> None:
+        """Count an update that was left out because its gradient was not finite. Raises RuntimeError after too many in
+        a row: what makes them will not go away by itself."""
+        self.state.skipped = self.state.skipped + 1 if skipped else 0
+        tally.count("optim/skipped", skipped)
+        if self.state.skipped > self.optim.max_skipped:
+            raise RuntimeError(
+                f"the gradients of {self.state.skipped} updates in a row were not finite (optim.max_skipped="
+                f"{self.optim.max_skipped}); the last checkpoint is from before them"
+            )
 
     @torch.no_grad()
     def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:

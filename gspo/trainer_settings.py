@@ -18,9 +18,10 @@ class OptimSettings:
     eps: float = 1e-15  # RL gradients can be as small as 1e-18: the usual 1e-8 would stop learning (arXiv:2506.13585)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    max_skipped: int = 8  # updates in a row that are left out as their gradient is not finite, before the run stops
 
     def __post_init__(self):
-        for key in ("lr", "eps", "weight_decay", "warmup_updates"):
+        for key in ("lr", "eps", "weight_decay", "warmup_updates", "max_skipped"):
             if not getattr(self, key) >= 0:  # so that nan fails too
                 raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative")
         for key in ("beta1", "beta2"):

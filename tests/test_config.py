@@ -26,7 +26,8 @@ from gspo.config import (
     to_settings,
     write_settings,
 )
-from gspo.runs import explain, open_policy
+from gspo.process import explain
+from gspo.runs import open_policy
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"

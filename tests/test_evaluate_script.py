@@ -13,7 +13,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from gspo.config import CHOICES, EvaluateCommand, register_schemas
+from gspo.commands import EvaluateCommand
+from gspo.config import CHOICES, register_schemas
 from gspo.policy.models import TinyDense, save
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting

@@ -5,24 +5,37 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "records": 0, "seeding": 0, "metrics": 0,
+    "records": 0, "seeding": 0, "metrics": 0, "collapse": 0, "run_files": 0, "sweep_state": 0,
     "masked": 1, "aggregation": 1, "batch": 1, "objectives": 1, "advantages": 1, "reward_shaping": 1, "kl": 1,
     "corrections": 1, "terms": 1, "credit": 1, "diagnostics": 1, "tally": 1, "tasks": 1, "rewards": 1, "estimates": 1,
     "elo": 1,
     "policy": 2, "rollout": 2, "peers": 2,
-    "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3, "evaluation_files": 3,
+    "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3, "evaluation_files": 3, "monitor": 3,
     "trainer": 4, "trainer_settings": 4, "cold_start": 4,
-    "config": 5, "checks": 5, "runs": 5, "assembly": 5, "benchmark": 5,
+    "commands": 5, "config": 5, "checks": 5, "process": 5,
+    "runs": 5, "sweeps": 5, "assembly": 5, "session": 5, "rollback": 5, "benchmark": 5,
 }  # fmt: skip
 ONLY_IN = {
     "transformers": ("policy", "rollout", "benchmark"),
     "tokenizers": ("policy",),
     "vllm": ("rollout",),
     "wandb": ("tracking",),
-    "hydra": ("config", "runs"),
-    "omegaconf": ("config", "runs"),
+    "hydra": ("config", "process", "sweeps"),
+    "omegaconf": ("commands", "config", "process", "sweeps"),
 }
-NO_TORCH = ("records", "seeding", "metrics", "tasks", "rewards", "estimates", "elo")
+NO_TORCH = (
+    "records",
+    "seeding",
+    "metrics",
+    "collapse",
+    "monitor",
+    "run_files",
+    "sweep_state",
+    "tasks",
+    "rewards",
+    "estimates",
+    "elo",
+)
 
 
 def imports(path: Path) -> set[str]:

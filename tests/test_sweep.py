@@ -89,3 +89,51 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
         )
     output, _ = (third := sweep(tmp_path)).communicate(timeout=120)
     assert third.returncode == 0 and output.count("has reached step 40 already") == 3
+
+
+SIX = [
+    sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=10",
+    "objective=gspo_tiny,grpo", "seed=1,2,3",
+]  # fmt: skip
+
+
+def status(folder) -> list[str]:
+    command = [sys.executable, str(ROOT / "experiments" / "sweep_status.py"), "runs/small"]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def states(folder) -> list[str]:
+    return sorted(line.split()[1] for line in status(folder)[:-1])
+
+
+@pytest.mark.slow
+def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_path):
+    process = subprocess.Popen(SIX, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "runs" / "small").exists() or states(tmp_path).count("finished") < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    left = states(tmp_path)
+    assert left.count("finished") in (2, 3) and left.count("missing") >= 2 and len(left) == 6
+    assert "running" not in left and "left with 1 at a time: 0:0" in status(tmp_path)[-1]
+    rows = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/small/*/metrics.jsonl")}
+    finished = {line.split()[0] for line in status(tmp_path) if " finished " in line}
+    again = subprocess.run(SIX, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stdout.count("has reached step 10 already") == len(finished)
+    assert states(tmp_path) == ["finished"] * 6
+    for path, stamp in rows.items():
+        assert (path.stat().st_mtime_ns == stamp) == (path.parent.name in finished), "finished runs stay as they are"
+
+
+@pytest.mark.slow
+def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
+    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=12,100000"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    found = status(tmp_path)
+    assert states(tmp_path) == ["failed", "failed", "finished", "finished"], found
+    assert sum("leaves no room for a prompt" in line for line in found) == 2, found

@@ -242,12 +242,37 @@ def test_compute_by_hand():
     assert metrics["compute/tokens"] == sum(len(r.token_ids) for r in rollout.responses)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights():
+class Poison:
+    """Makes the gradient of some backward passes not finite, as an overflow would."""
+
+    def __init__(self, t: Trainer, *passes: int):
+        self.passes, self.seen = passes, 0
+        t.policy.model.lm_head.weight.register_hook(self)
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return grad * float("inf") if not self.passes or self.seen in self.passes else grad
+
+
+def test_an_update_whose_gradient_is_not_finite_is_left_out_and_counted():
+    t, untouched = trainer(micro_batch_size=8), trainer(micro_batch_size=8)
+    Poison(t, 4)
+    metrics, healthy = (steps(one, 1)[0] for one in (t, untouched))
+    assert (metrics["optim/skipped"], metrics["optim/updates"]) == (1, 3)
+    assert (healthy["optim/skipped"], healthy["optim/updates"]) == (0, 4)
+    assert math.isfinite(metrics["optim/grad_norm_max"]) and t.state.skipped == 1
+    assert all(w.isfinite().all() for w in weights(t))
+    third = "clip/token_outside_minibatch_3"
+    assert metrics[third] == healthy[third], "the others went on"
+    metrics = steps(t, 1)[0]
+    assert metrics["optim/skipped"] == 0 and t.state.skipped == 0
+
+
+def test_gradients_that_are_never_finite_end_the_run_before_the_weights():
     t = trainer()
-    rollout = t.source.next(1)
-    with torch.no_grad():
-        t.policy.model.lm_head.weight[5] = float("nan")
+    t.optim.max_skipped = 5
+    Poison(t)
     before = weights(t)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        t.train_step(1, rollout)
-    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, weights(t), strict=True))
+    with pytest.raises(RuntimeError, match=r"6 updates in a row .*optim.max_skipped=5"):
+        steps(t, 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))

@@ -1,0 +1,28 @@
+"""How far a sweep is: `python experiments/sweep_status.py runs/STUDY`. Reads files only; safe while the sweep runs.
+
+States: finished, collapsed (the monitor ended it), running, stopped (by a signal, saved), died (killed), failed (with
+the reason), missing. The sweep's own command, typed again, runs what is not finished or collapsed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gspo.sweep_state import jobs, table
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print(__doc__)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    try:
+        print(table(jobs(Path(arguments[0]))))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""What the entry points beside train.py take: plain dataclasses that are Hydra's schema too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from gspo.policy.prompts import PromptFormat
+
+
+@dataclass
+class EvaluateCommand:
+    """What experiments/evaluate.py takes. Either `run` or `model`; 0 and empty values are explained beside them."""
+
+    run: str = ""  # a run directory
+    step: int = -1  # which of the run's checkpoints; -1 is the newest
+    model: Any = None  # model=hf model.path=...: a folder or a name on the hub
+    benchmark: list[str] = field(default_factory=list)  # options of task; empty: the run's own task
+    tasks: dict[str, Any] = field(default_factory=dict)  # their settings: tasks.gsm8k.path=...
+    data: str = ""  # folder with the benchmarks' files, one sub-folder each
+    sets: list[str] = field(default_factory=list)  # some of the held-out sets; empty: all
+    problems: int = 0  # per set; 0: all of a finite set, 256 of one that is made without end
+    k: int = 4  # samples per problem
+    temperature: float = 1.0  # 0 is greedy, with k=1
+    max_new_tokens: int = 0  # 0: the run's longest limit, 2048 for a model
+    batch_rows: int = 0  # responses sampled at once; 0: the run's, 256 for a model
+    prompt: PromptFormat = field(default_factory=PromptFormat)  # auto: as in the run, or a chat if there is a template
+    seed: int = 0  # of the samples and of made problems; 0 is what training evaluates with
+    device: str = "auto"  # auto | cpu | cuda
+    out: str = ""  # folder of the result; empty: in the run, or evaluations/<model>-<hash>
+
+    def __post_init__(self):
+        for key, least in (("problems", 0), ("k", 1), ("max_new_tokens", 0), ("batch_rows", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if self.temperature == 0 and self.k > 1:
+            raise ValueError(f"k={self.k} with temperature=0: greedy samples are all alike; use k=1")
+        if bool(self.run) == (self.model is not None):
+            raise ValueError("say either run=RUN or model=hf model.path=..." + ", not both" * bool(self.run))
+        if not self.run and not self.tasks:
+            raise ValueError("a model needs benchmark=[...]: it has no task of its own")
+
+
+@dataclass
+class BenchmarkCommand:
+    """What experiments/benchmark.py takes."""
+
+    workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe
+    peer: str = "none"  # trl: TRL beside us, in alternation (make setup-peer); transformers: its `generate` alone
+    batches: int = 5  # rollout batches that are timed, after one to warm up; medians of them are shown
+    rounds: int = 5  # of TRL, ours like for like, ours at its best
+    threads: int = 1
+    curves: bool = False  # scaling curves on 1 and 2 threads in place of a workload: table and figure
+    size: dict[str, Any] = field(default_factory=dict)  # other sizes: +size.new_tokens=256, +size.hidden=128
+    set: dict[str, Any] = field(default_factory=dict)  # settings of a run: +set.trainer.micro_batch_size=32
+    runs: str = "runs"  # where models and results go: RUNS/benchmarks, RUNS/cold_starts
+    out: str = ""  # file of the result; empty: RUNS/benchmarks/<workload>.json
+
+    def overrides(self) -> list[str]:
+        """`set` as a command line of experiments/train.py."""
+        return flat(self.set)
+
+    def __post_init__(self):
+        for key in ("batches", "rounds", "threads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        if self.peer not in ("none", "trl", "transformers"):
+            raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
+
+
+@dataclass
+class SampleCommand:
+    """What experiments/sample.py takes."""
+
+    run: str = MISSING
+    step: int = -1  # which checkpoint; -1 is the newest
+    set: str = "train"  # train or one of the task's evaluation sets
+    first: int = 0  # index of the first problem
+    problems: int = 4
+    samples: int = 2
+    temperature: float = 1.0
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
+    """Nested settings as key=value.
+
+    >>> flat({"trainer": {"epochs": 2}, "objective": "grpo"})
+    ['trainer.epochs=2', 'objective=grpo']
+    """
+    found = []
+    for key, value in settings.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
+    return found

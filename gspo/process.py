@@ -1,0 +1,144 @@
+"""The process of an entry point: how it is stopped, its exit codes, and how errors become one line.
+
+Exit codes: 0 done; 1 failed; 2 wrong settings; 4 ended by the monitor; 128 + n stopped by signal n, with everything
+saved: a scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+COLLAPSED = 4
+
+
+class Failed(RuntimeError):
+    """A run failed after it had begun: no mistake in its settings, so its traceback is shown and it exits with 1."""
+
+
+class Collapsed(Exception):
+    """The monitor ended a run: it has collapsed."""
+
+
+class Stopped(Exception):
+    """Raised where a run that was asked to stop has nothing to save yet."""
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
+
+    One per process: a process that was asked to stop runs no further jobs of its sweep.
+    """
+
+    def __init__(self):
+        self.number = 0  # the signal that asked
+        self.loud = False  # whether this process tells the user; a sweep's workers leave it to the process above them
+        self.busy = threading.Lock()  # held during a run
+        self._watcher: threading.Thread | None = None
+
+    def install(self, *numbers: int) -> None:
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def end_with_parent(self) -> None:
+        """For a sweep's worker: when the process above is gone, killed perhaps, end the step, save, and leave."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
+            self._watcher.start()
+
+    def _watch(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        self.number = self.number or signal.SIGTERM
+        with self.busy:  # waits for the run to end
+            os._exit(128 + self.number)
+
+    def requested(self) -> bool:
+        return self.number != 0
+
+    def raise_if_requested(self) -> None:
+        if self.requested():
+            raise Stopped
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.number:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.number = number
+        if self.loud:
+            print(
+                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True
+            )
+
+
+_STOP = StopSignal()
+
+
+def stop_signal() -> StopSignal:
+    """This process's. Entry points must ask here: a sweep's launcher copies their globals into its workers."""
+    return _STOP
+
+
+USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
+
+
+def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """A job whose wrong settings become one line and exit code 2, before Hydra can add its own lines to it."""
+
+    @functools.wraps(job)
+    def reported(config: DictConfig) -> None:
+        try:
+            job(config)
+        except Collapsed:
+            sys.exit(COLLAPSED)
+        except (*USER_ERRORS, OSError) as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # the other jobs of the sweep go on; `command_line` reports it at the end
+            sys.exit(report(error))
+
+    return reported
+
+
+def command_line(main: Callable[[], None]) -> None:
+    """Run an entry point, and leave with its exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once
+    try:
+        main()
+    except (*USER_ERRORS, OSError) as error:
+        sys.exit(report(error))
+    if _STOP.number:
+        sys.exit(128 + _STOP.number)
+
+
+def report(error: BaseException) -> int:
+    """Say in one line what went wrong; the exit code."""
+    disk = isinstance(error, OSError) and not isinstance(
+        error, HydraException
+    )  # a missing option file is an OSError too
+    mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
+    print(f"error: {explain(error)}{mend}", file=sys.stderr)
+    return 1 if mend else 2
+
+
+def explain(error: BaseException) -> str:
+    """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
+    parts = []
+    while error is not None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        parts += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
+        error = error.__cause__
+    return " ".join(dict.fromkeys(parts))

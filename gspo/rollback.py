@@ -1,0 +1,51 @@
+"""Going back to the last healthy checkpoint at a lower learning rate, as a resume: the decision is a file.
+
+`rollbacks.json` lists them: from which step, to which, whether what lies between has moved to superseded/. A run that
+is killed between the decision and the move makes the move when it starts again, so it ends as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from gspo.checkpoint import damage, replace_text
+from gspo.config import Settings
+from gspo.tracking import supersede
+
+
+class Rollbacks:
+    """A run directory's rollbacks."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / "rollbacks.json"
+        self.made: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
+
+    def plan(self, step: int, healthy: int) -> int | None:
+        """Decide to go back to the newest whole checkpoint of step `healthy` or before; its step, None if there is
+        none."""
+        for folder in sorted((self.folder / "checkpoints").glob("step_??????"), reverse=True):
+            target = int(folder.name.removeprefix("step_"))
+            if target <= healthy and not damage(folder):
+                self._write([*self.made, {"from": step, "to": target, "moved": False}])
+                return target
+        return None
+
+    def move(self) -> list[str]:
+        """Make the move that was decided, if there is one to make; what to say of it."""
+        if not self.made or self.made[-1]["moved"]:
+            return []
+        last = self.made[-1]
+        said = supersede(self.folder, last["to"])
+        self._write([*self.made[:-1], last | {"moved": True}])
+        return [*said, f"rolled back from step {last['from']} to step {last['to']}"]
+
+    def lowered(self, settings: Settings) -> Settings:
+        """The settings with the learning rate that the rollbacks so far leave."""
+        lr = settings.optim.lr * settings.monitor.rollback_lr ** len(self.made)
+        return replace(settings, optim=replace(settings.optim, lr=lr))
+
+    def _write(self, made: list[dict]) -> None:
+        self.made = made
+        replace_text(self.path, json.dumps(made))

@@ -1,0 +1,48 @@
+"""What a run's directory says, without loading anything heavy: rows, how the run last ended, whether it is running."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+STATUS, LOCK = "status.json", ".lock"
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics file; lines that a kill cut short or a disk damaged are left out."""
+    return rows_and_damage(path)[0]
+
+
+def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
+    """The rows, and the lines that are none."""
+    rows, damaged = [], []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:  # not JSON, or not UTF-8
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            damaged.append(line.decode(errors="replace"))
+    return rows, damaged
+
+
+def said(folder: Path) -> dict:
+    """What a run last said of itself; empty if it never did."""
+    path = folder / STATUS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def locked(folder: Path) -> bool:
+    """Whether a process works in a run directory."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with open(path) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,134 @@
+"""A run under way: evaluation, rows, warnings and checkpoints around the trainer's steps."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gspo.assembly import evaluation_engine
+from gspo.checkpoint import CheckpointWriter, replace_text
+from gspo.checks import warnings_after
+from gspo.config import Settings, settings_hash
+from gspo.evaluation import evaluate
+from gspo.monitor import Monitor, report, write_events
+from gspo.rollback import Rollbacks
+from gspo.rollout.source import Rollout
+from gspo.tracking import Progress, Tracker, read_rows
+from gspo.trainer import Trainer
+
+LOG = logging.getLogger("gspo.train")
+
+
+class Session:
+    """What `Trainer.fit` calls. `asked` says whether the user or a scheduler wants the run to stop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        trainer: Trainer,
+        tracker: Tracker,
+        alone: bool,
+        asked: Callable[[], bool],
+    ):
+        self.settings, self.folder, self.trainer, self.tracker, self.asked = settings, folder, trainer, tracker, asked
+        self.engine = evaluation_engine(trainer, settings)
+        keep = settings.checkpoint.keep
+        self.writer = CheckpointWriter(folder, trainer.policy, trainer.optimizer, keep, settings_hash(settings))
+        self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
+        self.monitor = Monitor(settings.monitor)
+        for row in read_rows(folder / "metrics.jsonl"):
+            self.monitor.observe(row["step"], row)
+        self.ending = ""  # why the monitor ends it: collapsed, or rolled back
+        self.spent: dict[str, float] = {}  # seconds that the next row will hold
+
+    def run(self) -> str:
+        """Train to the last step, or until somebody or the monitor ends it; says how it ended: finished, stopped,
+        collapsed, or rolled back (then there is more to do)."""
+        try:
+            self.trainer.fit(self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop)
+        finally:
+            self.progress.close()
+            self.writer.close()
+            self.trainer.source.close()
+        replace_text(self.folder / "report.txt", report(read_rows(self.folder / "metrics.jsonl")) + "\n")
+        if self.trainer.state.step == self.settings.steps:
+            return "finished"
+        return "stopped" if self.asked() else self.ending
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics where they are due."""
+        settings, trainer = self.settings, self.trainer
+        if step % settings.evaluation.every and step != settings.steps:
+            return {}
+        started = time.perf_counter()
+        if self.engine is not trainer.source.engine:  # that one is busy sampling, from older weights
+            self.engine.load_weights(trainer.policy.named_tensors())
+        limit = settings.rollout.longest_limit
+        metrics, _ = evaluate(self.engine, settings.task, settings.evaluation, limit, step)
+        return metrics | {"time/eval_s": time.perf_counter() - started}
+
+    def log(self, step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
+        """The step's row, what the monitor says of it, and on some steps its responses."""
+        settings, started = self.settings, time.perf_counter()
+        events = self.monitor.observe(step, metrics)
+        self.spent["time/monitor_s"] = time.perf_counter() - started
+        if rollout:
+            metrics = metrics | self.monitor.metrics()
+        kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
+        self.tracker.log(step, metrics | self.spent, rollout.responses if kept else None)
+        self.spent.clear()
+        write_events(self.folder, events)
+        if any(event.kind == "collapse" for event in events):
+            self.collapsed(step)
+        for event in events:
+            self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
+        warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
+        if step == min(10, settings.steps):  # the learning rate has begun to rise
+            warn(warnings_after(settings, metrics))
+        if rollout:
+            self.progress(step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0))
+
+    def collapsed(self, step: int) -> None:
+        """Do what the settings say."""
+        action, back = self.settings.monitor.action, Rollbacks(self.folder)
+        if action == "rollback" and len(back.made) < self.settings.monitor.rollbacks:
+            self.writer.wait()
+            target = back.plan(step, self.healthy())
+            self.ending = "rolled back" if target is not None else "collapsed"
+            text = "no checkpoint of a healthy step is left" if target is None else f"going back to step {target}"
+            warn([f"{self.settings.label()}, step {step}: {text}"])
+        elif action != "warn":
+            self.ending = "collapsed"
+
+    def healthy(self) -> int:
+        """The monitor's, earlier by the age of the weights that rollouts are sampled from."""
+        return self.monitor.healthy() - self.settings.rollout.staleness
+
+    def checkpoint(self, step: int, last: bool) -> None:
+        """Begin to write one where it is due; wait for it when it is the last."""
+        self.writer.check()
+        if not last and step % self.settings.checkpoint.every:
+            return
+        trainer = self.trainer
+        trainer.state.source, held = trainer.source.state(), trainer.source.held()
+        started = time.perf_counter()
+        moved = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
+        spared = self.healthy() if self.settings.monitor.action == "rollback" else -1
+        self.writer.save(trainer.state, moved, held, spared)
+        if last:
+            self.writer.wait()
+        self.spent["time/checkpoint_s"] = time.perf_counter() - started
+
+    def stop(self) -> bool:
+        return self.asked() or bool(self.ending)
+
+
+def warn(lines: list[str]) -> None:
+    """Say it on the terminal and in the run's train.log."""
+    for line in lines:
+        LOG.warning(line)
+        print(f"warning: {line}", file=sys.stderr)

@@ -1,0 +1,97 @@
+"""How far the runs of a sweep are, from its manifest and their directories."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from gspo.run_files import locked, read_rows, said
+
+MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
+UNFINISHED = ("running", "stopped", "died", "failed", "missing")
+PACE = 10  # steps whose seconds the time left is reckoned by
+
+
+@dataclass
+class Job:
+    """A run of a sweep, and how far it is."""
+
+    run: str
+    steps: int  # that it is planned to make
+    overrides: list[str]
+    state: str  # finished | collapsed | running | stopped | died | failed | missing
+    step: int = 0
+    reward: float | None = None  # of its last step
+    pace: float | None = None  # seconds per step
+    reason: str = ""
+
+    def seconds_left(self) -> float:
+        """NaN where no pace is known."""
+        if self.state not in UNFINISHED:
+            return 0.0
+        return (self.steps - self.step) * (self.pace if self.pace is not None else float("nan"))
+
+
+def jobs(study: Path) -> list[Job]:
+    """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
+    planned: dict[str, dict] = {}
+    for line in (study / MANIFEST).read_text().splitlines() if (study / MANIFEST).exists() else ():
+        entry = json.loads(line)
+        planned |= {job["run"]: job for job in entry.get("jobs", ())}
+        if entry.get("run") in planned:
+            planned[entry["run"]]["reason"] = entry["reason"]
+    there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
+    if not planned and not there:
+        raise ValueError(f"{study} holds no runs and no {MANIFEST}")
+    names = [*planned, *(name for name in there if name not in planned)]
+    found = [_job(study / name, planned.get(name)) for name in names]
+    known = [job.pace for job in found if job.pace is not None]
+    for job in found:
+        if job.pace is None and known:
+            job.pace = statistics.median(known)
+    return found
+
+
+def _job(folder: Path, plan: dict | None) -> Job:
+    rows, settings = read_rows(folder / "metrics.jsonl"), folder / "settings.yaml"
+    step = rows[-1]["step"] if rows else 0
+    steps = plan.get("steps", 0) if plan else yaml.safe_load(settings.read_text())["steps"]
+    seconds = [row["time/waited_s"] + row["time/train_s"] for row in rows[-PACE:] if "time/train_s" in row]
+    state, reason = _state(folder, plan or {}, step, steps)
+    reward = rows[-1].get("reward/mean") if rows else None
+    pace = statistics.mean(seconds) if seconds else None
+    return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason)
+
+
+def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
+    """The state, and the reason of a failure."""
+    if not (folder / "settings.yaml").exists():
+        return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
+    if locked(folder):
+        return "running", ""
+    status = said(folder)
+    how = status.get("how", "finished" if step >= steps else "died")
+    if how == "finished" and step < steps:  # of an earlier, shorter sweep
+        how = "stopped"
+    return ("died" if how in ("running", "rolled back") else how), status.get("reason", "")
+
+
+def table(found: list[Job]) -> str:
+    """One line per run, and a last one with what is left."""
+    width = max(len(job.run) for job in found)
+    lines = []
+    for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
+        reward = "" if job.reward is None else f"reward {job.reward:.3f}"
+        settings = " ".join(o for o in job.overrides if not o.startswith("hydra"))
+        line = f"{job.run:<{width}}  {job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13} {job.reason or settings}"
+        lines.append(line.rstrip())
+    counts = {state: sum(job.state == state for job in found) for state in ("finished", "collapsed", *UNFINISHED)}
+    parallel = max(1, counts["running"])
+    left = sum(job.seconds_left() for job in found) / parallel
+    clock = "unknown" if left != left else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
+    said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*lines, f"{len(found)} runs: {said}; left with {parallel} at a time: {clock}"])

@@ -1,0 +1,75 @@
+"""What a sweep plans: its manifest, written before its first job. gspo.sweep_state says how far each job is.
+
+When a sweep starts, one line of `runs/<study>/manifest.jsonl` lists its jobs with their run directories, before the
+first of them begins. Run directories are named by their settings, so the same command finds them again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from gspo.config import Settings, run_directory, to_settings
+from gspo.process import USER_ERRORS, explain
+from gspo.sweep_state import MANIFEST
+
+
+class WriteManifest(Callback):
+    """Hydra's callback at the start of a sweep and after each job. Where it fails, Hydra warns and the sweep runs."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """List the jobs, those too whose settings are wrong."""
+        params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        loader, planned = GlobalHydra.instance().config_loader(), []
+        for overrides in expanded([*params, *config.hydra.overrides.task]):
+            try:
+                settings = _settings(loader.load_sweep_config(config, overrides))
+                planned.append({"overrides": overrides, "run": run_directory(settings).name, "steps": settings.steps})
+            except USER_ERRORS as error:
+                planned.append({"overrides": overrides, "run": " ".join(overrides), "reason": explain(error)})
+        _append(config, {"command": sys.argv, "jobs": planned})
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Note why a job failed: it may have had no directory yet."""
+        if job_return.status == JobStatus.FAILED and HydraConfig.get().mode == RunMode.MULTIRUN:
+            settings = _settings(config)
+            error = job_return._return_value  # `return_value` would raise it
+            _append(config, {"run": run_directory(settings).name, "reason": explain(error)})
+
+
+def _settings(config: DictConfig) -> Settings:
+    plain = config.copy()
+    with open_dict(plain):
+        plain.pop("hydra", None)
+    return to_settings(plain)
+
+
+def _append(config: DictConfig, line: dict) -> None:
+    folder = Path(config.runs) / config.study
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / MANIFEST, "a") as file:
+        file.write(json.dumps({"time": time.time()} | line) + "\n")
+
+
+def expanded(overrides: list[str]) -> list[list[str]]:
+    """A sweep's jobs as lists of plain overrides; of one key given twice the later counts, as in Hydra."""
+    choices: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.get_key_element()
+        values = (
+            override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        )
+        choices[key] = [f"{key}={value}" for value in values]
+    return [list(job) for job in itertools.product(*choices.values())]

@@ -1,0 +1,72 @@
+"""SIGKILL in every phase of a run, again and again; its end is that of a run that was left alone, to the last bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from killer import MOMENTS as ALL
+from safetensors.torch import load_file
+from test_runs import ROOT, SMALL, comparable, environment, only_run, train, wandb_rows
+
+from gspo.tracking import read_rows
+
+MOMENTS = [moment for moment in ALL if not moment.startswith("rollback")]
+STEPS = 2 * len(MOMENTS) + 6
+SETTINGS = [*(o for o in SMALL if not o.startswith(("steps=", "optim.lr"))), "optim.lr=2e-2", f"steps={STEPS}"]
+SETTINGS += ["reward.overlong_cache=11"]  # rewards that differ, so that every step moves the weights
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_every_phase_ends_as_one_that_was_left_alone(tmp_path):
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    done = train(tmp_path / "straight", *SETTINGS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder, killed = tmp_path / "killed", []
+    for number, moment in enumerate(MOMENTS):
+        step = 5 + 2 * number  # the first checkpoints have been written by then
+        resume = [f"resume={only_run(folder).relative_to(folder)}"] if number else SETTINGS
+        process = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "killer.py"), moment, str(step), *resume],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.returncode == -9, f"{moment}: {process.returncode} {process.stderr[-2000:]}"
+        where, _, at = (folder / "killed_in").read_text().rpartition(" step ")
+        assert where == moment and step <= int(at) < STEPS
+        (folder / "killed_in").unlink()
+        killed.append(moment)
+    done = train(folder, f"resume={only_run(folder).relative_to(folder)}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    phases = [moment.partition(".")[0] for moment in killed]
+    assert len(killed) >= 20 and all(phases.count(p) >= 3 for p in ("rollout", "update", "checkpoint", "metrics"))
+    same(only_run(folder), only_run(tmp_path / "straight"))
+
+
+def same(killed: Path, straight: Path) -> None:
+    assert [row["step"] for row in read_rows(killed / "metrics.jsonl")] == list(range(STEPS + 1)), (
+        "none twice, none lost"
+    )
+    assert comparable(killed) == comparable(straight)
+    last = [run / "checkpoints" / f"step_{STEPS:06d}" for run in (killed, straight)]
+    weights = [load_file(folder / "model.safetensors") for folder in last]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    moments = [torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in last]
+    for key, state in moments[1].items():
+        assert all(torch.equal(moments[0][key][name], value) for name, value in state.items())
+    for path in sorted((straight / "rollouts").iterdir()):
+        assert (killed / "rollouts" / path.name).read_text() == path.read_text()
+    assert {p.name for p in (killed / "checkpoints").iterdir()} == {
+        p.name for p in (straight / "checkpoints").iterdir()
+    }
+    assert (killed / "monitor.jsonl").read_text() == (straight / "monitor.jsonl").read_text()
+    rows = comparable(straight)
+    assert len({row["policy/entropy"] for row in rows[1:]}) == STEPS, "the test means nothing if the weights stay put"
+    seen = wandb_rows(killed)
+    assert [row["step"] for row in seen] == list(range(STEPS + 1)), "one W&B run, whole"
+    assert len({p.name.rsplit("-", 1)[1] for p in killed.glob("wandb/offline-run-*")}) == 1, "of one id"
