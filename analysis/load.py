@@ -35,7 +35,18 @@ OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setti
 }
 
 # What may differ between two runs of one arm: who ran it, for how long, where it was written.
-NOT_THE_ARM = ("seed", "steps", "study", "tracking", "checkpoint", "runs", "on_existing", "resume", "threads")
+NOT_THE_ARM = (
+    "seed",
+    "steps",
+    "study",
+    "tracking",
+    "checkpoint",
+    "monitor",
+    "runs",
+    "on_existing",
+    "resume",
+    "threads",
+)
 # What makes the arms different on purpose; any other difference between compared arms goes into the caption.
 MAKES_THE_ARM = ("objective", "policy.routing_replay")
 

@@ -38,6 +38,9 @@ class Rollbacks:
             return []
         last = self.made[-1]
         said = supersede(self.folder, last["to"])
+        (self.folder / "wandb_id").unlink(
+            missing_ok=True
+        )  # W&B takes no step twice: the new branch is a run of its own
         self._write([*self.made[:-1], last | {"moved": True}])
         return [*said, f"rolled back from step {last['from']} to step {last['to']}"]
 

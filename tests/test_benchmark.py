@@ -11,7 +11,7 @@ from conftest import problems
 
 from gspo.benchmark.peer import Pairs
 from gspo.benchmark.workload import TINY, WORKLOADS, EvenText, Shape, made
-from gspo.config import flat
+from gspo.commands import flat
 from gspo.policy.policy import Policy
 from gspo.policy.tokenizer import character_tokenizer
 from gspo.rollout.engine import LocalEngine

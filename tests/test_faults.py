@@ -218,6 +218,9 @@ def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed
     for step in (back["to"], back["to"] + 1):
         lowered = 0.001 if step > back["to"] else 1
         assert rows[step]["optim/lr"] == pytest.approx(0.1 * lowered * 2 * step / 1000)
+    seen = wandb_rows(run)
+    assert [row["optim/lr"] for row in seen[1:]] == [row["optim/lr"] for row in rows[1:]], "a W&B run of its own, whole"
+    assert len({p.name.rsplit("-", 1)[1] for p in run.glob("wandb/offline-run-*")}) == 2
     attic = read_rows(run / "superseded" / "1" / "metrics.jsonl")
     assert [row["step"] for row in attic] == list(range(back["to"] + 1, back["from"] + 1))
     killer = [sys.executable, str(ROOT / "tests" / "killer.py"), "rollback.decided", "10", *rollback]
