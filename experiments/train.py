@@ -21,7 +21,7 @@ from gspo.process import Collapsed, Failed, Stopped, command_line, explain, one_
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
 from gspo.runs import claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
-from gspo.session import Session, warn
+from gspo.session import Session, warn, write_report
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 
@@ -54,7 +54,7 @@ def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
     folder = find(settings, in_sweep=not alone)
     with exclusive(folder), log_to(folder), closing(settings.task):
-        while (how := attempt(settings, folder, alone)) == "rolled back":
+        while (how := attempt(settings, folder, alone)) == "rolled back" and not stop_signal().requested():
             pass
     if how == "collapsed" and alone:  # of a sweep it is a result
         raise Collapsed
@@ -65,8 +65,13 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     back = Rollbacks(folder)
     warn(back.move())
     checkpoint = to_go_on_from(settings, folder)
+    if checkpoint is None:
+        back.forget()
     if finished(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
+        if said(folder).get("how") != "finished":  # it was killed between its last checkpoint and its end
+            write_report(folder, "finished")
+            say(folder, "finished", settings.steps)
         return "finished"
     if not alone and said(folder).get("how") == "collapsed":
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
@@ -92,8 +97,8 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         raise
     finally:
-        sync = tracker.finish(W_AND_B[how])
         say(folder, how, trainer.state.step, reason)
+        sync = tracker.finish(W_AND_B[how])
     if how != "rolled back":
         upload = f"; to upload it: {sync}" if sync else ""
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")

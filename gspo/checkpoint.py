@@ -4,7 +4,7 @@ checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
                            held.json and held.npz (responses that were sampled and not yet trained on)
                            checksums.json: of every other file, so that a damaged one is noticed and passed over
-checkpoints/latest         the name of the newest whole one, for people and scripts
+checkpoints/latest         the name of the newest whole one
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from gspo.rollout.source import Held
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint
+WITHOUT_CHECKSUMS = ("config.json", "optimizer.pt", "state.json")
 
 
 @dataclass
@@ -184,9 +185,12 @@ def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run directory, if any; says so where a newer one is damaged. Raises ValueError
-    if there are some and none is whole."""
+    """The newest whole checkpoint of a run directory, if any, up to the one that `latest` names; says so where a newer
+    one is damaged. Raises ValueError if there are some and none is whole."""
+    pointer = run / "checkpoints" / "latest"
+    newest = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
     found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
+    found = [folder for folder in found if folder.name <= newest] or found
     wrong = []
     for folder in found:
         problem = damage(folder)
@@ -198,12 +202,14 @@ def latest_checkpoint(run: Path) -> Path | None:
             return folder
         wrong.append(f"{folder} is damaged: {problem}")
     if found:
-        raise ValueError(f"{'; '.join(wrong)}; no whole checkpoint is left: remove {found[0].parent} to start over")
+        raise ValueError(f"{'; '.join(wrong)}; no whole checkpoint is left: move {found[0].parent} away to start over")
     return None
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint: a file that is missing or not as it was written; None if it is whole."""
+    if not (folder / CHECKSUMS).exists() and all((folder / name).exists() for name in WITHOUT_CHECKSUMS):
+        return None  # of an earlier version
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
         for name, digest in sums.items():

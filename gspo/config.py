@@ -114,7 +114,7 @@ class Settings:
     threads: int = 0  # CPU threads of torch; 0 leaves torch's choice
     runs: str = "runs"  # where run directories go
     on_existing: str = "auto"  # a run directory that is there already: refuse | resume | auto (resume in a sweep)
-    resume: str = ""  # continue this run directory with its own settings; only `steps` and `tracking` may be given
+    resume: str = ""  # continue this run directory with its own settings; CHANGEABLE_ON_RESUME may be given
 
     def __post_init__(self):
         if self.steps < 1:
@@ -193,7 +193,7 @@ def of_result(settings: Settings) -> dict[str, Any]:
     for group, name in (key.split(".") for key in ONLY_COST):
         content[group].pop(name, None)
     if settings.monitor.action == "rollback":
-        content["monitor"] = asdict(settings.monitor)
+        content["monitor"] = {key: getattr(settings.monitor, key) for key in ("action", "rollbacks", "rollback_lr")}
     return content
 
 
@@ -240,7 +240,7 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
 def same_result(a: Settings, b: Settings) -> str | None:
     """The first setting that makes two runs different, as "key: a against b"; None if their results are the same."""
     flat_a, flat_b = (OmegaConf.to_container(OmegaConf.create(of_result(s))) for s in (a, b))
-    for key in flat_a:
-        if flat_a[key] != flat_b[key]:
-            return f"{key}: {flat_a[key]} against {flat_b[key]}"
+    for key in flat_a | flat_b:
+        if flat_a.get(key) != flat_b.get(key):
+            return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
     return None

@@ -144,9 +144,7 @@ METRICS = [
     Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
     # what the monitor says
     Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
-    Metric(
-        "monitor/collapsed", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"
-    ),
+    Metric("monitor/fallen", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"),
     # responses
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),

@@ -11,11 +11,10 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 
-from gspo.collapse import RECOVERED, SIGNALS, STEPS_FALLEN, collapse, fallen, smoothed
+from gspo.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, known, levels
 
 CLEARED = 0.8  # of the threshold
 ACTIONS = ("warn", "stop", "rollback")
@@ -56,7 +55,7 @@ class Thresholds:
 class MonitorSettings:
     """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
 
-    # when the run has collapsed. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
+    # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
     # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x its peak; or stop
     action: str = "warn"
     rollbacks: int = 2  # at most so many
@@ -78,10 +77,10 @@ class MonitorSettings:
 
 @dataclass
 class Event:
-    """What happened at a step: a warning, its end, a collapse, or an update that was left out."""
+    """What happened at a step: a warning, its end, a fall of the reward, or an update that was left out."""
 
     step: int
-    kind: str  # warning | cleared | collapse | skipped
+    kind: str  # warning | cleared | fallen | skipped
     signal: str
     score: float
     threshold: float
@@ -93,145 +92,138 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings):
         self.settings = settings
-        self.series: dict[str, list[float | None]] = {}
+        self.scores = {name: signal.kind() for name, signal in SIGNALS.items()}
+        self.level = Level()
         self.active: set[str] = set()
-        self.collapsed = False
-        self.steps = 0
-        self.at: list[int] = []  # the rows' steps
+        self.steps = self.fallen_steps = 0
+        # the last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
+        # reward above 0.9 x its running peak
+        self.healthy = 0
 
-    def observe(self, step: int, row: dict[str, float]) -> list[Event]:
+    def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
         """Take in a step's metrics; what is new. Row 0, before training, is left out."""
         if step == 0:
             return []
         self.steps += 1
-        self.at.append(step)
-        for signal in SIGNALS.values():
-            series = self.series.setdefault(signal.metric, [None] * (self.steps - 1))
-            if len(series) < self.steps:  # several signals read one metric
-                series.append(row.get(signal.metric))
-        events = [event for name in SIGNALS if (event := self._signal(step, name))]
+        found = (self._signal(step, name, row.get(SIGNALS[name].metric)) for name in SIGNALS)
+        events = [event for event in found if event]
         if row.get("optim/skipped"):
             count = row["optim/skipped"]
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, skipped_text(count)))
-        return events + self._collapse(step)
+        return events + self._fallen(step, row.get("reward/mean"))
 
-    def _signal(self, step: int, name: str) -> Event | None:
+    def _signal(self, step: int, name: str, value: float | None) -> Event | None:
         threshold, signal = getattr(self.settings.thresholds, name), SIGNALS[name]
-        series = self.series[signal.metric]
-        if not threshold or self.steps <= self.settings.warm_up or all(value is None for value in series):
+        if not known(value):
             return None
-        score = float(signal.score(series)[-1])
+        score = self.scores[name].push(value)
+        if not threshold or self.steps <= self.settings.warm_up:
+            return None
         if name not in self.active and score > threshold:
             self.active.add(name)
-            text = f"{name} is {score:.3g}, above {threshold:g} ({signal.meaning}; {signal.metric} is {series[-1]:.3g})"
+            text = f"{name} is {score:.3g}, above {threshold:g} ({signal.meaning}; {signal.metric} is {value:.3g})"
             return Event(step, "warning", name, score, threshold, text)
         if name in self.active and score < CLEARED * threshold:
             self.active.remove(name)
             return Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")
         return None
 
-    def _collapse(self, step: int) -> list[Event]:
-        rewards = self.series["reward/mean"]
-        below = fallen(rewards)[-STEPS_FALLEN:]
-        was, self.collapsed = self.collapsed, len(below) == STEPS_FALLEN and bool(below.all())
-        if was or not self.collapsed:
+    def _fallen(self, step: int, reward: float | None) -> list[Event]:
+        """The first half of the collapse rule; whether the reward recovers within 50 steps is not known yet."""
+        if known(reward):
+            self.level.push(reward)
+            if self.level.healthy():
+                self.healthy = step - 1
+        self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
+        if self.fallen_steps != STEPS_FALLEN:
             return []
-        level = smoothed(rewards)
-        peak, now = float(np.nanmax(level)), float(level[-1])
-        text = f"collapse: smoothed reward below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
-        return [Event(step, "collapse", "reward_fall", 1 - now / peak, 0.3, text)]
-
-    def healthy(self) -> int:
-        """The last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
-        reward above 0.9 x its running peak. 0 if there is none."""
-        level = smoothed(self.series.get("reward/mean", []))
-        good = np.flatnonzero(level > RECOVERED * np.fmax.accumulate(level)) if len(level) else level
-        return self.at[good[-1]] - 1 if len(good) else 0
+        now, peak = self.level.now, self.level.peak
+        text = f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
+        return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
     def metrics(self) -> dict[str, float]:
         """What a row says of it."""
-        return {"monitor/warnings": float(len(self.active)), "monitor/collapsed": float(self.collapsed)}
+        return {
+            "monitor/warnings": float(len(self.active)),
+            "monitor/fallen": float(self.fallen_steps >= STEPS_FALLEN),
+        }
 
 
 def skipped_text(count: float) -> str:
     return f"updates left out because their gradient was not finite: {count:.0f}"
 
 
-def write_events(folder: Path, events: Iterable[Event]) -> None:
-    with open(folder / "monitor.jsonl", "a") as file:
-        file.writelines(json.dumps(asdict(event)) + "\n" for event in events)
+def as_lines(events: Iterable[Event]) -> str:
+    """As monitor.jsonl holds them."""
+    return "".join(json.dumps(asdict(event)) + "\n" for event in events)
 
 
-def report(rows: list[dict]) -> str:
-    """The three questions by which users judge stability, answered in words, with the numbers of a run's rows."""
+def report(rows: list[dict], ended: str = "") -> str:
+    """The three questions by which users judge stability, answered in words, with the numbers of a run's rows. `ended`:
+    how the run ended, where the monitor ended it."""
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
-    return "\n".join([_reward(rows), _gradient(rows), _routing(rows)])
+    return "\n".join([_reward(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
 
 
 def _column(rows: list[dict], name: str) -> np.ndarray:
-    """The numbers of a metric, NaN where a row has none."""
-    return np.array([math.nan if row.get(name) is None else float(row[name]) for row in rows])
+    """The numbers that the rows have of a metric."""
+    return np.array([row[name] for row in rows if known(row.get(name))])
 
 
-def _reward(rows: list[dict]) -> str:
+def _reward(rows: list[dict], stopped: bool) -> str:
     question = "Does the reward keep rising? "
+    rows = [row for row in rows if known(row.get("reward/mean"))]
+    if len(rows) < START:
+        return question + f"Unknown: {len(rows)} rows have a reward."
     rewards = _column(rows, "reward/mean")
-    if np.isnan(rewards).all():
-        return question + "Unknown: no row has a reward."
-    level, steps = smoothed(rewards), [row["step"] for row in rows]
-    top = int(np.nanargmax(level))
-    ends = f"smoothed {np.nanmean(level[:5]):.3f} at first, {level[-1]:.3f} at the end"
-    at = collapse(rewards)
-    third = max(1, len(rewards) // 3)
+    level = levels(rewards)[0]
+    top, at, third = int(level.argmax()), collapse(rewards), len(rows) // 3
     before, after = rewards[-2 * third : -third], rewards[-third:]
-    noise = math.sqrt((np.nanvar(before) + np.nanvar(after)) / third) if third > 1 else math.inf
-    change = np.nanmean(after) - np.nanmean(before) if len(before) else 0.0
-    if at is not None:
-        verdict = f"No: it collapsed at step {steps[at]}"
-    elif change > 2 * noise:
-        verdict = "Yes"
-    elif change < -2 * noise:
-        verdict = "No: it is falling"
+    change, noise = after.mean() - before.mean(), math.sqrt((before.var() + after.var()) / third)
+    if stopped:
+        verdict = f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, and it might have recovered"
+    elif at is not None:
+        verdict = f"No: it collapsed at step {rows[at]['step']}"
+    elif abs(change) > 2 * noise:
+        verdict = "Yes" if change > 0 else "No: it is falling"
     else:
         verdict = "It is level"
-    peak = f"peak {level[top]:.3f} at step {steps[top]}"
+    ends = f"smoothed {rewards[:5].mean():.3f} at first, {level[-1]:.3f} at the end"
+    peak = f"peak {level[top]:.3f} at step {rows[top]['step']}"
     return f"{question}{verdict} ({ends}, {peak}; last third against the one before {change:+.3f})."
 
 
 def _gradient(rows: list[dict]) -> str:
     question = "Is the gradient norm in a reasonable range? "
     norms, tops = _column(rows, "optim/grad_norm"), _column(rows, "optim/grad_norm_max")
-    skipped = np.nansum(_column(rows, "optim/skipped"))
-    if np.isnan(norms).all():
+    skipped = _column(rows, "optim/skipped").sum()
+    if not len(norms) or not len(tops):
         return question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
-    usual, largest = float(np.nanmedian(norms)), float(np.nanmax(tops))
     spikes = int((SIGNALS["grad_spike"].score(tops) > 1).sum())
     good = not skipped and not spikes
     return (
-        f"{question}{'Yes' if good else 'No'} (median {usual:.3g}, largest of an update {largest:.3g}; "
+        f"{question}{'Yes' if good else 'No'} (median {np.median(norms):.3g}, largest of an update {tops.max():.3g}; "
         f"steps with ten times the norm of those before: {spikes}; updates left out as not finite: {skipped:.0f})."
     )
 
 
 def _routing(rows: list[dict]) -> str:
     question = "Does expert activation stay consistent? "
-    kept = _column(rows, "routing/consistency")
-    if np.isnan(kept).all():
+    rows = [row for row in rows if known(row.get("routing/consistency"))]
+    if not rows:
         return question + "There are no experts, or there was one mini-batch."
-    worst = int(np.nanargmin(kept))
-    layers = {
-        name: np.nanmean(_column(rows, name)) for name in rows[-1] if name.startswith("routing/consistency_layer_")
-    }
+    kept = _column(rows, "routing/consistency")
+    worst, prefix = int(kept.argmin()), "routing/consistency_layer_"
+    names = [name for name in rows[-1] if name.startswith(prefix) and known(rows[-1][name])]
+    layers = {name: _column(rows, name).mean() for name in names}
     least = min(layers, key=layers.get, default="")
-    layer = f"; least in layer {least.rsplit('_', 1)[1]}: {layers[least]:.4f}" if least else ""
+    layer = f"; least in layer {least.removeprefix(prefix)}: {layers[least]:.4f}" if least else ""
     agreement = _column(rows, "routing/engine_agreement")
-    engine = (
-        "" if np.isnan(agreement).all() else f"; the engine's experts are the trainer's to {np.nanmean(agreement):.4f}"
-    )
-    verdict = "Yes" if np.nanmin(smoothed(kept)) > 0.9 else "No"
+    engine = f"; the engine's experts are the trainer's to {agreement.mean():.4f}" if len(agreement) else ""
+    verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
     return (
-        f"{question}{verdict} (share of the old experts kept within a step: mean {np.nanmean(kept):.4f}, "
+        f"{question}{verdict} (share of the old experts kept within a step: mean {kept.mean():.4f}, "
         f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."
     )

@@ -6,6 +6,7 @@ saved: a scheduler may start the same command again (130 after Ctrl-C, 143 after
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -22,6 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 COLLAPSED = 4
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
@@ -126,9 +128,7 @@ def command_line(main: Callable[[], None]) -> None:
 
 def report(error: BaseException) -> int:
     """Say in one line what went wrong; the exit code."""
-    disk = isinstance(error, OSError) and not isinstance(
-        error, HydraException
-    )  # a missing option file is an OSError too
+    disk = isinstance(error, OSError) and error.errno in DISK
     mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
     print(f"error: {explain(error)}{mend}", file=sys.stderr)
     return 1 if mend else 2

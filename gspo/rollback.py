@@ -44,6 +44,11 @@ class Rollbacks:
         self._write([*self.made[:-1], last | {"moved": True}])
         return [*said, f"rolled back from step {last['from']} to step {last['to']}"]
 
+    def forget(self) -> None:
+        """The run starts from the beginning."""
+        self.path.unlink(missing_ok=True)
+        self.made = []
+
     def lowered(self, settings: Settings) -> Settings:
         """The settings with the learning rate that the rollbacks so far leave."""
         lr = settings.optim.lr * settings.monitor.rollback_lr ** len(self.made)

@@ -45,10 +45,14 @@ def exclusive(folder: Path) -> Iterator[None]:
     """One process at a time in a run directory. Raises ValueError if another one is there."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process; wait for it, or stop it first") from None
+        for patience in (0.1, 0.3, 0.6, 0.0):  # who only looks whether somebody is there holds it for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(patience)
+        else:
+            raise ValueError(f"{folder} is being written by another process; wait for it, or stop it first")
         yield
 
 

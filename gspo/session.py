@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from gspo.checkpoint import CheckpointWriter, replace_text
 from gspo.checks import warnings_after
 from gspo.config import Settings, settings_hash
 from gspo.evaluation import evaluate
-from gspo.monitor import Monitor, report, write_events
+from gspo.monitor import Monitor, as_lines, report
 from gspo.rollback import Rollbacks
 from gspo.rollout.source import Rollout
 from gspo.tracking import Progress, Tracker, read_rows
 from gspo.trainer import Trainer
 
 LOG = logging.getLogger("gspo.train")
+EVENTS = "monitor.jsonl"
 
 
 class Session:
@@ -40,9 +42,11 @@ class Session:
         self.writer = CheckpointWriter(folder, trainer.policy, trainer.optimizer, keep, settings_hash(settings))
         self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
         self.monitor = Monitor(settings.monitor)
-        for row in read_rows(folder / "metrics.jsonl"):
-            self.monitor.observe(row["step"], row)
+        rows = read_rows(folder / "metrics.jsonl")
+        events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
+        replace_text(folder / EVENTS, as_lines(events))  # a function of the rows, as is all that the monitor knows
         self.ending = ""  # why the monitor ends it: collapsed, or rolled back
+        self.target = -1  # the step that it goes back to
         self.spent: dict[str, float] = {}  # seconds that the next row will hold
 
     def run(self) -> str:
@@ -54,10 +58,9 @@ class Session:
             self.progress.close()
             self.writer.close()
             self.trainer.source.close()
-        replace_text(self.folder / "report.txt", report(read_rows(self.folder / "metrics.jsonl")) + "\n")
-        if self.trainer.state.step == self.settings.steps:
-            return "finished"
-        return "stopped" if self.asked() else self.ending
+        how = self.ending or ("finished" if self.trainer.state.step == self.settings.steps else "stopped")
+        write_report(self.folder, how)
+        return how
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics where they are due."""
@@ -81,9 +84,10 @@ class Session:
         kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
         self.tracker.log(step, metrics | self.spent, rollout.responses if kept else None)
         self.spent.clear()
-        write_events(self.folder, events)
-        if any(event.kind == "collapse" for event in events):
-            self.collapsed(step)
+        with open(self.folder / EVENTS, "a") as file:
+            file.write(as_lines(events))
+        if any(event.kind == "fallen" for event in events):
+            self.fallen(step)
         for event in events:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
@@ -92,21 +96,23 @@ class Session:
         if rollout:
             self.progress(step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0))
 
-    def collapsed(self, step: int) -> None:
+    def fallen(self, step: int) -> None:
         """Do what the settings say."""
         action, back = self.settings.monitor.action, Rollbacks(self.folder)
         if action == "rollback" and len(back.made) < self.settings.monitor.rollbacks:
             self.writer.wait()
             target = back.plan(step, self.healthy())
-            self.ending = "rolled back" if target is not None else "collapsed"
+            self.ending, self.target = ("collapsed", -1) if target is None else ("rolled back", target)
             text = "no checkpoint of a healthy step is left" if target is None else f"going back to step {target}"
             warn([f"{self.settings.label()}, step {step}: {text}"])
         elif action != "warn":
             self.ending = "collapsed"
 
     def healthy(self) -> int:
-        """The monitor's, earlier by the age of the weights that rollouts are sampled from."""
-        return self.monitor.healthy() - self.settings.rollout.staleness
+        """The monitor's, earlier by the age of the oldest weights that rollouts are sampled from."""
+        rollout = self.settings.rollout
+        parts = math.ceil(rollout.longest_limit / rollout.token_budget) - 1 if rollout.token_budget else 0
+        return self.monitor.healthy - rollout.staleness - parts
 
     def checkpoint(self, step: int, last: bool) -> None:
         """Begin to write one where it is due; wait for it when it is the last."""
@@ -117,14 +123,27 @@ class Session:
         trainer.state.source, held = trainer.source.state(), trainer.source.held()
         started = time.perf_counter()
         moved = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
-        spared = self.healthy() if self.settings.monitor.action == "rollback" else -1
+        spared = (
+            self.target if self.target >= 0 else self.healthy() if self.settings.monitor.action == "rollback" else -1
+        )
         self.writer.save(trainer.state, moved, held, spared)
         if last:
             self.writer.wait()
         self.spent["time/checkpoint_s"] = time.perf_counter() - started
 
+    def spared(self) -> int:
+        """The newest checkpoint of this step or before is kept for a rollback; -1 for none."""
+        if self.settings.monitor.action != "rollback":
+            return -1
+        return self.target if self.target >= 0 else self.healthy()
+
     def stop(self) -> bool:
         return self.asked() or bool(self.ending)
+
+
+def write_report(folder: Path, how: str) -> None:
+    """The three stability questions, answered from the rows: in report.txt."""
+    replace_text(folder / "report.txt", report(read_rows(folder / "metrics.jsonl"), how) + "\n")
 
 
 def warn(lines: list[str]) -> None:

@@ -40,7 +40,10 @@ def jobs(study: Path) -> list[Job]:
     """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
     planned: dict[str, dict] = {}
     for line in (study / MANIFEST).read_text().splitlines() if (study / MANIFEST).exists() else ():
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a line that a kill cut short
+            continue
         planned |= {job["run"]: job for job in entry.get("jobs", ())}
         if entry.get("run") in planned:
             planned[entry["run"]]["reason"] = entry["reason"]

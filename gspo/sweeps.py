@@ -60,7 +60,7 @@ def _append(config: DictConfig, line: dict) -> None:
     folder = Path(config.runs) / config.study
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / MANIFEST, "a") as file:
-        file.write(json.dumps({"time": time.time()} | line) + "\n")
+        file.write("\n" + json.dumps({"time": time.time()} | line) + "\n")  # apart from a line that a kill cut short
 
 
 def expanded(overrides: list[str]) -> list[list[str]]:

@@ -70,7 +70,8 @@ class Tracker:
         except wandb.Error as error:
             if mode == "offline":
                 raise
-            text = f"W&B cannot be reached, tracking goes on offline: {str(error).splitlines()[0]}"
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = f"W&B cannot be reached or refuses, tracking goes on offline: {reason}"
             log.warning(text)
             print(f"warning: {text}", file=sys.stderr)
             wandb.teardown()  # it still holds the run's id
@@ -126,8 +127,8 @@ class Tracker:
     def alert(self, title: str, text: str, kind: str) -> None:
         """A W&B alert: mail or Slack, as the account has it."""
         if self.wandb and kind != "cleared":
-            level = wandb.AlertLevel.ERROR if kind == "collapse" else wandb.AlertLevel.WARN
-            self.wandb.alert(title=title, text=text, level=level, wait_duration=0)
+            level = wandb.AlertLevel.ERROR if kind == "fallen" else wandb.AlertLevel.WARN
+            self.wandb.alert(title=title, text=text, level=level)
 
     def _table(self, responses: list[Response]) -> wandb.Table:
         chosen = responses[:: max(1, len(responses) // self.settings.table_rows)]
@@ -184,28 +185,23 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
 def supersede(run: Path, step: int) -> list[str]:
     """Move what lies after `step` to superseded/<n>/: a run that resumes there will make it again. Damaged lines go
     there too; says in words which rows are lost by that."""
-    attic, lost = run / "superseded", []
+    attic, metrics = run / "superseded", run / "metrics.jsonl"
     files = [p for p in run.glob("*/step_*") if p.parent != attic and p.suffix != ".unfinished"]
     files = [p for p in files if int(p.stem.removeprefix("step_")) > step]
-    series = {name: rows_and_damage(run / name) for name in ("metrics.jsonl", "monitor.jsonl")}
-    if files or any(damaged or any(row["step"] > step for row in rows) for rows, damaged in series.values()):
+    rows, damaged = rows_and_damage(metrics)
+    later = [row for row in rows if row["step"] > step]
+    if files or later or damaged:
         attic = attic / str(1 + len(list(attic.glob("*"))))
         attic.mkdir(parents=True)
+        (attic / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
+    if damaged:
+        (attic / "damaged_metrics.jsonl").write_text("".join(damaged))
     for path in files:
         path.rename(attic / f"{path.parent.name}_{path.name}")
-    for name, (rows, damaged) in series.items():
-        later = [row for row in rows if row["step"] > step]
-        if later or damaged:
-            (attic / name).write_text("".join(json.dumps(row) + "\n" for row in later))
-        if damaged:
-            (attic / f"damaged_{name}").write_text("".join(damaged))
-        if (run / name).exists():
-            kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-            replace_text(run / name, kept)
-    missing = sorted(set(range(step + 1)) - {row["step"] for row in series["metrics.jsonl"][0]})
-    if missing:
-        lost.append(f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost")
-    return lost
+    if metrics.exists():
+        replace_text(metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    missing = sorted(set(range(step + 1)) - {row["step"] for row in rows})
+    return [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"] if missing else []
 
 
 def _spans(numbers: list[int]) -> str:

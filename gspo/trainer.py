@@ -241,8 +241,8 @@ class Trainer:
         tally.count("optim/skipped", skipped)
         if self.state.skipped > self.optim.max_skipped:
             raise RuntimeError(
-                f"the gradients of {self.state.skipped} updates in a row were not finite (optim.max_skipped="
-                f"{self.optim.max_skipped}); the last checkpoint is from before them"
+                f"the gradients of {self.state.skipped} updates in a row were not finite "
+                f"(optim.max_skipped={self.optim.max_skipped})"
             )
 
     @torch.no_grad()

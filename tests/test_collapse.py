@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 
 from gspo import collapse
-from gspo.collapse import SIGNALS
+from gspo.collapse import SIGNALS, Signal
 from gspo.metrics import lookup
 
 
+def scores(kind, series) -> list[float]:
+    return Signal("reward/mean", kind, "").score(series).tolist()
+
+
 def test_smoothing_by_hand():
-    assert collapse.smoothed([1.0, 0.0]).tolist() == pytest.approx([1.0, 0.9 / 1.9])
-    assert collapse.smoothed([2.0, None, math.nan, 2.0]).tolist() == pytest.approx([2.0] * 4)
-    assert np.isnan(collapse.smoothed([None, 1.0])[0]) and collapse.smoothed([None, 1.0])[1] == 1.0
-    constant = collapse.smoothed([0.3] * 50)
-    assert constant.tolist() == pytest.approx([0.3] * 50), "no bias at the start"
+    assert scores(collapse.Plain, [1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
+    assert scores(collapse.Plain, [2.0, None, math.nan, math.inf, 2.0]) == pytest.approx([2.0] * 5)
+    late = scores(collapse.Plain, [None, 1.0])
+    assert math.isnan(late[0]) and late[1] == 1.0
+    assert scores(collapse.Plain, [0.3] * 50) == pytest.approx([0.3] * 50), "no bias at the start"
 
 
 def falling(level: float, steps: int, start: int = 30, before: float = 1.0) -> list[float]:
@@ -63,19 +67,39 @@ def test_unscaled_rewards_and_missing_rows_change_no_verdict():
     assert collapse.collapse(with_gaps) == collapse.collapse(series) + 2
 
 
+def test_a_lucky_first_batch_is_no_peak():
+    """The first reward alone would be the smoothed one: the peak is looked for from the tenth number on."""
+    lucky = [1.0] + [0.3] * 300
+    assert collapse.collapse(lucky) is None
+    assert collapse.collapse([1.0] * 12 + [0.3] * 300) is not None
+
+
+def test_noise_of_a_constant_policy_is_seldom_taken_for_a_collapse():
+    """Not never: a rule that looks at a peak finds one in noise, the more so the smaller the reward."""
+    rng = np.random.default_rng(0)
+    share = [
+        sum(collapse.collapse(rng.binomial(256, mean, 60) / 256) is not None for _ in range(200)) / 200
+        for mean in (0.05, 0.2, 0.5)
+    ]
+    assert share[0] < 0.1 and share[1] == share[2] == 0, share
+
+
 def test_scores_by_hand():
-    assert collapse.shortfall([1.0, 0.0])[1] == pytest.approx(1 - 0.9 / 1.9)
-    assert collapse.below_peak([1.0, 0.0])[1] == pytest.approx(1 - 0.9 / 1.9)
-    assert collapse.below_peak([-1.0, -2.0]).tolist() == [0, 0]
+    assert scores(collapse.Shortfall, [1.0, 0.0])[1] == pytest.approx(1 - 0.9 / 1.9)
+    assert scores(collapse.BelowPeak, [1.0] * 10 + [0.0])[9:] == pytest.approx([0, 1 - 0.9 * 6.5132 / 6.8619], abs=1e-4)
+    assert scores(collapse.BelowPeak, [-1.0] * 10 + [-2.0]) == [0] * 11
     series = [2.0] * 10 + [8.0] * 400
-    assert collapse.rise(series)[-1] == pytest.approx(6.0) and collapse.rise(series)[9] == 0
-    assert collapse.growth(series)[-1] == pytest.approx(math.log(4))
-    assert collapse.decline(series)[-1] == pytest.approx(-math.log(4))
-    assert collapse.growth([1.0] * 10 + [0.0] * 400)[-1] < -20, "an entropy of 0 is finite, and far"
-    spikes = collapse.spike([1.0, 1.0, 50.0, 1.0, 1.0, 1.0, 100.0, 1.0, None])
-    assert spikes[:5].tolist() == [0] * 5 and spikes[6] == pytest.approx(2) and spikes[7] == pytest.approx(0)
-    assert spikes[8] == spikes[7]
-    assert collapse.log_tail([math.e, 1 / math.e]).tolist() == pytest.approx([1, 1])
+    rise = scores(collapse.Rise, series)
+    assert rise[-1] == pytest.approx(6.0) and rise[9] == pytest.approx(0)
+    assert scores(collapse.Growth, series)[-1] == pytest.approx(math.log(4))
+    assert scores(collapse.Decline, series)[-1] == pytest.approx(-math.log(4))
+    assert scores(collapse.Growth, [1.0] * 10 + [0.0] * 400)[-1] < -20, "an entropy of 0 is finite, and far"
+    spikes = scores(collapse.Spike, [1.0, 1.0, 50.0, 1.0, 1.0, 1.0, 100.0, 1.0, None])
+    assert spikes[:5] == [0] * 5 and spikes[6:] == pytest.approx([2, 0, 0])
+    assert max(scores(collapse.Spike, [0.0] * 30 + [0.001] * 30 + [0.0] * 9)) == 0, (
+        "steps without signal are no measure"
+    )
+    assert scores(collapse.LogTail, [math.e, 1 / math.e]) == pytest.approx([1, 1])
 
 
 @pytest.mark.parametrize("name", SIGNALS)

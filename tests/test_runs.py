@@ -207,6 +207,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
     shutil.copytree(straight, run)
     state = run / "checkpoints" / "step_000012" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"settings": "0123456789"}))  # as another run wrote it
+    (state.parent / "checksums.json").unlink()
     before = (run / "metrics.jsonl").read_text()
     done = train(tmp_path, f"resume={run}", "steps=20")
     assert done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr

@@ -57,11 +57,11 @@ class Network:
     def frozen(self, copy_experts: bool = False) -> Iterator[None]:
         """Within: the weights do not change, and there is no gradient. `copy_experts`: it will go on for long."""
         with torch.no_grad():
-            self._frozen = [prepared(layer, True, copy_experts) for layer in self.body.layers]
+            before, self._frozen = self._frozen, [prepared(layer, True, copy_experts) for layer in self.body.layers]
             try:
                 yield
             finally:
-                self._frozen = None
+                self._frozen = before
 
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
