@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from gspo.assembly import assemble
 from gspo.checks import warnings
 from gspo.config import Settings, register_schemas, resumed_settings, to_settings
-from gspo.process import Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
+from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
 from gspo.runs import claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
@@ -93,6 +93,8 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         how = Session(settings, folder, trainer, tracker, alone, stop_signal().requested).run()
     except Exception as error:
         reason = explain(error)
+        if isinstance(error, OSError):
+            raise Broken(f"{reason}; what was written is kept: mend this and go on with resume={folder}") from error
         if isinstance(error, ValueError):  # not the user's: those were found before
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         raise

@@ -30,6 +30,10 @@ class Failed(RuntimeError):
     """A run failed after it had begun: no mistake in its settings, so its traceback is shown and it exits with 1."""
 
 
+class Broken(RuntimeError):
+    """A file could not be written or read after a run had begun. Its message says how to go on; exit code 1."""
+
+
 class Collapsed(Exception):
     """The monitor ended a run: it has collapsed."""
 
@@ -105,7 +109,7 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
             job(config)
         except Collapsed:
             sys.exit(COLLAPSED)
-        except (*USER_ERRORS, OSError) as error:
+        except (*USER_ERRORS, OSError, Broken) as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # the other jobs of the sweep go on; `command_line` reports it at the end
             sys.exit(report(error))
@@ -120,7 +124,7 @@ def command_line(main: Callable[[], None]) -> None:
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once
     try:
         main()
-    except (*USER_ERRORS, OSError) as error:
+    except (*USER_ERRORS, OSError, Broken) as error:
         sys.exit(report(error))
     if _STOP.number:
         sys.exit(128 + _STOP.number)
@@ -128,6 +132,9 @@ def command_line(main: Callable[[], None]) -> None:
 
 def report(error: BaseException) -> int:
     """Say in one line what went wrong; the exit code."""
+    if isinstance(error, Broken):
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     disk = isinstance(error, OSError) and error.errno in DISK
     mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
     print(f"error: {explain(error)}{mend}", file=sys.stderr)
