@@ -69,7 +69,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         back.forget()
     if finished(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        if said(folder).get("how") != "finished":  # it was killed between its last checkpoint and its end
+        if said(folder).get("how") not in ("finished", "collapsed"):  # killed between its last checkpoint and its end
             write_report(folder, "finished")
             say(folder, "finished", settings.steps)
         return "finished"

@@ -93,21 +93,11 @@ class Score(Protocol):
 
 
 @dataclass
-class Plain:
-    """The smoothed value."""
-
-    smooth: Smoothed = field(default_factory=Smoothed)
-
-    def push(self, value: float) -> float:
-        return self.smooth.push(value)
-
-
-@dataclass
-class Shortfall(Plain):
+class Shortfall(Smoothed):
     """1 - smoothed value: for shares that are 1 in a healthy run."""
 
     def push(self, value: float) -> float:
-        return 1 - self.smooth.push(value)
+        return 1 - super().push(value)
 
 
 @dataclass
@@ -122,13 +112,13 @@ class BelowPeak:
 
 
 @dataclass
-class Rise(Plain):
+class Rise(Smoothed):
     """Smoothed value minus the run's baseline: the median of its first 10 numbers."""
 
     first: list[float] = field(default_factory=list)
 
     def push(self, value: float) -> float:
-        return self.smooth.push(value) - self.baseline(value)
+        return super().push(value) - self.baseline(value)
 
     def baseline(self, value: float) -> float:
         if len(self.first) < START:
@@ -141,7 +131,7 @@ class Growth(Rise):
     """log(smoothed value / baseline), for positive quantities."""
 
     def push(self, value: float) -> float:
-        return _log(self.smooth.push(value)) - _log(self.baseline(value))
+        return _log(Smoothed.push(self, value)) - _log(self.baseline(value))
 
 
 @dataclass
@@ -166,11 +156,11 @@ class Spike:
 
 
 @dataclass
-class LogTail(Plain):
+class LogTail(Smoothed):
     """Smoothed |log value|: how far the extreme ratio of a step is from 1."""
 
     def push(self, value: float) -> float:
-        return self.smooth.push(abs(_log(value)))
+        return super().push(abs(_log(value)))
 
 
 @dataclass(frozen=True)
@@ -193,20 +183,20 @@ class Signal:
 SIGNALS = {
     "reward_fall": Signal("reward/mean", BelowPeak, "share of its peak that the smoothed reward has lost"),
     "routing_drift": Signal("routing/consistency", Shortfall, "share of the old policy's experts left within a step"),
-    "mismatch": Signal("mismatch/k3", Plain, "k3 of engine and trainer, nats per token"),
+    "mismatch": Signal("mismatch/k3", Smoothed, "k3 of engine and trainer, nats per token"),
     "ess_token": Signal("ratio/ess_token", Shortfall, "share of the effective sample size that token ratios cost"),
     "ess_sequence": Signal("ratio/ess_sequence", Shortfall, "the same, of sequence ratios"),
     "ratio_high": Signal("ratio/token_max", LogTail, "log of the step's largest token ratio"),
     "ratio_low": Signal("ratio/token_min", LogTail, "log of the step's smallest token ratio, its sign changed"),
-    "policy_drift": Signal("kl/old_k3", Plain, "k3 of the policy and the old policy, nats per token"),
+    "policy_drift": Signal("kl/old_k3", Smoothed, "k3 of the policy and the old policy, nats per token"),
     "entropy_fall": Signal("policy/entropy", Decline, "log of how many times smaller the entropy is than at the start"),
     "entropy_rise": Signal("policy/entropy", Growth, "log of how many times larger the entropy is than at the start"),
     "grad_spike": Signal("optim/grad_norm_max", Spike, "log10 of the gradient norm over that of the 20 steps before"),
     "grad_growth": Signal("optim/grad_norm", Growth, "log of how many times larger the gradient norm is than at first"),
     "repetition": Signal("length/repetition", Rise, "repeated 4-grams, more than at the start"),
     "truncation": Signal("length/truncated", Rise, "responses that hit the limit, more than at the start"),
-    "zero_variance": Signal("group/zero_variance", Plain, "share of groups without signal"),
-    "clip_share": Signal("clip/token_active", Plain, "share of tokens whose gradient the clip removed"),
+    "zero_variance": Signal("group/zero_variance", Smoothed, "share of groups without signal"),
+    "clip_share": Signal("clip/token_active", Smoothed, "share of tokens whose gradient the clip removed"),
 }
 
 

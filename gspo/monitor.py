@@ -109,7 +109,8 @@ class Monitor:
         events = [event for event in found if event]
         if row.get("optim/skipped"):
             count = row["optim/skipped"]
-            events.append(Event(step, "skipped", "optim/skipped", count, 0.0, skipped_text(count)))
+            text = f"updates left out because their gradient was not finite: {count:.0f}"
+            events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
         return events + self._fallen(step, row.get("reward/mean"))
 
     def _signal(self, step: int, name: str, value: float | None) -> Event | None:
@@ -147,10 +148,6 @@ class Monitor:
             "monitor/warnings": float(len(self.active)),
             "monitor/fallen": float(self.fallen_steps >= STEPS_FALLEN),
         }
-
-
-def skipped_text(count: float) -> str:
-    return f"updates left out because their gradient was not finite: {count:.0f}"
 
 
 def as_lines(events: Iterable[Event]) -> str:

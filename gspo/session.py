@@ -123,10 +123,7 @@ class Session:
         trainer.state.source, held = trainer.source.state(), trainer.source.held()
         started = time.perf_counter()
         moved = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
-        spared = (
-            self.target if self.target >= 0 else self.healthy() if self.settings.monitor.action == "rollback" else -1
-        )
-        self.writer.save(trainer.state, moved, held, spared)
+        self.writer.save(trainer.state, moved, held, self.spared())
         if last:
             self.writer.wait()
         self.spent["time/checkpoint_s"] = time.perf_counter() - started

@@ -15,11 +15,11 @@ def scores(kind, series) -> list[float]:
 
 
 def test_smoothing_by_hand():
-    assert scores(collapse.Plain, [1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
-    assert scores(collapse.Plain, [2.0, None, math.nan, math.inf, 2.0]) == pytest.approx([2.0] * 5)
-    late = scores(collapse.Plain, [None, 1.0])
+    assert scores(collapse.Smoothed, [1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
+    assert scores(collapse.Smoothed, [2.0, None, math.nan, math.inf, 2.0]) == pytest.approx([2.0] * 5)
+    late = scores(collapse.Smoothed, [None, 1.0])
     assert math.isnan(late[0]) and late[1] == 1.0
-    assert scores(collapse.Plain, [0.3] * 50) == pytest.approx([0.3] * 50), "no bias at the start"
+    assert scores(collapse.Smoothed, [0.3] * 50) == pytest.approx([0.3] * 50), "no bias at the start"
 
 
 def falling(level: float, steps: int, start: int = 30, before: float = 1.0) -> list[float]:

@@ -144,11 +144,11 @@ def experts(own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows = ToExperts.apply(h_NW, order, places, top_k)
     if by.experts is not None:
         out = _one_by_one(rows, counts_E.tolist(), *by.experts)
     else:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
         out = _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
     return FromExperts.apply(out, weights_NK, order, places)
 
