@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -22,6 +21,7 @@ from gspo.rollback import Rollbacks
 from gspo.run_files import said
 from gspo.runs import claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
+from gspo.share import keep_devices, take_share
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 
@@ -39,8 +39,10 @@ def main(config: DictConfig) -> None:
         settings = to_settings(config)
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
+    stop.install_scheduler()
     if not stop.loud:
         stop.end_with_parent()
+    take_share(job, settings.threads)
     with stop.busy:
         if stop.requested():  # a sweep that was asked to stop starts no further run
             return
@@ -48,6 +50,7 @@ def main(config: DictConfig) -> None:
             run(settings, alone=job.mode == RunMode.RUN)
         except Stopped:
             print(f"{settings.label()}: stopped before its first step")
+    stop.requeue()
 
 
 def run(settings: Settings, alone: bool = True) -> None:
@@ -76,8 +79,6 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     if not alone and said(folder).get("how") == "collapsed":
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
     claim(settings, folder)
     warn(warnings(settings))
@@ -138,5 +139,6 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 
 if __name__ == "__main__":
     stop_signal().loud = True
+    keep_devices()
     stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     command_line(main)

@@ -111,7 +111,7 @@ class Settings:
         False  # permit one update per rollout batch with step_start log-probs: nothing can be clipped
     )
     allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
-    threads: int = 0  # CPU threads of torch; 0 leaves torch's choice
+    threads: int = 0  # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
     runs: str = "runs"  # where run directories go
     on_existing: str = "auto"  # a run directory that is there already: refuse | resume | auto (resume in a sweep)
     resume: str = ""  # continue this run directory with its own settings; CHANGEABLE_ON_RESUME may be given
@@ -122,7 +122,7 @@ class Settings:
         if self.on_existing not in ("auto", "refuse", "resume"):
             raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
         if self.threads < 0:
-            raise ValueError(f"threads={self.threads} must be 0 (torch's choice) or positive")
+            raise ValueError(f"threads={self.threads} must be 0 (chosen by the machine) or positive")
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
 

@@ -53,10 +53,24 @@ class StopSignal:
         self.loud = False  # whether this process tells the user; a sweep's workers leave it to the process above them
         self.busy = threading.Lock()  # held during a run
         self._watcher: threading.Thread | None = None
+        self._requeue: Callable[[int, None], None] | None = None  # a scheduler's own handler: submitit's
 
     def install(self, *numbers: int) -> None:
         for number in numbers:
             signal.signal(number, self._note)
+
+    def install_scheduler(self) -> None:
+        """Inside a job of submitit, SIGUSR2 says that its time is up: the step is finished and saved first, then
+        `requeue` lets submitit queue the job again."""
+        handler = signal.getsignal(signal.SIGUSR2)
+        if callable(handler) and handler != self._note:
+            self._requeue = handler
+            signal.signal(signal.SIGUSR2, self._note)
+
+    def requeue(self) -> None:
+        """Once everything is saved. Does not return if a scheduler asked for the stop."""
+        if self.number == signal.SIGUSR2:
+            self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
         """For a sweep's worker: when the process above is gone, killed perhaps, end the step, save, and leave."""
@@ -79,6 +93,9 @@ class StopSignal:
             raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
+        if self._requeue:  # schedulers send several signals, and SIGKILL when their patience ends
+            self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
+            return
         if self.number:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -193,6 +193,8 @@ def code_state() -> dict:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
         "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "command": sys.argv,
     }
 

@@ -13,15 +13,15 @@ FLOORS = {
     "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3, "evaluation_files": 3, "monitor": 3,
     "trainer": 4, "trainer_settings": 4, "cold_start": 4,
     "commands": 5, "config": 5, "checks": 5, "process": 5,
-    "runs": 5, "sweeps": 5, "assembly": 5, "session": 5, "rollback": 5, "benchmark": 5,
+    "runs": 5, "sweeps": 5, "share": 5, "assembly": 5, "session": 5, "rollback": 5, "benchmark": 5,
 }  # fmt: skip
 ONLY_IN = {
     "transformers": ("policy", "rollout", "benchmark"),
     "tokenizers": ("policy",),
     "vllm": ("rollout",),
     "wandb": ("tracking",),
-    "hydra": ("config", "process", "sweeps"),
-    "omegaconf": ("commands", "config", "process", "sweeps"),
+    "hydra": ("config", "process", "sweeps", "share"),
+    "omegaconf": ("commands", "config", "process", "sweeps", "share"),
 }
 NO_TORCH = (
     "records",

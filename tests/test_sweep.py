@@ -1,14 +1,17 @@
 """A sweep as users type it: Ctrl-C reaches every worker, the same command continues, finished arms stay as they are."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from test_runs import ROOT, SMALL, environment
 
+from gspo.share import cores
 from gspo.tracking import read_rows
 
 COMMAND = [
@@ -137,3 +140,41 @@ def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
     found = status(tmp_path)
     assert states(tmp_path) == ["failed", "failed", "finished", "finished"], found
     assert sum("leaves no room for a prompt" in line for line in found) == 2, found
+
+
+@pytest.mark.slow
+def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_path):
+    """Two processes at once, each with its share of the machine; SIGUSR2 is what submitit's schedulers send."""
+    launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=2", "hydra.launcher.gpus_per_node=1"]
+    options = [o for o in SMALL if not o.startswith(("steps=", "checkpoint.", "threads="))]
+    command = [*SIX[:3], *options, *launcher, "steps=60", "seed=1,2", "checkpoint.every=100"]
+    devices = {"CUDA_VISIBLE_DEVICES": "5,7"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment() | devices, stderr=subprocess.PIPE, text=True)
+    files = tmp_path / "runs" / "small"
+    deadline = time.monotonic() + 180
+    while sum(len(read_rows(path)) > 3 for path in files.glob("*/metrics.jsonl")) < 2:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    controllers = {folder.name for folder in (files / ".submitit").iterdir() if folder.name.isdecimal()}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        if entry.read_text().rpartition(")")[2].split()[1] in controllers:
+            os.kill(int(entry.parent.name), signal.SIGUSR2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    logs = [path.read_text() for path in (files / ".submitit").glob("*/*_log.err")]
+    assert sum("this job is preempted" in log for log in logs) == 2, logs
+    runs = sorted(files.glob("*-seed*"))
+    for run in runs:
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(61))
+        assert not (run / "superseded").exists(), "the step under way was finished and saved"
+    codes = [json.loads((run / "code.json").read_text()) for run in runs]
+    assert sorted(code["devices"] for code in codes) == ["5", "7"]
+    assert {code["threads"] for code in codes} == {max(1, cores() // 2)}
+
+
+@pytest.mark.slow
+def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
+    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "hydra/launcher=submitit_local"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "hydra.sweeper.max_batch_size=N" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("runs/small/*-seed*"))

@@ -1,0 +1,65 @@
+"""A job's share of the machine."""
+
+import os
+
+import pytest
+import torch
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from gspo import share
+
+
+def job(kind: str, mode=RunMode.MULTIRUN, num=0, batch=None, **launcher):
+    target = {"_target_": f"hydra_plugins.somewhere.{kind}", "gpus_per_node": None}
+    tree = {"launcher": target | launcher, "sweeper": {"max_batch_size": batch}, "job": {"num": num}, "mode": mode}
+    return OmegaConf.create(tree)
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    """Leaves threads and environment as they were."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(share, "cores", lambda: 4)
+    monkeypatch.setenv(share.DEVICES, "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+    torch.set_num_threads(before)
+
+
+def test_jobs_at_once():
+    assert share.jobs_at_once(job("JoblibLauncher", RunMode.RUN, n_jobs=4)) == 1
+    assert share.jobs_at_once(job("BasicLauncher")) == 1
+    assert share.jobs_at_once(job("SlurmLauncher", batch=8)) == 1, "each has its own allocation"
+    assert [share.jobs_at_once(job("JoblibLauncher", n_jobs=n)) for n in (3, -1, -2, -9)] == [3, 4, 3, 1]
+    assert share.jobs_at_once(job("LocalLauncher", batch=2)) == 2
+    with pytest.raises(ValueError, match=r"hydra\.sweeper\.max_batch_size=N"):
+        share.jobs_at_once(job("LocalLauncher"))
+
+
+def test_threads_are_divided_unless_the_run_says():
+    for at_once, threads, expected in ((2, 0, 2), (3, 0, 1), (8, 0, 1), (2, 3, 3), (1, 2, 2)):
+        share.take_share(job("JoblibLauncher", n_jobs=at_once), threads)
+        assert torch.get_num_threads() == expected, (at_once, threads)
+    share.take_share(job("BasicLauncher"), 0)
+    assert torch.get_num_threads() == 2, "nothing to divide: as it was"
+
+
+def test_each_job_gets_gpus_of_its_own(monkeypatch):
+    def visible(num, batch, gpus):
+        share.take_share(job("LocalLauncher", num=num, batch=batch, gpus_per_node=gpus), 1)
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    assert [visible(num, 2, 1) for num in range(4)] == ["0", "1", "0", "1"]
+    assert visible(1, 2, 2) == "2,3"
+    monkeypatch.setenv(share.DEVICES, "3,6,GPU-ab,9")
+    assert visible(3, 4, 1) == "9" and visible(1, 2, 2) == "GPU-ab,9" and visible(0, 2, 1) == "3"
+    with pytest.raises(ValueError, match=r"gpus_per_node=2 for job 3 .* has 4"):
+        visible(2, 3, 2)
+
+
+def test_what_the_user_gave_reaches_the_jobs(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    share.keep_devices()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert share.devices(1, 1) == ["2"]
