@@ -10,14 +10,18 @@ import load
 from claims import Claim
 
 
+def parser(doc: str, needs_runs: bool = True) -> argparse.ArgumentParser:
+    """The options that all scripts of this folder share; the script's docstring is its help."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = "run directories, or folders above them (searched recursively)"
+    options.add_argument("runs", nargs="+" if needs_runs else "*", type=Path, help=where)
+    options.add_argument("--out", type=Path, default=Path("figures"), help="folder for PDF and PNG (default: figures)")
+    return options
+
+
 def arguments(doc: str) -> argparse.Namespace:
-    """The command line that all scripts of this folder share; the script's docstring is its help."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="run directories, or folders above them (searched recursively)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for PDF and PNG (default: figures)")
-    return parser.parse_args()
+    """The command line of a script that has no other options."""
+    return parser(doc).parse_args()
 
 
 def run(doc: str, draw: Callable[[load.Data, Path], list[Path]], judge: Callable[[load.Data], list[Claim]]) -> None:

@@ -6,7 +6,9 @@ import os
 import pickle
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gspo.rollout.sampler import REFILL, REPLACEMENT, TrainingProblems, Uniform
 from gspo.tasks.benchmark import ROUND, fingerprint
@@ -70,21 +72,11 @@ def test_every_format_gives_the_same_records(tmp_path):
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.Table.from_pylist([gsm(i) for i in range(5)]), tmp_path / "test-00000-of-00001.parquet")
     assert GSM8K(path=str(tmp_path)).problem(0, "gsm8k", 2).answer == "1002"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as Parquet"):
         list(file_rows(tmp_path / "bad.parquet"))
-
-
-def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    (tmp_path / "x.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r'x\.parquet: Parquet needs the package pyarrow: pip install "gspo\[hub\]"'):
-        list(file_rows(tmp_path / "x.parquet"))
 
 
 def test_a_folder_gives_the_files_of_the_split(tmp_path):

@@ -3,7 +3,7 @@ Hugging Face hub.
 
 A folder gives the files whose names begin with the split ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"),
 in the order of their names. If none does, it gives those that do not begin with another split's name ("math500.jsonl").
-Parquet needs pyarrow and the hub needs datasets: both come with pip install "gspo[hub]".
+The hub needs datasets, which comes with pip install "gspo[hub]".
 
 Everything that is wrong with a file is a ValueError which says where: setting, file, line, key.
 """
@@ -188,11 +188,9 @@ def _json(data: bytes, where: str) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow  # optional: an extra of the installation
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{path}: Parquet needs the package pyarrow: {INSTALL}, or give a .jsonl file") from None
+    import pyarrow  # here, for it takes a moment to import
+    from pyarrow import parquet
+
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):

@@ -1,0 +1,203 @@
+"""A sweep over one setting, or two: what does it do to the reward, to stability, to the share of clipped tokens?
+
+    python analysis/fig_sweep.py runs/learning_rate --x optim.lr --by trainer.minibatches
+    python analysis/fig_sweep.py runs/staleness --x rollout.staleness
+
+Any setting can be --x; each value of --by is a row of panels. Prints a Markdown table with the paired difference of
+GSPO and GRPO, seed by seed; writes fig_sweep_<study>.pdf and .png. What was expected: in the head of the sweep's file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import load
+import pandas as pd
+import script
+import style
+from load import GRPO, GSPO, OBJECTIVES, Data, Run
+from matplotlib.axes import Axes
+from stats import START, WINDOW, t_interval
+
+from gspo.collapse import collapse, levels
+
+REPLAY = "policy.routing_replay"
+PANELS = {  # column: title, what its y axis says
+    "end": ("Reward at the end", f"last {WINDOW} batches"),
+    "fall": ("Fall from the peak", "share of it lost at the end"),
+    "clipped": ("Clipped tokens", "share, mean of all batches"),
+}
+NAMES = {
+    "optim.lr": "learning rate",
+    "trainer.minibatches": "mini-batches",
+    "rollout.group_size": "responses per prompt",
+    "rollout.staleness": "age of the responses, batches",
+    "task.max_operands": "summands",
+    REPLAY: "Routing Replay",
+}
+DERIVED = {  # settings that a sweep must change along with one
+    "rollout.group_size": ("rollout.prompts_per_step",),
+    "task.max_operands": ("task.min_operands", "cold_start.wrong_step_rate", "rollout.max_new_tokens"),
+}
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("--x", required=True, help="the setting on the x axis, such as optim.lr")
+    parser.add_argument("--by", default="", help="a second setting: a row of panels for each of its values")
+    args = parser.parse_args()
+    data = load.load(args.runs)
+    for note in data.notes:
+        if note.startswith(("unfinished", "left out", "cut")):
+            print(f"note: {note}")
+    numbers = measure(data, args.x, args.by)
+    paths = draw(data, numbers, args.x, args.by, args.out)
+    print("\n".join(["", *table(numbers, args.x, args.by), "", *map(str, paths)]))
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+def measure(data: Data, x: str, by: str) -> pd.DataFrame:
+    """A row per finished run: by, x, arm, seed, start, end, gain, fall, collapsed, clipped, length.
+
+    Ends the program with one line if the runs have no such setting, or differ in others too."""
+    runs = [run for run in data.runs if run.last >= run.planned]
+    check(runs, x, by)
+    return pd.DataFrame([measured(run, x, by) for run in runs])
+
+
+def check(runs: list[Run], x: str, by: str) -> None:
+    for key in filter(None, (x, by)):
+        if not runs or any(key not in run.settings for run in runs):
+            load.die(f"no finished run has a setting {key}")
+    meant = {x, by, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(by, ())}
+    others = [key for key in load.differing(runs) if key not in meant and not key.startswith("objective.")]
+    if others:
+        load.die(
+            f"the runs differ also in {', '.join(others)}: choose among them with --x and --by, or give fewer runs"
+        )
+
+
+def measured(run: Run, x: str, by: str) -> dict[str, object]:
+    """One run's numbers."""
+    rows = run.rows[run.rows["step"] > 0].sort_values("step")
+    reward = rows["reward/mean"].astype(float)
+    smooth, peak, _ = levels(reward.tolist())
+    start, end = reward.head(START).mean(), reward.tail(WINDOW).mean()
+    return {
+        "by": run.settings[by] if by else "",
+        "x": run.settings[x],
+        "arm": arm(run, x, by),
+        "seed": run.seed,
+        "start": start,
+        "end": end,
+        "gain": end - start,
+        "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
+        "collapsed": collapse(reward.tolist()) is not None,
+        "clipped": rows["clip/token_active"].astype(float).mean(),
+        "length": rows["length/mean"].astype(float).head(START).mean(),
+    }
+
+
+def arm(run: Run, x: str, by: str) -> str:
+    """The objective, with its replay unless that is what is swept."""
+    name, replay = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"]), run.settings[REPLAY]
+    return name if REPLAY in (x, by) or replay == "none" else f"{name} + Routing Replay ({replay.upper()})"
+
+
+def table(numbers: pd.DataFrame, x: str, by: str) -> list[str]:
+    """A row per setting and arm; GSPO - GRPO with its 95 % t interval over the seeds that both have."""
+    head = [NAMES.get(by, by)] if by else []
+    head += [
+        NAMES.get(x, x),
+        "objective",
+        "seeds",
+        "start",
+        "end",
+        "range",
+        "collapsed",
+        "clipped",
+        "tokens",
+        "GSPO - GRPO",
+    ]
+    rows = []
+    for (group, value), cell in numbers.groupby(["by", "x"], sort=True):
+        for name, runs in cell.groupby("arm"):
+            row = [group, f"{value}"] if by else [f"{value}"]
+            row += [name, str(len(runs)), f"{runs['start'].mean():.3f}", f"{runs['end'].mean():.3f}"]
+            row += [f"{runs['end'].min():.2f}-{runs['end'].max():.2f}", f"{runs['collapsed'].sum()} of {len(runs)}"]
+            row += [f"{runs['clipped'].mean():.2g}", f"{runs['length'].mean():.0f}", difference(cell) * (name == GSPO)]
+            rows.append(row)
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def difference(cell: pd.DataFrame) -> str:
+    """End of GSPO minus end of GRPO."""
+    ends = cell.pivot(index="seed", columns="arm", values="end")
+    if not {GSPO, GRPO} <= set(ends):
+        return ""
+    return t_interval((ends[GSPO] - ends[GRPO]).dropna().to_numpy()).text("+.3f")
+
+
+# ---------------------------------------------------------------------------------------------------------- figure
+def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[Path]:
+    """Rows: values of `by`; columns: PANELS."""
+    values, groups = sorted(numbers["x"].unique()), sorted(numbers["by"].unique())
+    figure = style.canvas(0.4 + 2.1 * len(groups))
+    axes = figure.subplots(len(groups), len(PANELS), squeeze=False, sharex=True, sharey="col")
+    for line, group in zip(axes, groups, strict=True):
+        rows = numbers[numbers["by"] == group]
+        for ax, column in zip(line, PANELS, strict=True):
+            panel(ax, rows, column, values)
+        line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
+    for ax, column in zip(axes[0], PANELS, strict=True):
+        ax.set_ylim(0, 1.05 * max(numbers[column].max(), 1e-3))  # the rows share it
+    for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
+        ax.set_title(f"{title}\n", pad=2)
+        ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
+    for ax in axes[-1]:
+        ax.set_xticks(range(len(values)), [f"{value:g}" if isinstance(value, float) else value for value in values])
+        ax.set_xlabel(NAMES.get(x, x))
+    arms = sorted(numbers["arm"].unique(), reverse=True)
+    handles = [axes[0, 0].plot([], [], "o-", color=style.colour(name), label=name)[0] for name in arms]
+    axes[0, -1].legend(handles=handles, loc="best")
+    study = Path(data.runs[0].settings["study"]).name
+    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, by))
+
+
+def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list) -> None:
+    """Seeds as pale dots, crosses where they collapsed; the mean as a line. The start of the reward is dashed."""
+    for shift, (name, runs) in zip((-0.06, 0.06, 0.0, 0.12, -0.12), rows.groupby("arm", sort=True), strict=False):
+        hue, place = style.colour(name), runs["x"].map(values.index).to_numpy() + shift
+        fell = runs["collapsed"].to_numpy(bool)
+        y = runs[column].to_numpy(float)
+        ax.plot(place[~fell], y[~fell], "o", ms=4, color=style.tint(hue, 0.5), mec="white", mew=0.4)
+        ax.plot(place[fell], y[fell], "x", ms=5, mew=1.4, color=style.tint(hue, 0.8))
+        means = runs.groupby("x")[column].mean()
+        ax.plot([values.index(value) + shift for value in means.index], means, color=hue, lw=1.8)
+    if column == "end":
+        starts = rows.groupby("x")["start"].mean()
+        ax.plot([values.index(v) for v in starts.index], starts, color=style.MUTED, lw=1, ls="--")
+    if column == "clipped":
+        ax.set_yscale("symlog", linthresh=1e-4)
+
+
+def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
+    """What was run and what is drawn."""
+    run = data.runs[0]
+    seeds = numbers.groupby(["by", "x", "arm"])["seed"].count()
+    counted = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    words = (
+        f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Dots: seeds; crosses: seeds that "
+    )
+    words += "collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
+    words += "Fall: of the smoothed reward, from its highest point to the end. Clipped share: axis linear below 0.0001."
+    if x in DERIVED:
+        words += f" Along with {NAMES[x]} change: {', '.join(DERIVED[x])}."
+    if "operands" in x:
+        lengths = numbers.groupby("x")["length"].mean()
+        words += f" Tokens of a response: {', '.join(f'{n:.0f}' for n in lengths)}."
+    return words
+
+
+if __name__ == "__main__":
+    main()
