@@ -168,6 +168,14 @@ def test_every_sweep_composes_with_each_of_its_options(path):
             assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
 
 
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local", "submitit_slurm", "two_jobs"])
+def test_a_sweep_file_leaves_the_launcher_to_the_command_line(launcher):
+    overrides = [f"hydra.searchpath=[file://{CONF}]", f"hydra/launcher={launcher}"]
+    with initialize_config_dir(str(ROOT / "sweeps"), version_base="1.3"):
+        composed = compose("learning_rate", overrides=overrides, return_hydra_config=True)
+    assert composed.hydra.launcher._target_.endswith("Launcher") and composed.study == "learning_rate"
+
+
 def test_precedence_is_defaults_experiment_command_line():
     assert settings().optim.lr == 1e-6
     experiment = settings("experiment=tiny_moe")
