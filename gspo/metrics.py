@@ -123,7 +123,9 @@ METRICS = [
     Metric("mismatch/sequence_log_abs", "nats", "mean |log s|, s = exp(mean l) of a response"),
     Metric("mismatch/sequence_min", "ratio", "smallest s of the step"),
     Metric("mismatch/sequence_max", "ratio", "largest s of the step"),
-    Metric("mismatch/after_sync", "nats", "mean |l| of a few tokens sampled right after the weights were handed over"),
+    Metric(
+        "mismatch/after_sync", "nats", "mean min(|l|, 1) of a few tokens sampled after the weights were handed over"
+    ),
     Metric(
         "mismatch/weight_token_*", "weight", "pi_old/mu of tokens before truncation: mean, max, effective sample size"
     ),

@@ -169,6 +169,25 @@ def test_the_guard_sees_weights_that_did_not_arrive(moe):
     assert check_engine(LocalEngine(moe), problems()[:2], 0.15, 1) is None, "it shares the weights"
 
 
+def test_the_guard_is_not_tripped_by_one_token_alone(moe, monkeypatch):
+    """In bfloat16 a router may flip, and one token of a collapsing policy then be 20 nats away: seen in a sweep."""
+    engine, shifted = LocalEngine(moe, dtype=BF16), 1
+    generate = engine.generate
+
+    def far(*arguments):
+        groups = generate(*arguments)
+        for response in [r for group in groups for r in group][:shifted]:
+            response.logprobs[0] -= 20
+        return groups
+
+    monkeypatch.setattr(engine, "generate", far)
+    before = check_engine(engine, problems()[:2], tolerance=0.15, step=1)
+    shifted = 4
+    with pytest.raises(RuntimeError, match="after step 1"):
+        check_engine(engine, problems()[:2], tolerance=0.1, step=1)
+    assert 1 / 32 < before < 0.15
+
+
 def test_a_trainer_with_a_rounded_engine_hands_its_weights_over_after_every_step():
     t = gap_trainer(GSPO(), lr=1e-2, dtype="bfloat16")
     first, second = steps(t, 2)
