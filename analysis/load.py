@@ -1,20 +1,19 @@
-"""Runs from disk: find run directories, say which arm each is, give one tidy frame.
+"""Runs from wherever they were recorded (sources.py): say which arm each is, give one tidy frame.
 
-A run directory holds `settings.yaml` (resolved settings) and `metrics.jsonl` (one JSON object per line, key `step`).
 Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
 in gspo/metrics.py.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import pandas as pd
-import yaml
+import sources
+from sources import Record
 
 GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
@@ -129,15 +128,17 @@ def die(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def load(paths: list[Path]) -> Data:
-    """All runs at or below these paths, labelled; dies if there are none, or if two are the same arm and seed."""
-    for path in paths:
-        if not path.exists():
-            die(f"{path} does not exist")
-    found = {file.parent.resolve(): file.parent for path in paths for file in sorted(path.rglob("settings.yaml"))}
-    folders = [folder for _, folder in sorted(found.items()) if (folder / "metrics.jsonl").is_file()]
+def load(paths: list[Path | str]) -> Data:
+    """All runs of these sources, labelled; dies if there are none, or if two are the same arm and seed."""
     notes: list[str] = []
-    runs = [run for folder in folders if (run := read_run(folder, notes)) is not None]
+    runs = {}
+    for path in paths:
+        try:
+            found = sources.records(path)
+        except (OSError, ValueError) as error:
+            die(str(error))
+        runs |= {record.path.resolve(): run for record in found if (run := as_run(record, notes)) is not None}
+    runs = [run for _, run in sorted(runs.items())]
     if not runs:
         die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
     label(runs, notes)
@@ -145,47 +146,20 @@ def load(paths: list[Path]) -> Data:
     return Data(runs, notes)
 
 
-def read_run(folder: Path, notes: list[str]) -> Run | None:
-    """One run directory; None (and a note) if it is no training run or has no rollout batch yet."""
-    settings = flatten(yaml.safe_load((folder / "settings.yaml").read_text()) or {})
-    missing = [key for key in ("seed", "steps", "objective.name") if key not in settings]
+def as_run(record: Record, notes: list[str]) -> Run | None:
+    """A record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
+    notes += record.notes
+    missing = [key for key in ("seed", "steps", "objective.name") if key not in record.settings]
     if missing:
-        notes.append(f"left out: {folder}, settings.yaml has no {', '.join(missing)}")
+        notes.append(f"left out: {record.path}, its settings have no {', '.join(missing)}")
         return None
-    rows = read_rows(folder / "metrics.jsonl", notes)
-    if not any(row["step"] > 0 for row in rows):
-        notes.append(f"left out: {folder}, no rollout batch yet")
+    if not len(record.rows) or not (record.rows["step"] > 0).any():
+        notes.append(f"left out: {record.path}, no rollout batch yet")
         return None
-    frame = pd.DataFrame(rows)
-    twice = frame["step"][frame["step"].duplicated()]
+    twice = record.rows["step"][record.rows["step"].duplicated()]
     if len(twice):
-        die(f"{folder / 'metrics.jsonl'}: step {twice.iloc[0]} stands there twice")
-    return Run(folder, settings, frame)
-
-
-def read_rows(file: Path, notes: list[str]) -> list[dict]:
-    """The rows of metrics.jsonl; null (a NaN or infinity when written) becomes None. A cut last line is left out."""
-    lines = file.read_text().splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                die(f"{file}:{number}: not a JSON object")
-            notes.append(f"cut last line left out: {file}:{number}")
-    return rows
-
-
-def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Nested settings as {"optim.lr": 0.001, ...}; lists become text."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
-    return flat
+        die(f"{record.path / 'metrics.jsonl'}: step {twice.iloc[0]} stands there twice")
+    return Run(record.path, record.settings, record.rows)
 
 
 def label(runs: list[Run], notes: list[str]) -> None:

@@ -13,8 +13,8 @@ from claims import Claim
 def parser(doc: str, needs_runs: bool = True) -> argparse.ArgumentParser:
     """The options that all scripts of this folder share; the script's docstring is its help."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = "run directories, or folders above them (searched recursively)"
-    options.add_argument("runs", nargs="+" if needs_runs else "*", type=Path, help=where)
+    where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
+    options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
     options.add_argument("--out", type=Path, default=Path("figures"), help="folder for PDF and PNG (default: figures)")
     return options
 

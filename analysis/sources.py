@@ -1,0 +1,170 @@
+"""Where runs come from: run directories, W&B's offline files, W&B's server. One Record each, cached as Parquet.
+
+    runs/paper_figures                       run directories below it (settings.yaml and metrics.jsonl)
+    copied/wandb                             offline W&B files below it that lie in no run directory
+    wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a group is a study
+
+W&B's files inside a run directory are a view of it and are not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import wandb_files
+import yaml
+from pyarrow import parquet
+
+SERVER = "wandb:"
+KEY = b"gspo"  # of what a cache file says beside the table
+
+
+@dataclass
+class Record:
+    """One run as recorded: settings flat ({"optim.lr": 0.001}), a row per step, what was amiss."""
+
+    path: Path
+    settings: dict[str, object]
+    rows: pd.DataFrame
+    notes: list[str] = field(default_factory=list)
+    id: str = ""  # W&B's
+
+
+def records(path: Path | str) -> list[Record]:
+    """All runs of one source. Raises FileNotFoundError, ValueError with one line."""
+    if str(path).startswith(SERVER):
+        return server(str(path).removeprefix(SERVER))
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    files = sorted(path.rglob("settings.yaml"))
+    folders = [file.parent for file in files if (file.parent / "metrics.jsonl").is_file()]
+    found = [cached([f / "settings.yaml", f / "metrics.jsonl"], lambda f=f: from_folder(f)) for f in folders]
+    within = {folder.resolve() for folder in folders}
+    files = {file.resolve() for file in path.rglob("*.wandb")} if path.is_dir() else {path.resolve()}
+    # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their start
+    segments = sorted((f for f in files if not within & set(f.parents)), key=lambda f: (f.parent.parent, f.parent.name))
+    return found + joined([cached([file], lambda file=file: from_file(file)) for file in segments])
+
+
+# ---------------------------------------------------------------------------------------------------- run directories
+def from_folder(folder: Path) -> Record:
+    """A run directory. A last line that was cut is left out; any other line that is no JSON is a ValueError."""
+    notes: list[str] = []
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) or {}
+    return Record(folder, flatten(settings), pd.DataFrame(read_rows(folder / "metrics.jsonl", notes)), notes)
+
+
+def read_rows(file: Path, notes: list[str]) -> list[dict]:
+    """The rows of metrics.jsonl; null (a NaN or infinity when written) becomes None. A cut last line is left out."""
+    lines = file.read_text().splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise ValueError(f"{file}:{number}: not a JSON object") from None
+            notes.append(f"cut last line left out: {file}:{number}")
+    return rows
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Nested settings as {"optim.lr": 0.001, ...}; lists become text."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------------- W&B's files
+def from_file(file: Path) -> Record:
+    """One offline file: a run, or a segment of it."""
+    segment = wandb_files.read(file)
+    rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
+    notes = [f"{file}: {what}" for what in segment.damage]
+    return Record(Path(segment.name or file), flatten(segment.config), rows, notes, segment.id)
+
+
+def joined(segments: list[Record]) -> list[Record]:
+    """One per run, of segments in the order of their start. Those of one id are joined, the later rows count; of runs
+    of one name with different ids (one that was rolled back goes on as a new run) the newest counts."""
+    runs: dict[Path, Record] = {}
+    for segment in segments:
+        before = runs.get(segment.path)
+        if before is not None and before.id == segment.id:
+            rows = pd.concat([before.rows, segment.rows], ignore_index=True)
+            if len(rows):
+                rows = rows.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
+            settings, notes = before.settings | segment.settings, before.notes + segment.notes
+            segment = Record(segment.path, settings, rows, notes, segment.id)
+        runs[segment.path] = segment
+    return list(runs.values())
+
+
+# ------------------------------------------------------------------------------------------------------ W&B's server
+def server(address: str) -> list[Record]:
+    """Runs of entity/project[/group] through W&B's API, with all rows. Raises ValueError without an account."""
+    import wandb  # here, for it takes a second to import
+
+    entity, project, *group = address.split("/")
+    try:
+        runs = wandb.Api().runs(f"{entity}/{project}", filters={"group": group[0]} if group else None)
+        return [from_server(run) for run in runs]
+    except (wandb.Error, wandb.errors.CommError) as error:
+        raise ValueError(f"{SERVER}{address}: {error}") from error
+
+
+def from_server(run: object) -> Record:
+    """A run of the API: `scan_history` gives every row, where `history` gives 500 sampled ones."""
+    rows: dict[int, dict[str, float]] = {}
+    for row in run.scan_history(page_size=10_000):
+        step = row.pop("step", None)
+        if step is not None:
+            rows.setdefault(int(step), {}).update(wandb_files.numbers(row))
+    frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
+    return Record(Path(run.name), flatten({k: v for k, v in run.config.items() if k != "_wandb"}), frame)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+def cached(files: list[Path], make: Callable[[], Record]) -> Record:
+    """What `make` gives for these files, kept as Parquet under the user's cache folder until one of them changes."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspo"
+    kept = base / (hashlib.sha256(str(files[0].resolve()).encode()).hexdigest()[:20] + ".parquet")
+    stamp = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    try:
+        table = parquet.read_table(kept)
+        said = json.loads(table.schema.metadata[KEY])
+        if said["stamp"] == stamp:
+            path = Path(said["path"]) if said["id"] else files[0].parent
+            return Record(path, said["settings"], table.to_pandas(), said["notes"], said["id"])
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
+        pass  # none yet, or of another version, or damaged: it is made again
+    record = make()
+    if len(record.rows):
+        _keep(record, kept, {"stamp": stamp, "path": str(record.path)})
+    return record
+
+
+def _keep(record: Record, kept: Path, said: dict[str, object]) -> None:
+    """Write the cache file beside its name and rename it; a folder that cannot be written costs time alone."""
+    said |= {"settings": record.settings, "notes": record.notes, "id": record.id}
+    table = pa.Table.from_pandas(record.rows, preserve_index=False)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), KEY: json.dumps(said, default=str)})
+    beside = kept.with_name(f"{kept.name}.{os.getpid()}")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, beside, compression="zstd")
+        beside.replace(kept)
+    except OSError:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""Runs from W&B's offline files. Damaged and half-written ones too: what can be read is read, the rest is said.
+
+A `.wandb` file: 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in LevelDB's log format: records
+of (CRC-32 of type and payload, length, type), a payload that crosses a block is cut into FIRST, MIDDLE, LAST; the
+payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are joined by our `step`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BLOCK, HEADER = 32768, 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}  # the checksum covers the type too
+
+
+@dataclass
+class Segment:
+    """What one file says."""
+
+    path: Path
+    id: str = ""
+    name: str = ""
+    config: dict[str, object] = field(default_factory=dict)
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # by step: numbers alone
+    damage: list[str] = field(default_factory=list)
+
+
+def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
+    """The payloads that are whole; after damage it goes on with the next block, as LevelDB does."""
+    if len(data) < HEADER or struct.unpack_from("<4sHB", data) != (b":W&B", 0xBEE1, 0):
+        damage.append("no W&B file, or its first bytes are damaged")
+        return
+    position, parts = HEADER, None
+    while position < len(data):
+        left = BLOCK - position % BLOCK
+        if left < HEADER:  # the end of a block is left empty
+            position += left
+            continue
+        if len(data) - position < HEADER:
+            damage.append(f"cut at byte {position}")
+            return
+        checksum, length, kind = struct.unpack_from("<IHB", data, position)
+        end = position + HEADER + length
+        fits = kind in STARTED and length <= left - HEADER
+        if fits and end > len(data):
+            damage.append(f"cut at byte {position}")
+            return
+        body = data[position + HEADER : end]
+        if not fits or zlib.crc32(body, STARTED[kind]) != checksum:
+            damage.append(f"damaged at byte {position}")
+            parts, position = None, position + left
+            continue
+        position = end
+        if kind in (FULL, FIRST):
+            parts = [body]
+        elif parts is not None:
+            parts.append(body)
+        if kind in (FULL, LAST) and parts is not None:
+            yield b"".join(parts)
+            parts = None
+
+
+def read(path: Path) -> Segment:
+    """One file. Raises nothing for what is in it."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record  # here, for wandb takes a second to import
+
+    segment, ended = Segment(path), False
+    for payload in payloads(path.read_bytes(), segment.damage):
+        record = Record()
+        try:
+            record.ParseFromString(payload)
+        except DecodeError:
+            segment.damage.append("a record that is not W&B's")
+            continue
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            segment.id, segment.name = record.run.run_id, record.run.display_name
+            segment.config |= _values(record.run.config.update, segment.damage)
+        elif kind == "config":
+            segment.config |= _values(record.config.update, segment.damage)
+        elif kind == "exit":
+            ended = True
+        elif kind == "history":
+            row = _values(record.history.item, segment.damage)
+            step = row.pop("step", None)
+            if isinstance(step, int):
+                segment.rows.setdefault(step, {}).update(numbers(row))
+    segment.config.pop("_wandb", None)
+    if not ended:
+        segment.damage.append("has no end: it is being written, or was killed, or cut")
+    return segment
+
+
+def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
+    """Keys and values of a record; W&B writes each value as JSON."""
+    keys = [item.key or "/".join(item.nested_key) for item in items]
+    try:
+        return dict(zip(keys, json.loads("[" + ",".join(item.value_json for item in items) + "]"), strict=True))
+    except ValueError:
+        damage.append(f"a value that is not JSON, among {', '.join(keys[:3])} ...")
+        return {}
+
+
+def numbers(row: dict[str, object]) -> dict[str, float]:
+    """A row without W&B's own keys and without tables; what is not finite becomes NaN."""
+    kept = {key: value for key, value in row.items() if not key.startswith("_")}
+    return {
+        key: math.nan if value is None or not math.isfinite(value) else value
+        for key, value in kept.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
