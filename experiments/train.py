@@ -44,10 +44,9 @@ def main(config: DictConfig) -> None:
         stop.end_with_parent()
     take_share(job, settings.threads)
     with stop.busy:
-        if stop.requested():  # a sweep that was asked to stop starts no further run
-            return
         try:
-            run(settings, alone=job.mode == RunMode.RUN)
+            if not stop.requested():  # a sweep that was asked to stop starts no further run
+                run(settings, alone=job.mode == RunMode.RUN)
         except Stopped:
             print(f"{settings.label()}: stopped before its first step")
     stop.requeue()
@@ -92,6 +91,9 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     say(folder, "running", trainer.state.step)
     try:
         how = Session(settings, folder, trainer, tracker, alone, stop_signal().requested).run()
+    except SystemExit:  # a scheduler's: the job is queued again
+        how = "stopped"
+        raise
     except Exception as error:
         reason = explain(error)
         if isinstance(error, OSError):

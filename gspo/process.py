@@ -1,7 +1,7 @@
 """The process of an entry point: how it is stopped, its exit codes, and how errors become one line.
 
-Exit codes: 0 done; 1 failed; 2 wrong settings; 4 ended by the monitor; 128 + n stopped by signal n, with everything
-saved: a scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
+Exit codes: 0 done; 1 failed, or a job of a sweep did; 2 wrong settings; 4 ended by the monitor; 128 + n stopped by
+signal n, with everything saved: a scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from hydra.core.hydra_config import HydraConfig
@@ -93,8 +94,8 @@ class StopSignal:
             raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
-        if self._requeue:  # schedulers send several signals, and SIGKILL when their patience ends
-            self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
+        if self._requeue:
+            self._note_scheduler(number)
             return
         if self.number:
             signal.signal(number, signal.SIG_DFL)
@@ -104,6 +105,14 @@ class StopSignal:
             print(
                 "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True
             )
+
+    def _note_scheduler(self, number: int) -> None:
+        """Schedulers send several signals, in any order. SIGTERM after SIGUSR2 means that SIGKILL is near: the job is
+        queued again at once, and goes on from its last checkpoint."""
+        if self.number == signal.SIGUSR2 and number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # queueing it again sends another
+            self.requeue()
+        self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
 
 
 _STOP = StopSignal()
@@ -117,21 +126,39 @@ def stop_signal() -> StopSignal:
 USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
-def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """A job whose wrong settings become one line and exit code 2, before Hydra can add its own lines to it."""
+def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[str, str]]:
+    """A job whose wrong settings become one line and exit code 2, before Hydra can add its own lines to it. In a sweep
+    the result is why it did not finish: {"reason": why it failed}, {"stopped": by what}, or {}."""
 
     @functools.wraps(job)
-    def reported(config: DictConfig) -> None:
+    def reported(config: DictConfig) -> dict[str, str]:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return _one_of_many(job, config)
         try:
             job(config)
         except Collapsed:
             sys.exit(COLLAPSED)
         except (*USER_ERRORS, OSError, Broken) as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # the other jobs of the sweep go on; `command_line` reports it at the end
             sys.exit(report(error))
+        return {}
 
     return reported
+
+
+def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
+    """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error."""
+    try:
+        job(config)
+    except Exception as error:
+        if not isinstance(error, (*USER_ERRORS, OSError, Broken)):
+            traceback.print_exc()
+        return {"reason": explain(error) or type(error).__name__}
+    if _STOP.number:
+        return {"stopped": f"by {signal.Signals(_STOP.number).name}: the same command continues it"}
+    return {}
+
+
+UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: run and reason
 
 
 def command_line(main: Callable[[], None]) -> None:
@@ -143,8 +170,15 @@ def command_line(main: Callable[[], None]) -> None:
         main()
     except (*USER_ERRORS, OSError, Broken) as error:
         sys.exit(report(error))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues each run from its last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     if _STOP.number:
         sys.exit(128 + _STOP.number)
+    if UNFINISHED_JOBS:
+        lines = [f"  {run}: {reason}" for run, reason in UNFINISHED_JOBS.items()]
+        print("\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr)
+        sys.exit(1)
 
 
 def report(error: BaseException) -> int:

@@ -13,7 +13,9 @@ DEVICES = "GSPO_DEVICES"  # CUDA_VISIBLE_DEVICES as the user set it: submitit gi
 
 def keep_devices() -> None:
     """In the process that starts a sweep: let its jobs know which GPUs it was given."""
-    os.environ[DEVICES] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    os.environ.pop(DEVICES, None)
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        os.environ[DEVICES] = os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def take_share(job: DictConfig, threads: int) -> None:
@@ -25,8 +27,21 @@ def take_share(job: DictConfig, threads: int) -> None:
     jobs = jobs_at_once(job)
     if threads or jobs > 1:
         torch.set_num_threads(threads or max(1, cores() // jobs))
-    if jobs > 1 and _launcher(job) == "LocalLauncher" and job.launcher.gpus_per_node:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices(job.job.num % jobs, job.launcher.gpus_per_node))
+    if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher":
+        _take_devices(job.job.num % jobs, job.launcher.gpus_per_node)
+
+
+def _take_devices(place: int, count: int | None) -> None:
+    """Without a count a job sees what the user gave, as under the other launchers (submitit would hide all)."""
+    if count:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices(place, count))
+        if not torch.cuda.is_available():
+            shown = os.environ["CUDA_VISIBLE_DEVICES"]
+            raise ValueError(f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {shown} for the job")
+    elif DEVICES in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[DEVICES]
+    else:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
 def jobs_at_once(job: DictConfig) -> int:

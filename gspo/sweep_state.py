@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from dataclasses import dataclass
@@ -39,13 +40,9 @@ class Job:
 def jobs(study: Path) -> list[Job]:
     """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
     planned: dict[str, dict] = {}
-    for line in (study / MANIFEST).read_text().splitlines() if (study / MANIFEST).exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # a line that a kill cut short
-            continue
+    for entry in entries(study):
         planned |= {job["run"]: job for job in entry.get("jobs", ())}
-        if entry.get("run") in planned:
+        if entry.get("run") in planned and "reason" in entry:
             planned[entry["run"]]["reason"] = entry["reason"]
     there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
     if not planned and not there:
@@ -56,6 +53,15 @@ def jobs(study: Path) -> list[Job]:
     for job in found:
         if job.pace is None and known:
             job.pace = statistics.median(known)
+    return found
+
+
+def entries(study: Path) -> list[dict]:
+    """The lines of the manifest, without those that a kill cut short."""
+    found = []
+    for line in (study / MANIFEST).read_text().splitlines() if (study / MANIFEST).exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
     return found
 
 

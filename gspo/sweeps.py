@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,14 +17,14 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from gspo.config import Settings, run_directory, to_settings
-from gspo.process import USER_ERRORS, explain
-from gspo.sweep_state import MANIFEST
+from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain
+from gspo.sweep_state import MANIFEST, entries
 
 
 class WriteManifest(Callback):
@@ -39,14 +40,33 @@ class WriteManifest(Callback):
                 planned.append({"overrides": overrides, "run": run_directory(settings).name, "steps": settings.steps})
             except USER_ERRORS as error:
                 planned.append({"overrides": overrides, "run": " ".join(overrides), "reason": explain(error)})
+        self.began = time.time()
         _append(config, {"command": sys.argv, "jobs": planned})
+        if config.hydra.launcher._target_.endswith(".LocalLauncher"):
+            # submitit's controllers kill their jobs at Ctrl-C: nothing to wait for, and no further job is to start
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Note why a job failed: it may have had no directory yet."""
-        if job_return.status == JobStatus.FAILED and HydraConfig.get().mode == RunMode.MULTIRUN:
-            settings = _settings(config)
-            error = job_return._return_value  # `return_value` would raise it
-            _append(config, {"run": run_directory(settings).name, "reason": explain(error)})
+        """Note why a job did not finish (process.one_line): it may have had no directory yet."""
+        why = job_return._return_value  # a dict, but for an error of Hydra's own, which `return_value` would raise
+        if HydraConfig.get().mode == RunMode.MULTIRUN and why:
+            why = why if isinstance(why, dict) else {"reason": explain(why)}
+            _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Tell the command line which of the jobs did not finish."""
+        for entry in entries(Path(config.runs) / config.study):
+            if entry["time"] >= self.began and "run" in entry:
+                stopped = f"stopped {entry.get('stopped')}"
+                UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+
+
+def _name(config: DictConfig, overrides: list[str]) -> str:
+    """Of the run's directory; what was asked for, where that is not possible."""
+    try:
+        return run_directory(_settings(config)).name
+    except USER_ERRORS:
+        return " ".join(overrides)
 
 
 def _settings(config: DictConfig) -> Settings:

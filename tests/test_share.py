@@ -22,7 +22,9 @@ def four_cores(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(share, "cores", lambda: 4)
     monkeypatch.setenv(share.DEVICES, "")
+    monkeypatch.delenv(share.DEVICES)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield
     torch.set_num_threads(before)
 
@@ -56,6 +58,21 @@ def test_each_job_gets_gpus_of_its_own(monkeypatch):
     assert visible(3, 4, 1) == "9" and visible(1, 2, 2) == "GPU-ab,9" and visible(0, 2, 1) == "3"
     with pytest.raises(ValueError, match=r"gpus_per_node=2 for job 3 .* has 4"):
         visible(2, 3, 2)
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="gpus_per_node=1: this machine has no GPU 3 for the job"):
+        share.take_share(job("LocalLauncher", num=3, batch=4, gpus_per_node=1), 1)
+
+
+def test_without_a_count_jobs_see_what_the_user_gave(monkeypatch):
+    monkeypatch.setenv(share.DEVICES, "2,3")
+    share.take_share(job("LocalLauncher", batch=2), 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.delenv(share.DEVICES)
+    share.take_share(job("LocalLauncher", batch=2), 1)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ, "all of them, where the user gave none"
 
 
 def test_what_the_user_gave_reaches_the_jobs(monkeypatch):

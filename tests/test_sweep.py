@@ -134,18 +134,28 @@ def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_pa
 
 @pytest.mark.slow
 def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
-    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=12,100000"]
+    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=100000,12"]
+    command += ["hydra.sweeper.max_batch_size=1"]  # Hydra itself would start no batch after one with an error
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode != 0
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: 2 of the jobs did not finish\n" in done.stderr and done.stderr.count("no room for a prompt") == 2
     found = status(tmp_path)
     assert states(tmp_path) == ["failed", "failed", "finished", "finished"], found
     assert sum("leaves no room for a prompt" in line for line in found) == 2, found
 
 
+def signal_jobs(files, number: int) -> None:
+    """To the jobs' own processes, as a scheduler does: the children of submitit's controllers."""
+    controllers = {folder.name for folder in (files / ".submitit").iterdir() if folder.name.isdecimal()}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        if entry.read_text().rpartition(")")[2].split()[1] in controllers:
+            os.kill(int(entry.parent.name), number)
+
+
 @pytest.mark.slow
 def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_path):
     """Two processes at once, each with its share of the machine; SIGUSR2 is what submitit's schedulers send."""
-    launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=2", "hydra.launcher.gpus_per_node=1"]
+    launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=2"]
     options = [o for o in SMALL if not o.startswith(("steps=", "checkpoint.", "threads="))]
     command = [*SIX[:3], *options, *launcher, "steps=60", "seed=1,2", "checkpoint.every=100"]
     devices = {"CUDA_VISIBLE_DEVICES": "5,7"}
@@ -155,10 +165,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
     while sum(len(read_rows(path)) > 3 for path in files.glob("*/metrics.jsonl")) < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
-    controllers = {folder.name for folder in (files / ".submitit").iterdir() if folder.name.isdecimal()}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        if entry.read_text().rpartition(")")[2].split()[1] in controllers:
-            os.kill(int(entry.parent.name), signal.SIGUSR2)
+    signal_jobs(files, signal.SIGUSR2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
     logs = [path.read_text() for path in (files / ".submitit").glob("*/*_log.err")]
@@ -168,7 +175,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
         assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(61))
         assert not (run / "superseded").exists(), "the step under way was finished and saved"
     codes = [json.loads((run / "code.json").read_text()) for run in runs]
-    assert sorted(code["devices"] for code in codes) == ["5", "7"]
+    assert [code["devices"] for code in codes] == ["5,7", "5,7"], "what the user gave, which submitit hides"
     assert {code["threads"] for code in codes} == {max(1, cores() // 2)}
 
 
@@ -176,5 +183,40 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
 def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
     command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "hydra/launcher=submitit_local"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "hydra.sweeper.max_batch_size=N" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "hydra.sweeper.max_batch_size=N" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("runs/small/*-seed*"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
+    launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
+    command = [*SIX[:3], *SMALL, "steps=40", "seed=1,2", *launcher]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    files, deadline = tmp_path / "runs" / "small", time.monotonic() + 180
+    while sum(len(read_rows(path)) > 5 for path in files.glob("*/metrics.jsonl")) < 1:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command continues" in errors
+    time.sleep(2)
+    assert len(list(files.glob("*-seed*/metrics.jsonl"))) == 1, "no further job was started"
+    again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert again.returncode == 0 and states(tmp_path) == ["finished", "finished"], again.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_job_of_submitit_that_is_terminated_is_said_to_be_unfinished(tmp_path):
+    launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
+    command = [*SIX[:3], *SMALL, "steps=60", "seed=1", *launcher]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    files, deadline = tmp_path / "runs" / "small", time.monotonic() + 180
+    while sum(len(read_rows(path)) > 3 for path in files.glob("*/metrics.jsonl")) < 1:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    signal_jobs(files, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "stopped by SIGTERM: the same command continues it" in errors
+    assert states(tmp_path) == ["stopped"]
