@@ -4,15 +4,18 @@
     python analysis/early_warning.py runs/stressors --save    runs of your own; --save: keep their metrics there
 
 Runs that collapse by the registered rule against runs that do not, under several stresses; the stress of a run is what
-its settings have apart from seed, objective and learning rate. Prints two Markdown tables, writes early_warning.pdf and
-.png. Expected: the reward's own fall is hard to beat shortly before the collapse; signals of the update (drift from the
-old policy, ratios) lead it by more.
+its settings have apart from seed, objective and learning rate. A signal that is high because the learning rate is high
+ranks runs well and foresees nothing: hence the row of the learning rate itself, and AUROC among runs of one rate.
+Expected: the reward's own fall is hard to beat, for collapse is defined by it; what drifts with the update (ratios, KL
+to the old policy) leads it by more. Prints Markdown tables, writes early_warning.pdf and .png.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import foresight
@@ -20,125 +23,160 @@ import load
 import pandas as pd
 import script
 import style
-from foresight import Alarm, History
+from foresight import LR, Alarm, History, Value
 from matplotlib.axes import Axes
 
-from gspo.collapse import SIGNALS
+from gspo.collapse import SIGNALS, collapse
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
 METRICS = sorted({signal.metric for signal in SIGNALS.values()} | {"reward/mean"})
 LEADS = (1, 5, 10)  # steps before the collapse
-STRESSES = {  # the setting by which a stress is told, and its name
-    "trainer.minibatches": "more mini-batches",
-    "model.experts_per_token": "top-1 routing",
-    "rollout.dtype": "bfloat16 rollouts",
-    "rollout.staleness": "stale responses",
-    "task.max_operands": "long responses",
+NAMES = {  # the stresses of sweeps/stressors.yaml
+    "": "learning rate alone",
+    "trainer.minibatches=16": "16 mini-batches",
+    "model.experts_per_token=1": "top-1 routing",
+    "policy.old_logprobs=engine, rollout.dtype=bfloat16": "bfloat16 rollouts",
+    "policy.old_logprobs=behaviour, rollout.staleness=8": "stale responses",
+    "cold_start.wrong_step_rate=0.14, rollout.max_new_tokens=100, task.max_operands=8, task.min_operands=6": (
+        "long responses"
+    ),
 }
 FREE = ("objective.", "optim.lr")  # what varies within a stress
-MONITOR = "any of them, as the monitor ships"
+PAIR = (load.GSPO, load.GRPO)
+MONITOR = "any, as the monitor ships"
 
 
 def main() -> None:
     parser = script.parser(__doc__, needs_runs=False)
-    parser.add_argument("--save", action="store_true", help=f"keep the runs' metrics in {RECORDED.name}/")
+    parser.add_argument("--save", action="store_true", help=f"keep the runs' metrics in analysis/data/{RECORDED.name}/")
     args = parser.parse_args()
     if args.save and not args.runs:
         load.die("--save needs runs")
+    if not args.runs and not RECORDED.exists():
+        load.die(f"{RECORDED} is not there: name the runs")
     frame, notes = from_runs(args.runs) if args.runs else (pd.read_parquet(RECORDED), [])
     for note in notes:
         print(f"note: {note}")
     if args.save:
         keep(frame, RECORDED)
     runs = foresight.histories(frame)
-    paths = draw(runs, shipped(frame), args.out)
-    print("\n".join([*outcomes(frame, runs), "", *table(runs, shipped(frame)), "", *map(str, paths)]))
+    results = [result(runs, shipped(frame), name) for name in (LR, *SIGNALS)]
+    results = sorted((r for r in results if r.areas[0].count), key=lambda r: -r.areas[0].value)
+    if not results or len({run.stress for run in runs}) < 2:
+        load.die("early_warning needs runs that collapsed and runs that did not, under two stresses or more")
+    together = foresight.worth([foresight.judged(run, shipped(frame)) for run in runs])
+    paths = draw(results, together, runs, args.out)
+    print("\n".join([*outcomes(frame, runs), "", *table(results, together), "", *map(str, paths)]))
 
 
 # ------------------------------------------------------------------------------------------------------------- data
-def from_runs(paths: list[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """A row per run and step: run, stress, arm, seed, lr, step, METRICS, threshold/<signal>; and what was amiss."""
+def from_runs(paths: list[str]) -> tuple[pd.DataFrame, list[str]]:
+    """A row per run and step: run, stress, arm, seed, lr, step, METRICS, threshold/<signal>; and what was amiss.
+
+    Runs that are neither finished nor collapsed are left out: they may still collapse."""
     data = load.load(paths)
-    usual = {key: Counter(str(r.settings.get(key)) for r in data.runs).most_common(1)[0][0] for key in keys(data)}
-    frames, notes = [], [note for note in data.notes if not note.startswith("seeds of")]
+    keys = [key for key in load.differing(data.runs) if not key.startswith(FREE)]
+    usual = {key: Counter(str(r.settings.get(key)) for r in data.runs).most_common(1)[0][0] for key in keys}
+    frames = []
     for run in data.runs:
-        if run.last < run.planned:
-            continue  # noted as unfinished: it may still collapse
-        rows = run.rows[run.rows["step"] > 0]
-        thresholds = {f"threshold/{name}": run.settings[f"monitor.thresholds.{name}"] for name in SIGNALS}
+        rows = run.rows[run.rows["step"] > 0].sort_values("step")
+        if run.last < run.planned and collapse(rows["reward/mean"].astype(float).tolist()) is None:
+            continue
+        thresholds = {f"threshold/{name}": run.settings.get(f"monitor.thresholds.{name}", 0.0) for name in SIGNALS}
         about = {"run": run.path.name, "stress": stress(run.settings, usual), "arm": run.arm.split(" [")[0]}
         about |= {"seed": run.seed, "lr": run.settings["optim.lr"]}
         columns = {name: rows[name].astype("float32") for name in METRICS if name in rows}
         frames.append(pd.DataFrame({"step": rows["step"], **columns}).assign(**about, **thresholds))
     if not frames:
-        load.die("no finished run")
-    return pd.concat(frames, ignore_index=True), notes
-
-
-def keys(data: load.Data) -> list[str]:
-    """The settings by which these runs' stresses differ."""
-    return [key for key in load.differing(data.runs) if not key.startswith(FREE)]
+        load.die("no run that has finished or collapsed")
+    return pd.concat(frames, ignore_index=True), [n for n in data.notes if not n.startswith("seeds of")]
 
 
 def stress(settings: dict[str, object], usual: dict[str, str]) -> str:
     """In what these settings differ from the usual ones."""
-    other = [key for key in usual if str(settings.get(key)) != usual[key]]
-    named = [STRESSES[key] for key in other if key in STRESSES]
-    return named[0] if named else ", ".join(f"{key}={settings.get(key)}" for key in other) or "learning rate alone"
+    text = ", ".join(f"{key}={settings.get(key)}" for key in usual if str(settings.get(key)) != usual[key])
+    return NAMES.get(text, text)
 
 
 def keep(frame: pd.DataFrame, folder: Path) -> None:
-    """One small Parquet file per stress."""
+    """One small Parquet file per stress, in place of those that are there."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.parquet"):
+        old.unlink()
     for name, rows in frame.groupby("stress"):
-        rows.to_parquet(folder / f"{name.replace(' ', '_')}.parquet", index=False, compression="zstd")
+        rows.to_parquet(folder / f"{re.sub('[^0-9a-zA-Z]+', '_', name)}.parquet", index=False, compression="zstd")
 
 
 def shipped(frame: pd.DataFrame) -> dict[str, float]:
-    """The monitor's thresholds in these runs; those that are switched off are left out."""
-    found = {name: float(frame[f"threshold/{name}"].iloc[0]) for name in SIGNALS}
+    """The monitor's thresholds, as most rows have them; those that are switched off are left out."""
+    found = {name: float(frame[f"threshold/{name}"].mode().iloc[0]) for name in SIGNALS}
     return {name: value for name, value in found.items() if value}
 
 
-# ----------------------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------------------------- results
+@dataclass
+class Result:
+    """What one signal is worth."""
+
+    name: str
+    areas: list[Value]  # AUROC at each of LEADS
+    same_lr: Value  # AUROC one step before, among runs of one learning rate
+    fit: Alarm  # at thresholds from the runs under other stresses
+    own: Alarm  # at the monitor's threshold
+
+
+def result(runs: list[History], thresholds: dict[str, float], name: str) -> Result:
+    return Result(
+        name,
+        [foresight.auroc(runs, name, lead) for lead in LEADS],
+        foresight.auroc(runs, name, same_lr=True),
+        foresight.worth(foresight.held_out(runs, name)),
+        foresight.worth([foresight.judged(run, {name: thresholds.get(name, math.inf)}) for run in runs]),
+    )
+
+
 def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
     """How many runs collapsed, by stress, objective and learning rate."""
     fell = {run.run: run.collapsed is not None for run in runs}
     each = frame.groupby("run").first()[["stress", "arm", "lr"]].assign(fell=lambda f: f.index.map(fell))
     counted = each.groupby(["stress", "arm", "lr"])["fell"].agg(["sum", "count"])
-    text = (counted["sum"].astype(int).astype(str) + " of " + counted["count"].astype(str)).unstack("lr").fillna("-")
+    words = (counted["sum"].astype(int).astype(str) + " of " + counted["count"].astype(str)).unstack("lr").fillna("-")
     lines = [f"{sum(fell.values())} of {len(runs)} runs collapsed, by learning rate:", ""]
-    lines += markdown(["stress", "objective", *(f"{lr:g}" for lr in text)], [[*i, *r] for i, r in text.iterrows()])
+    lines += markdown(["stress", "objective", *(f"{lr:g}" for lr in words)], [[*i, *r] for i, r in words.iterrows()])
     first = sorted(run.collapsed + 1 for run in runs if run.collapsed is not None)
-    return [*lines, "", f"Steps of the collapses: {', '.join(map(str, first))}."]
+    return [*lines, "", f"Steps of the collapses: {', '.join(map(str, first))}. {paired(frame, fell)}"]
 
 
-def table(runs: list[History], thresholds: dict[str, float]) -> list[str]:
+def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:
+    """Runs of GSPO and GRPO under the same stress, learning rate and seed: which of the two collapsed alone."""
+    each = frame.groupby("run").first().assign(fell=lambda f: f.index.map(fell)).reset_index()
+    pairs = each[each["arm"].isin((load.GSPO, load.GRPO))].pivot(
+        index=["stress", "lr", "seed"], columns="arm", values="fell"
+    )
+    if not {load.GSPO, load.GRPO} <= set(pairs):
+        return ""
+    pairs = pairs.dropna().astype(bool)
+    alone = {arm: int((pairs[arm] & ~pairs[other]).sum()) for arm, other in (PAIR, PAIR[::-1])}
+    n = sum(alone.values())
+    p = min(1.0, 2 * sum(math.comb(n, k) for k in range(min(alone.values()) + 1)) / 2**n)
+    return (
+        f"Of {len(pairs)} pairs of the same stress, rate and seed GRPO alone collapsed in {alone[load.GRPO]}, "
+        f"GSPO alone in {alone[load.GSPO]} (exact sign test: p = {p:.2g})."
+    )
+
+
+def table(results: list[Result], together: Alarm) -> list[str]:
     """A row per signal, by AUROC; the last row: the monitor's warnings together."""
-    head = ["signal", *(f"AUROC, {lead} step{'s' * (lead > 1)} before" for lead in LEADS)]
-    head += ["seen", "median lead", "warnings per healthy run", "as shipped: seen", "lead", "per healthy run"]
-    rows = []
-    for name in ranked(runs):
-        areas = [text(foresight.auroc(runs, name, lead)[:3]) for lead in LEADS]
-        fit = foresight.worth(foresight.held_out(runs, name))
-        own = foresight.worth([foresight.judged(run, {name: thresholds.get(name, math.inf)}) for run in runs])
-        rows.append([name, *areas, *cells(fit), *cells(own)])
-    return markdown(head, [*rows, [MONITOR, *["-"] * 6, *cells(together(runs, thresholds))]])
-
-
-def together(runs: list[History], thresholds: dict[str, float]) -> Alarm:
-    """The monitor as it ships."""
-    return foresight.worth([foresight.judged(run, thresholds) for run in runs])
+    counts = [area.count for area in results[0].areas]
+    head = ["signal", *(f"AUROC, {lead} before (of {n})" for lead, n in zip(LEADS, counts, strict=True))]
+    head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]
+    head += ["as shipped: seen", "lead", "per healthy run"]
+    rows = [[r.name, *(a.text() for a in r.areas), r.same_lr.text(), *cells(r.fit), *cells(r.own)] for r in results]
+    return markdown(head, [*rows, [MONITOR, *["-"] * 7, *cells(together)]])
 
 
 def cells(alarm: Alarm) -> list[str]:
-    return [text(alarm.seen), text(alarm.lead, ".0f"), text(alarm.false)]
-
-
-def text(value: tuple[float, float, float], form: str = ".2f") -> str:
-    """ "0.91 [0.83, 0.97]"."""
-    middle, low, high = (f"{x:{form}}" for x in value)
-    return "-" if math.isnan(value[0]) else f"{middle} [{low}, {high}]"
+    return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -146,67 +184,53 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows)]
 
 
-def ranked(runs: list[History]) -> list[str]:
-    """Signals that these runs have, by AUROC one step before the collapse."""
-    areas = {name: foresight.auroc(runs, name)[0] for name in SIGNALS}
-    return sorted((name for name in areas if not math.isnan(areas[name])), key=lambda name: -areas[name])
-
-
 # ----------------------------------------------------------------------------------------------------------- figure
-def draw(runs: list[History], thresholds: dict[str, float], out: Path) -> list[Path]:
-    """A row per signal; panels: AUROC at three leads, collapses seen, lead time, warnings per healthy run."""
-    names = ranked(runs)
-    if not names:
-        load.die("early_warning needs runs that collapsed and runs that did not")
-    figure = style.canvas(0.9 + 0.26 * (len(names) + 1))
-    axes = figure.subplots(1, 4, sharey=True, width_ratios=[1.7, 1, 1, 1])
-    areas(axes[0], runs, names)
-    alarms = [foresight.worth(foresight.held_out(runs, name)) for name in names] + [together(runs, thresholds)]
-    titles = {"seen": "Collapses seen", "lead": "Lead time", "false": "False alarms"}
-    labels = {"seen": "share", "lead": "median, steps before", "false": "warnings per healthy run"}
-    for ax, part in zip(axes[1:], titles, strict=True):
-        for row, alarm in enumerate(alarms):
-            hue = style.COLOURS[load.GRPO_R2] if row == len(names) else style.COLOURS[load.GSPO]
-            interval(ax, row, getattr(alarm, part), hue)
-        ax.set_title(titles[part])
-        ax.set_xlabel(labels[part])
+def draw(results: list[Result], together: Alarm, runs: list[History], out: Path) -> list[Path]:
+    """A row per signal; panels: AUROC at three leads, among runs of one rate, collapses seen, lead, false alarms."""
+    figure = style.canvas(0.9 + 0.26 * (len(results) + 1))
+    axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.5, 1, 1, 1, 1])
+    blue, other = style.COLOURS[load.GSPO], style.COLOURS[load.GRPO_R2]
+    for row, r in enumerate(results):
+        for place, area in enumerate(r.areas):
+            interval(axes[0], row + 0.22 * (place - 1), area, style.tint(blue, 1 - 0.33 * place))
+        interval(axes[1], row, r.same_lr, blue)
+    for row, (alarm, hue) in enumerate([*((r.fit, blue) for r in results), (together, other)]):
+        for ax, value in zip(axes[2:], (alarm.seen, alarm.lead, alarm.false), strict=True):
+            interval(ax, row, value, hue)
+    for ax in axes[:2]:
+        ax.axvline(0.5, color=style.MUTED, lw=1, ls="--", zorder=1)
+    titles = ("AUROC", "At one rate", "Seen", "Lead time", "False alarms")
+    labels = (f"{', '.join(map(str, LEADS))} steps before", "AUROC", "share", "median steps", "per healthy run")
+    for ax, title, label in zip(axes, titles, labels, strict=True):
+        ax.set_title(title)
+        ax.set_xlabel(label)
         ax.set_xlim(left=0)
-    axes[0].set_ylim(len(names) + 0.6, -0.6)
-    axes[0].set_yticks(range(len(names) + 1), [*(n.replace("_", " ") for n in names), "monitor as it ships"])
-    for ax in axes:
         ax.tick_params(axis="y", length=0)
-    return style.save(figure, out, "early_warning", caption(runs))
+    axes[0].set_ylim(len(results) + 0.6, -0.6)
+    axes[0].set_yticks(range(len(results) + 1), [*(r.name.replace("_", " ") for r in results), "monitor as it ships"])
+    return style.save(figure, out, "early_warning", caption(runs, results))
 
 
-def areas(ax: Axes, runs: list[History], names: list[str]) -> None:
-    """AUROC with its interval at each lead; .5 is chance."""
-    for row, name in enumerate(names):
-        for place, lead in enumerate(LEADS):
-            hue = style.tint(style.COLOURS[load.GSPO], 1 - 0.33 * place)
-            interval(ax, row + 0.22 * (place - 1), foresight.auroc(runs, name, lead)[:3], hue)
-    ax.axvline(0.5, color=style.MUTED, lw=1, ls="--", zorder=1)
-    ax.set_title("AUROC")
-    ax.set_xlabel(f"{', '.join(map(str, LEADS))} steps before (dark to light)")
+def interval(ax: Axes, y: float, value: Value, hue: object) -> None:
+    if value.count:
+        ax.plot([value.low, value.high], [y, y], color=hue, lw=1.4, zorder=2)
+        ax.plot(value.value, y, "o", ms=4, color=hue, mec="white", mew=0.5, zorder=3)
 
 
-def interval(ax: Axes, y: float, value: tuple[float, float, float], hue: object) -> None:
-    middle, low, high = value
-    if not math.isnan(middle):
-        ax.plot([low, high], [y, y], color=hue, lw=1.4, zorder=2)
-        ax.plot(middle, y, "o", ms=4, color=hue, mec="white", mew=0.5, zorder=3)
-
-
-def caption(runs: list[History]) -> str:
-    sick = [run for run in runs if run.collapsed is not None]
-    kinds = sorted({run.stress for run in runs})
-    early = sum(run.collapsed <= foresight.WARM_UP for run in sick)
+def caption(runs: list[History], results: list[Result]) -> str:
+    sick, kinds = [run for run in runs if run.collapsed is not None], sorted({run.stress for run in runs})
+    counts = ", ".join(f"{area.count}" for area in results[0].areas)
     words = f"{len(sick)} collapsed and {len(runs) - len(sick)} healthy runs under {len(kinds)} kinds of stress "
-    words += f"({', '.join(kinds)}); bars: 95 % intervals over runs. AUROC: largest score until so many steps before "
-    words += "the collapse against the healthy runs' over the same steps. The other panels: a warning when the score "
-    words += "exceeds a threshold that 5 % of the healthy runs under the other stresses exceed; the last row: all "
-    words += "signals at the thresholds that the monitor ships."
-    never = f" {early} collapsed within the first {foresight.WARM_UP} steps, in which nothing warns."
-    return words + (never if early else "")
+    words += f"({', '.join(kinds)}). AUROC: largest score until so many steps before the collapse (dark to light; of "
+    words += (
+        f"{counts} runs) against the healthy runs' over the same steps; then among runs of one learning rate, where "
+    )
+    words += (
+        "what the rate alone does to a score is no help. The others: warnings at a threshold that at most 5 % of the "
+    )
+    words += "healthy runs under the other stresses exceed; last row: all signals at the monitor's thresholds. Seen: "
+    words += "before the collapse, not at it, where the reward's own threshold lies. Bars: 95 % over runs."
+    return words
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 def main() -> None:
     args = script.arguments(__doc__)
     data = load.load(args.runs)
+    for note in data.notes:
+        if note.startswith(("unfinished", "left out", "cut")):
+            print(f"note: {note}")
     numbers = measure(data)
     paths = draw(data, numbers, args.out)
     print("\n".join(["", *table(numbers), "", disparity(numbers), "", *map(str, paths)]))
@@ -35,9 +38,13 @@ def main() -> None:
 def measure(data: Data) -> pd.DataFrame:
     """A row per finished run: arm, low, high, seed, active, outside (means of all batches), end of the reward."""
     rows = []
-    for run in data.runs:
-        if run.last < run.planned:
-            continue
+    runs = [
+        r for r in data.runs if OBJECTIVES.get(r.settings["objective.name"]) in (GSPO, GRPO) and r.last >= r.planned
+    ]
+    others = [key for key in load.differing(runs) if not key.startswith("objective.")]
+    if others:
+        load.die(f"the runs differ also in {', '.join(others)}: give those that differ in the clip range alone")
+    for run in runs:
         steps = run.rows[run.rows["step"] > 0].sort_values("step")
         row = {"arm": OBJECTIVES.get(run.settings["objective.name"]), "seed": run.seed}
         row |= {side: float(run.settings[f"objective.clip_{side}"]) for side in ("low", "high")}
@@ -46,7 +53,7 @@ def measure(data: Data) -> pd.DataFrame:
     numbers = pd.DataFrame(rows)
     if numbers.empty or not {GSPO, GRPO} <= set(numbers["arm"]):
         load.die("fig_clip_range needs finished runs of GSPO and GRPO")
-    return numbers[numbers["arm"].isin((GSPO, GRPO))]
+    return numbers
 
 
 def shares(numbers: pd.DataFrame, arm: str, low: float, name: str = "active") -> pd.Series:

@@ -9,6 +9,8 @@ GSPO and GRPO, seed by seed; writes fig_sweep_<study>.pdf and .png. What was exp
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import load
@@ -22,6 +24,7 @@ from stats import START, WINDOW, t_interval
 from gspo.collapse import collapse, levels
 
 REPLAY = "policy.routing_replay"
+LINES = (*style.COLOURS.values(), "#E69F00", "#56B4E9", "#CC79A7")  # enough colours to tell lines apart
 PANELS = {  # column: title, what its y axis says
     "end": ("Reward at the end", f"last {WINDOW} batches"),
     "fall": ("Fall from the peak", "share of it lost at the end"),
@@ -57,30 +60,50 @@ def main() -> None:
 
 # --------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data, x: str, by: str) -> pd.DataFrame:
-    """A row per finished run: by, x, arm, seed, start, end, gain, fall, collapsed, clipped, length.
+    """A row per run that has finished or collapsed: by, x, arm, seed, and the numbers of `measured`.
 
     Ends the program with one line if the runs have no such setting, or differ in others too."""
-    runs = [run for run in data.runs if run.last >= run.planned]
+    runs = [run for run in data.runs if run.last >= run.planned or collapse(rewards(run).tolist()) is not None]
     check(runs, x, by)
-    return pd.DataFrame([measured(run, x, by) for run in runs])
+    numbers = pd.DataFrame([measured(run, x, by) for run in runs])
+    twice = numbers[numbers.duplicated(["by", "x", "arm", "seed"])]
+    if len(twice):
+        load.die(
+            f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, {x}={twice.iloc[0]['x']}: give one"
+        )
+    if numbers["arm"].nunique() > len(LINES):
+        load.die(f"{numbers['arm'].nunique()} arms are more than a figure of lines can tell apart: give fewer runs")
+    return numbers
 
 
 def check(runs: list[Run], x: str, by: str) -> None:
     for key in filter(None, (x, by)):
         if not runs or any(key not in run.settings for run in runs):
-            load.die(f"no finished run has a setting {key}")
+            load.die(f"no finished run has a setting {key}" if not runs else f"not all runs have a setting {key}")
+    if len({run.planned for run in runs}) > 1:
+        load.die(
+            f"the runs are of {', '.join(sorted({str(run.planned) for run in runs}))} steps: give those of one length"
+        )
     meant = {x, by, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(by, ())}
     others = [key for key in load.differing(runs) if key not in meant and not key.startswith("objective.")]
+    for name in {
+        run.settings["objective.name"] for run in runs
+    }:  # an objective has its own fields, but one set of them
+        same = [run for run in runs if run.settings["objective.name"] == name]
+        others += [key for key in load.differing(same) if key.startswith("objective.") and key not in meant]
     if others:
         load.die(
             f"the runs differ also in {', '.join(others)}: choose among them with --x and --by, or give fewer runs"
         )
 
 
+def rewards(run: Run) -> pd.Series:
+    return run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
+
+
 def measured(run: Run, x: str, by: str) -> dict[str, object]:
     """One run's numbers."""
-    rows = run.rows[run.rows["step"] > 0].sort_values("step")
-    reward = rows["reward/mean"].astype(float)
+    rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), rewards(run)
     smooth, peak, _ = levels(reward.tolist())
     start, end = reward.head(START).mean(), reward.tail(WINDOW).mean()
     return {
@@ -93,14 +116,15 @@ def measured(run: Run, x: str, by: str) -> dict[str, object]:
         "gain": end - start,
         "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
         "collapsed": collapse(reward.tolist()) is not None,
-        "clipped": rows["clip/token_active"].astype(float).mean(),
+        "clipped": rows["clip/token_active"].astype(float).mean() if "clip/token_active" in rows else math.nan,
         "length": rows["length/mean"].astype(float).head(START).mean(),
     }
 
 
 def arm(run: Run, x: str, by: str) -> str:
     """The objective, with its replay unless that is what is swept."""
-    name, replay = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"]), run.settings[REPLAY]
+    name = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"])
+    replay = run.settings.get(REPLAY, "none")
     return name if REPLAY in (x, by) or replay == "none" else f"{name} + Routing Replay ({replay.upper()})"
 
 
@@ -120,7 +144,8 @@ def table(numbers: pd.DataFrame, x: str, by: str) -> list[str]:
         "GSPO - GRPO",
     ]
     rows = []
-    for (group, value), cell in numbers.groupby(["by", "x"], sort=True):
+    for group, value in itertools.product(ordered(numbers["by"]), ordered(numbers["x"])):
+        cell = numbers[(numbers["by"] == group) & (numbers["x"] == value)]
         for name, runs in cell.groupby("arm"):
             row = [group, f"{value}"] if by else [f"{value}"]
             row += [name, str(len(runs)), f"{runs['start'].mean():.3f}", f"{runs['end'].mean():.3f}"]
@@ -141,13 +166,13 @@ def difference(cell: pd.DataFrame) -> str:
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[Path]:
     """Rows: values of `by`; columns: PANELS."""
-    values, groups = sorted(numbers["x"].unique()), sorted(numbers["by"].unique())
+    values, groups = ordered(numbers["x"]), ordered(numbers["by"])
     figure = style.canvas(0.4 + 2.1 * len(groups))
     axes = figure.subplots(len(groups), len(PANELS), squeeze=False, sharex=True, sharey="col")
     for line, group in zip(axes, groups, strict=True):
         rows = numbers[numbers["by"] == group]
         for ax, column in zip(line, PANELS, strict=True):
-            panel(ax, rows, column, values)
+            panel(ax, rows, column, values, colours(numbers))
         line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
         ax.set_ylim(0, 1.05 * max(numbers[column].max(), 1e-3))  # the rows share it
@@ -155,28 +180,44 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[
         ax.set_title(f"{title}\n", pad=2)
         ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
     for ax in axes[-1]:
-        ax.set_xticks(range(len(values)), [f"{value:g}" if isinstance(value, float) else value for value in values])
+        ax.set_xticks(
+            range(len(values)), [f"{value:g}" if isinstance(value, float) else f"{value}" for value in values]
+        )
         ax.set_xlabel(NAMES.get(x, x))
     arms = sorted(numbers["arm"].unique(), reverse=True)
-    handles = [axes[0, 0].plot([], [], "o-", color=style.colour(name), label=name)[0] for name in arms]
+    hues = colours(numbers)
+    handles = [axes[0, 0].plot([], [], "o-", color=hues[name], label=name)[0] for name in arms]
     axes[0, -1].legend(handles=handles, loc="best")
     study = Path(data.runs[0].settings["study"]).name
     return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, by))
 
 
-def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list) -> None:
+def ordered(column: pd.Series) -> list:
+    """The values, numbers by size before words."""
+    return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, int | float) else (1, 0, str(v)))
+
+
+def colours(numbers: pd.DataFrame) -> dict[str, str]:
+    """Of each arm: its own in all figures, or one that is free here."""
+    arms = sorted(numbers["arm"].unique())
+    free = iter(hue for hue in LINES if hue not in [style.COLOURS.get(name) for name in arms])
+    return {name: style.COLOURS.get(name) or next(free) for name in arms}
+
+
+def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, hues: dict[str, str]) -> None:
     """Seeds as pale dots, crosses where they collapsed; the mean as a line. The start of the reward is dashed."""
-    for shift, (name, runs) in zip((-0.06, 0.06, 0.0, 0.12, -0.12), rows.groupby("arm", sort=True), strict=False):
-        hue, place = style.colour(name), runs["x"].map(values.index).to_numpy() + shift
+    for name, runs in rows.groupby("arm", sort=True):
+        shift, hue = 0.1 * (list(hues).index(name) - (len(hues) - 1) / 2), hues[name]
+        place = runs["x"].map(values.index).to_numpy() + shift
         fell = runs["collapsed"].to_numpy(bool)
         y = runs[column].to_numpy(float)
         ax.plot(place[~fell], y[~fell], "o", ms=4, color=style.tint(hue, 0.5), mec="white", mew=0.4)
         ax.plot(place[fell], y[fell], "x", ms=5, mew=1.4, color=style.tint(hue, 0.8))
-        means = runs.groupby("x")[column].mean()
-        ax.plot([values.index(value) + shift for value in means.index], means, color=hue, lw=1.8)
+        means = {value: runs.loc[runs["x"] == value, column].mean() for value in values}
+        ax.plot([i + shift for i in range(len(values))], means.values(), color=hue, lw=1.8)
     if column == "end":
-        starts = rows.groupby("x")["start"].mean()
-        ax.plot([values.index(v) for v in starts.index], starts, color=style.MUTED, lw=1, ls="--")
+        starts = [rows.loc[rows["x"] == value, "start"].mean() for value in values]
+        ax.plot(range(len(values)), starts, color=style.MUTED, lw=1, ls="--")
     if column == "clipped":
         ax.set_yscale("symlog", linthresh=1e-4)
 
@@ -194,7 +235,7 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
     if x in DERIVED:
         words += f" Along with {NAMES[x]} change: {', '.join(DERIVED[x])}."
     if "operands" in x:
-        lengths = numbers.groupby("x")["length"].mean()
+        lengths = [numbers.loc[numbers["x"] == value, "length"].mean() for value in ordered(numbers["x"])]
         words += f" Tokens of a response: {', '.join(f'{n:.0f}' for n in lengths)}."
     return words
 

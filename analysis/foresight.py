@@ -1,13 +1,15 @@
 """How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times, false alarms.
 
 A run is healthy or collapses at a step, by the registered rule (gspo/collapse.py). A score warns at its first step
-above a threshold; only warnings before the collapse count. Intervals are 95 %, by resampling runs (collapsed and
-healthy ones apart); runs of one seed share their problems, so they are not quite independent.
+above a threshold. Only warnings before the collapse count as seen; the rule itself is certain 20 steps after it.
+Intervals are 95 %, by resampling runs, collapsed and healthy ones apart. They take runs as independent, which those of
+one seed and one setting are not quite. There is none for fewer than 5 runs, nor where all have the same value.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,8 @@ from stats import REPS
 
 from gspo.collapse import SIGNALS, collapse
 
+LR = "learning rate alone"  # a score that looks at no metric: what the others have to beat
+FEWEST = 5  # values for an interval
 WARM_UP = 10  # steps without warnings: the monitor's own default
 RATE = 0.05  # of the healthy runs may warn, where a threshold is fitted
 CLEARED = 0.8  # of the threshold: below it a warning is over, as in the monitor
@@ -28,6 +32,7 @@ class History:
     run: str
     stress: str
     arm: str
+    lr: float
     collapsed: int | None
     scores: dict[str, np.ndarray]
 
@@ -44,7 +49,9 @@ def histories(frame: pd.DataFrame) -> list[History]:
     for name, rows in frame.sort_values("step").groupby("run", sort=True):
         scores = {s: signal.score(_series(rows, signal.metric)) for s, signal in SIGNALS.items()}
         first = rows.iloc[0]
-        found.append(History(name, first["stress"], first["arm"], collapse(_series(rows, "reward/mean")), scores))
+        scores[LR] = np.full(len(rows), first["lr"])
+        fell = collapse(_series(rows, "reward/mean"))
+        found.append(History(name, first["stress"], first["arm"], float(first["lr"]), fell, scores))
     return found
 
 
@@ -53,11 +60,11 @@ def _series(rows: pd.DataFrame, metric: str) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------- ranking
-def wins(runs: list[History], signal: str, lead: int) -> np.ndarray:
+def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
     """[collapsed, healthy] 1 where the collapsed run's largest score is above the healthy one's, 0.5 where equal.
 
     Both over the same steps: from the warm-up until `lead` steps before the collapse. Without that a long healthy run
-    would have more chances of a high score. NaN where either has none.
+    would have more chances of a high score. NaN where either has none, or, with `same_lr`, another learning rate.
     """
     healthy = [run for run in runs if run.collapsed is None]
     rows = []
@@ -65,25 +72,46 @@ def wins(runs: list[History], signal: str, lead: int) -> np.ndarray:
         if run.collapsed is not None:
             end = max(0, run.collapsed - lead + 1)  # the last step counted is `lead` before the collapse
             mine, others = run.highest(signal, end), np.array([other.highest(signal, end) for other in healthy])
-            rows.append(np.where(np.isnan(mine - others), np.nan, (mine > others) + 0.5 * (mine == others)))
+            out = np.isnan(mine - others) | np.array([same_lr and run.lr != other.lr for other in healthy], bool)
+            rows.append(np.where(out, np.nan, (mine > others) + 0.5 * (mine == others)))
     return np.array(rows).reshape(len(rows), len(healthy))
 
 
-def auroc(runs: list[History], signal: str, lead: int = 1) -> tuple[float, float, float, int]:
-    """P(a collapsed run scores above a healthy one, `lead` steps before its collapse or earlier), its interval, and the
-    number of collapsed runs that have steps so early."""
-    table = wins(runs, signal, lead)
+@dataclass
+class Value:
+    """An estimate, its interval (NaN where there is none), and the number of runs that it is of."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def text(self, form: str = ".2f") -> str:
+        """ "0.91 [0.83, 0.97]"."""
+        if math.isnan(self.value):
+            return "-"
+        interval = "" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]"
+        return f"{self.value:{form}}{interval}"
+
+
+NOTHING = Value(math.nan, math.nan, math.nan, 0)
+
+
+def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
+    """P(a collapsed run scores above a healthy one, `lead` steps before its collapse or earlier). `same_lr`: among
+    pairs of one learning rate. Counts the collapsed runs that have steps so early and somebody to be compared with."""
+    table = wins(runs, signal, lead, same_lr)
     table = table[np.isfinite(table).any(axis=1)] if table.size else table
     if not table.size:
-        return math.nan, math.nan, math.nan, 0
+        return NOTHING
+    there, won, (sick, well) = np.isfinite(table), np.nan_to_num(table), table.shape
     rng = np.random.default_rng(0)
-    rows, columns = table.shape
-    draws = [
-        np.nanmean(table[np.ix_(rng.integers(rows, size=rows), rng.integers(columns, size=columns))])
-        for _ in range(REPS)
-    ]
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    return float(np.nanmean(table)), float(low), float(high), rows
+    rows = rng.multinomial(sick, np.full(sick, 1 / sick), size=REPS)  # how often each run is drawn
+    columns = rng.multinomial(well, np.full(well, 1 / well), size=REPS)
+    pairs = np.einsum("ri,ij,rj->r", rows, there, columns, optimize=True)
+    draws = np.einsum("ri,ij,rj->r", rows, won, columns, optimize=True)[pairs > 0] / pairs[pairs > 0]
+    low, high = np.quantile(draws, [0.025, 0.975]) if sick >= FEWEST else (math.nan, math.nan)
+    return Value(float(np.nanmean(table)), float(low), float(high), sick)
 
 
 # ---------------------------------------------------------------------------------------------------------- warning
@@ -126,53 +154,52 @@ def judged(run: History, thresholds: dict[str, float]) -> Verdict:
 
 
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
-    """Each run judged by a threshold that was fitted on the runs under other stresses."""
+    """Each run judged by a threshold that was fitted on the runs under other stresses; those for whom there is none
+    are left out."""
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
         threshold = fitted([run for run in runs if run.stress != stress], signal)
-        verdicts += [judged(run, {signal: threshold}) for run in runs if run.stress == stress]
+        if not math.isnan(threshold):
+            verdicts += [judged(run, {signal: threshold}) for run in runs if run.stress == stress]
     return verdicts
 
 
 @dataclass
 class Alarm:
-    """What a rule is worth. Each entry: (value, low, high)."""
+    """What a rule is worth."""
 
-    seen: tuple[float, float, float]  # share of the collapsed runs that it warned of
-    lead: tuple[float, float, float]  # median steps before the collapse, of those
-    false: tuple[float, float, float]  # warnings per healthy run
-    wrong: tuple[float, float, float]  # share of the healthy runs with a warning
+    seen: Value  # share of the collapsed runs that it warned of
+    lead: Value  # median steps before the collapse, of those
+    false: Value  # warnings per healthy run
 
 
 def worth(verdicts: list[Verdict]) -> Alarm:
-    """Over all runs, with intervals."""
+    """Over all runs."""
     sick = [v for v in verdicts if v.collapsed is not None]
-    well = [v for v in verdicts if v.collapsed is None]
-    leads = np.array([v.collapsed - v.first for v in sick if v.seen], float)
-    return Alarm(
-        share([v.seen for v in sick]),
-        resampled(leads, np.median),
-        resampled(np.array([v.count for v in well], float), np.mean),
-        share([v.count > 0 for v in well]),
-    )
+    leads = [v.collapsed - v.first for v in sick if v.seen]
+    counts = [v.count for v in verdicts if v.collapsed is None]
+    return Alarm(share([v.seen for v in sick]), resampled(leads, np.median), resampled(counts, np.mean))
 
 
-def share(hits: list[bool]) -> tuple[float, float, float]:
-    """A proportion with Wilson's interval; NaN of none."""
+def share(hits: list[bool]) -> Value:
+    """A proportion with Wilson's interval."""
     n, z = len(hits), 1.959964
     if not n:
-        return math.nan, math.nan, math.nan
+        return NOTHING
     p = sum(hits) / n
     middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n)
     half *= math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return p, max(0.0, middle - half), min(1.0, middle + half)
+    return Value(p, max(0.0, middle - half), min(1.0, middle + half), n)
 
 
-def resampled(values: np.ndarray, statistic) -> tuple[float, float, float]:
-    """A statistic with its percentile interval; NaN of nothing."""
-    if not len(values):
-        return math.nan, math.nan, math.nan
-    rng = np.random.default_rng(0)
-    draws = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(REPS)]
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(statistic(values)), float(low), float(high)
+def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
+    """A statistic with its percentile interval."""
+    numbers = np.array(values, float)
+    if not len(numbers):
+        return NOTHING
+    low = high = math.nan
+    if len(numbers) >= FEWEST and numbers.min() < numbers.max():
+        rng = np.random.default_rng(0)
+        draws = [statistic(numbers[rng.integers(len(numbers), size=len(numbers))]) for _ in range(REPS)]
+        low, high = (float(x) for x in np.quantile(draws, [0.025, 0.975]))
+    return Value(float(statistic(numbers)), low, high, len(numbers))

@@ -79,6 +79,11 @@ def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     assert sorted(numbers["by"].unique()) == [4, 16] and len(numbers) == 13
     with pytest.raises(SystemExit):
         fig_sweep.measure(data, "optim.momentum", "")
+    write(tmp_path / "wide", "gspo", HEALTHY, objective__clip_low=0.4)
+    write(tmp_path / "short", "gspo", HEALTHY[:30])
+    for odd in ("wide", "short"):
+        with pytest.raises(SystemExit):
+            fig_sweep.measure(load.load([learning_rates, tmp_path / odd]), "optim.lr", "")
     assert [p.name for p in fig_sweep.draw(data, numbers, "optim.lr", "trainer.minibatches", tmp_path)] == [
         "fig_sweep_known.pdf",
         "fig_sweep_known.png",
@@ -106,8 +111,10 @@ def test_clip_ranges_by_hand(tmp_path):
     assert first["GSPO / GRPO"].startswith("200 ") and "200 " in fig_clip_range.disparity(numbers)
     fig_clip_range.draw(load.load([tmp_path]), numbers, tmp_path)
     write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
-    with pytest.raises(SystemExit):
-        fig_clip_range.measure(load.load([only]))
+    write(two := tmp_path / "two", "grpo", HEALTHY, optim__lr=0.5)
+    for folders in ([only], [only, two]):
+        with pytest.raises(SystemExit):
+            fig_clip_range.measure(load.load(folders))
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +134,21 @@ def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path,
         monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")])
         early_warning.main()
     first, second = capsys.readouterr().out.split("6 of 18 runs collapsed")[1:]
-    assert first == second and "| stale responses | GRPO | - | 2 of 2 |" in first
+    assert first == second and "| rollout.staleness=8 | GRPO | - | 2 of 2 |" in first
     assert sorted(p.stem for p in (tmp_path / "kept").iterdir()) == [
-        "learning_rate_alone", "more_mini-batches", "stale_responses",
+        "16_mini_batches", "learning_rate_alone", "rollout_staleness_8",
     ]  # fmt: skip
     row = next(line for line in first.splitlines() if line.startswith("| mismatch"))
     assert "| 1.00 [1.00, 1.00] |" in row and "| 1.00 [0.61, 1.00] |" in row
+    assert next(line for line in first.splitlines() if line.startswith("| learning rate alone | 1.00")).count("| - |")
+
+
+def test_a_run_that_the_monitor_ended_counts_as_collapsed(tmp_path):
+    for seed, planned in ((1, 90), (2, 300)):
+        folder = write(tmp_path, "grpo", COLLAPSED, seed)
+        settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"steps": planned}
+        (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    assert early_warning.from_runs([tmp_path])[0]["run"].nunique() == 2
 
 
 def test_unfinished_runs_are_not_judged(tmp_path):
