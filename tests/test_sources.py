@@ -104,13 +104,13 @@ def test_the_same_figure_comes_out_of_both(recorded, wandb_folder, tmp_path):
     assert files["directory"] == files["offline"]
 
 
-def test_what_is_damaged_is_said_and_the_rest_is_read(wandb_folder):
+def test_what_is_damaged_is_said_and_the_rest_is_read(tmp_path):
+    log(tmp_path / "gspo-seed1-abc", rows(0, 400))  # several blocks
+    wandb_folder = shutil.copytree(tmp_path / "gspo-seed1-abc" / "wandb", tmp_path / "elsewhere", symlinks=True)
     (whole,) = sources.records(wandb_folder)
     good = {row["step"]: row for row in whole.rows.to_dict("records")}
-    file = sorted(wandb_folder.glob("offline-run-*/*.wandb"))[-1]
-    for other in sorted(wandb_folder.glob("offline-run-*/*.wandb"))[:-1]:
-        other.unlink()  # the last segment has all rows: the tracker logs those before it again
-    data, draw, complete = file.read_bytes(), random.Random(0), 0
+    (file,) = wandb_folder.glob("offline-run-*/*.wandb")
+    data, draw, most = file.read_bytes(), random.Random(0), 0
     for trial in range(60):
         damaged = bytearray(data)
         if trial % 3 == 0:
@@ -125,9 +125,9 @@ def test_what_is_damaged_is_said_and_the_rest_is_read(wandb_folder):
             read = record.rows.to_dict("records")
             for row in read:  # never a wrong number
                 assert all(row[k] == good[row["step"]][k] or math.isnan(row[k]) for k in row), trial
-            complete += len(read) == len(good)
             assert len(read) == len(good) or record.notes, trial
-    assert 0 < complete < 60
+            most += trial % 3 == 1 and len(read) > 200
+    assert most >= 15, "of 20 files with one bit flipped, three quarters give half of their rows or more"
     for odd in (b"", b":W&B", b"\0" * 100, data[:7]):
         file.write_bytes(odd)
         (record,) = sources.records(wandb_folder)
