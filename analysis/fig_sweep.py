@@ -175,7 +175,8 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[
             panel(ax, rows, column, values, colours(numbers))
         line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
-        ax.set_ylim(0, 1.05 * max(numbers[column].max(), 1e-3))  # the rows share it
+        least = 0.35 if column == "fall" else 1e-3  # the collapse rule's 0.3 is in view: smaller falls are noise
+        ax.set_ylim(0, 1.05 * max(numbers[column].max(), least))  # the rows share it
     for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
         ax.set_title(f"{title}\n", pad=2)
         ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
