@@ -20,6 +20,7 @@ import load
 from gspo.collapse import SIGNALS
 from gspo.monitor import Thresholds
 
+ROOT = Path(__file__).parents[1]
 HEALTHY, COLLAPSED = [0.4] * 5 + [0.5] * 85, [0.4] * 30 + [0.1] * 60
 
 

@@ -1,0 +1,133 @@
+"""Runs side by side in the terminal: `python experiments/compare.py runs/STUDY/A runs/STUDY/B ...`
+
+Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
+run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
+tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
+W&B files, wandb:ENTITY/PROJECT.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
+
+import load
+from load import Run
+from stats import START, WINDOW, block_bootstrap
+
+from gspo.collapse import collapse, levels
+from gspo.run_files import said
+
+MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
+    "clipped tokens": ("clip/token_active", ".3g"),
+    "kept experts": ("routing/consistency", ".4f"),
+    "entropy": ("policy/entropy", ".3f"),
+    "gradient norm": ("optim/grad_norm", ".3g"),
+    "tokens of a response": ("length/mean", ".1f"),
+}
+TOTALS = {"tokens": ("compute/tokens", ".3g"), "FLOPs": ("compute/flops", ".3g"), "hours": ("compute/seconds", ".2f")}
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(__doc__)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    data = load.load(arguments)
+    for note in data.notes:
+        if not note.startswith("seeds of"):
+            print(f"note: {note}")
+    if len(data.runs) < 2:
+        load.die(f"there is one run, {data.runs[0].path}: name two or more")
+    print("\n".join(table(data.runs)))
+    return 0
+
+
+def table(runs: list[Run]) -> list[str]:
+    """Aligned lines: settings that differ, then what the runs did. Columns are numbered, with a legend above."""
+    keys = sorted({key for run in runs for key in run.settings})
+    lines = [f"[{i}] {run.path}" for i, run in enumerate(runs, start=1)]
+    rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
+    for key in keys:
+        values = [str(run.settings.get(key, "-")) for run in runs]
+        if len(set(values)) > 1 and key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing"):
+            rows.append([key, *values])
+    rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
+    widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
+    return [*lines, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows)]
+
+
+def results(runs: list[Run]) -> list[list[str]]:
+    """A row per quantity, a cell per run; "-" where a run has not reported it."""
+    rows: list[tuple[str, Callable[[Run], str]]] = [
+        ("ended", ended),
+        ("batches", lambda run: f"{run.last}/{run.planned}"),
+        (f"reward, first {START}", lambda run: interval(reward(run).head(START))),
+        (f"reward, last {WINDOW}", lambda run: interval(reward(run).tail(WINDOW))),
+        ("reward, best smoothed", best),
+    ]
+    sets = sorted({name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name})
+    rows += [(f"{name}, last (best)", lambda run, name=name: held_out(run, name)) for name in sets]
+    rows += [(name, lambda run, m=metric, f=form: mean(run, m, f)) for name, (metric, form) in MEANS.items()]
+    rows += [(name, lambda run, m=metric, f=form: total(run, m, f)) for name, (metric, form) in TOTALS.items()]
+    return [[name, *(cell(run) for run in runs)] for name, cell in rows]
+
+
+def reward(run: Run) -> pd.Series:
+    return column(run, "reward/mean")
+
+
+def column(run: Run, metric: str) -> pd.Series:
+    """A metric of the rollout batches, NaN left out."""
+    rows = run.rows[run.rows["step"] > 0].sort_values("step")
+    return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
+
+
+def interval(values: pd.Series) -> str:
+    return block_bootstrap(values.to_numpy()).text() if len(values) else "-"
+
+
+def ended(run: Run) -> str:
+    """By the registered rule and what the run's directory says of its end."""
+    at = collapse(column(run, "reward/mean").tolist())
+    how = said(run.path).get("how", "finished" if run.last >= run.planned else "unfinished")
+    return how if at is None else f"{how}; collapsed at step {at + 1}"
+
+
+def best(run: Run) -> str:
+    """The highest point of the smoothed reward and its step."""
+    smooth = levels(reward(run).tolist())[0]
+    return f"{smooth.max():.3f} at step {int(smooth.argmax()) + 1}" if len(smooth) else "-"
+
+
+def held_out(run: Run, name: str) -> str:
+    """The last score with its interval over problems, and the best of all evaluations: chosen after the fact."""
+    if name not in run.rows:
+        return "-"
+    scores = run.rows.sort_values("step")[name].astype(float).dropna()
+    if not len(scores):
+        return "-"
+    stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
+    half = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
+    around = "" if math.isnan(half) else f" +- {half:.3f}"
+    return f"{scores.iloc[-1]:.3f}{around} ({scores.max():.3f})"
+
+
+def mean(run: Run, metric: str, form: str) -> str:
+    values = column(run, metric)
+    return f"{values.mean():{form}}" if len(values) else "-"
+
+
+def total(run: Run, metric: str, form: str) -> str:
+    """The last value of a running total; seconds as hours."""
+    values = column(run, metric)
+    return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
