@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from gspo.config import Settings, register_schemas, resumed_settings, to_setting
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
+from gspo.run_report import PAGE
+from gspo.run_report import write as write_page
 from gspo.runs import claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
@@ -103,11 +105,14 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         raise
     finally:
         say(folder, how, trainer.state.step, reason)
+        with suppress(OSError):  # a full disk was said already; `experiments/report.py` makes the page again
+            write_page(folder)
         sync = tracker.finish(W_AND_B[how])
     if how != "rolled back":
         upload = f"; to upload it: {sync}" if sync else ""
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")
         print((folder / "report.txt").read_text(), end="")
+        print(f"more in {folder / PAGE}")
     return how
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from gspo.policy.policy import Policy
 from gspo.reward_shaping import RunningMoments
 from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
+from gspo.run_files import replace_text, sync
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint
@@ -136,12 +136,12 @@ class CheckpointWriter:
         sums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
         (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for path in [*unfinished.rglob("*"), unfinished]:
-            _sync(path)
+            sync(path)
         folder = unfinished.with_suffix("")
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
-        _sync(self.folder)
+        sync(self.folder)
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
             whole = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
@@ -238,19 +238,3 @@ def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     return TrainState.from_json(json.loads((folder / "state.json").read_text()))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it holds either the old or the new text, never half of one."""
-    beside = path.with_name(path.name + ".unfinished")
-    beside.write_text(text)
-    _sync(beside)
-    os.replace(beside, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.advantages import GAE, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
 from gspo.aggregation import Aggregation
-from gspo.checkpoint import CheckpointSettings, replace_text
+from gspo.checkpoint import CheckpointSettings
 from gspo.checks import check
 from gspo.cold_start import ColdStartSettings
 from gspo.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
@@ -36,6 +36,7 @@ from gspo.policy.prompts import PromptFormat
 from gspo.reward_shaping import RewardShaping
 from gspo.rollout.sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
+from gspo.run_files import replace_text
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting

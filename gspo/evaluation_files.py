@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from gspo.checkpoint import replace_text
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
 from gspo.rollout.engine import Engine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
+from gspo.run_files import replace_text
 
 FINGERPRINTED = 64  # weights of every parameter
 FREE = ("slots", "workers", "cache")  # settings of a task that change how fast it scores, not how

@@ -10,8 +10,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gspo.checkpoint import damage, replace_text
+from gspo.checkpoint import damage
 from gspo.config import Settings
+from gspo.run_files import replace_text
 from gspo.tracking import supersede
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 STATUS, LOCK = "status.json", ".lock"
@@ -27,6 +28,23 @@ def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
         else:
             damaged.append(line.decode(errors="replace"))
     return rows, damaged
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that it holds either the old or the new text, never half of one."""
+    beside = path.with_name(path.name + ".unfinished")
+    beside.write_text(text)
+    sync(beside)
+    os.replace(beside, path)
+
+
+def sync(path: Path) -> None:
+    """Until the disk has it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def said(folder: Path) -> dict:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from gspo.checkpoint import check_belongs, damage, latest_checkpoint, replace_text
+from gspo.checkpoint import check_belongs, damage, latest_checkpoint
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
-from gspo.run_files import LOCK, STATUS
+from gspo.run_files import LOCK, STATUS, replace_text
 
 
 def find(settings: Settings, in_sweep: bool) -> Path:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspo.assembly import evaluation_engine
-from gspo.checkpoint import CheckpointWriter, replace_text
+from gspo.checkpoint import CheckpointWriter
 from gspo.checks import warnings_after
 from gspo.config import Settings, settings_hash
 from gspo.evaluation import evaluate
 from gspo.monitor import Monitor, as_lines, report
 from gspo.rollback import Rollbacks
 from gspo.rollout.source import Rollout
+from gspo.run_files import replace_text
 from gspo.tracking import Progress, Tracker, read_rows
 from gspo.trainer import Trainer
 

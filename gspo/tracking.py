@@ -21,10 +21,9 @@ import wandb
 from requests.utils import get_netrc_auth
 from tqdm import tqdm
 
-from gspo.checkpoint import replace_text
 from gspo.metrics import lookup
 from gspo.records import Response
-from gspo.run_files import read_rows, rows_and_damage
+from gspo.run_files import read_rows, replace_text, rows_and_damage
 
 log = logging.getLogger(__name__)
 WANDB_MODES = ("auto", "online", "offline", "disabled")

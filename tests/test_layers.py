@@ -13,7 +13,7 @@ FLOORS = {
     "checkpoint": 3, "compute": 3, "tracking": 3, "evaluation": 3, "evaluation_files": 3, "monitor": 3,
     "trainer": 4, "trainer_settings": 4, "cold_start": 4,
     "commands": 5, "config": 5, "checks": 5, "process": 5,
-    "runs": 5, "sweeps": 5, "share": 5, "assembly": 5, "session": 5, "rollback": 5, "benchmark": 5,
+    "runs": 5, "sweeps": 5, "share": 5, "assembly": 5, "session": 5, "rollback": 5, "run_report": 5, "benchmark": 5,
 }  # fmt: skip
 ONLY_IN = {
     "transformers": ("policy", "rollout", "benchmark"),

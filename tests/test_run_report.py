@@ -1,0 +1,104 @@
+"""The report page of a run: what it says, that it needs nothing else, and that damaged files do not stop it."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from test_sweep_figures import COLLAPSED, HEALTHY, ROOT, write
+
+from gspo import run_report
+
+GOOD = {"prompt": "1+1=?", "response": "<b>2</b>&#2", "reward": 1.0, "verdict": "correct", "finish_reason": "stop"}
+ODD = {"prompt": "2+2=?", "response": "5 \x00 \ud83d", "reward": 0.0, "verdict": "wrong", "finish_reason": "length"}
+
+
+def run(folder, rewards, **changes):
+    folder = write(folder, "gspo", rewards, **changes)
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "status.json").write_text('{"how": "finished", "step": 90, "reason": ""}')
+    (folder / "rollouts").mkdir()
+    lines = [json.dumps(r) for r in 6 * (GOOD, ODD)]
+    (folder / "rollouts" / "step_000090.jsonl").write_text("\n".join(lines) + '\n{"prompt": "cut')
+    return folder
+
+
+class Page(HTMLParser):
+    """Its text and whether its elements are closed in order."""
+
+    VOID = ("meta", "br", "line", "polyline")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.words, self.attributes = [], [], []
+        self.feed(text)
+        assert self.open in (["html"], []), self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_what_a_collapsed_run_says(tmp_path):
+    folder = run(tmp_path, COLLAPSED)
+    (folder / "monitor.jsonl").write_text(
+        json.dumps({"step": 40, "kind": "warning", "text": "mismatch <high>"}) + "\n{"
+    )
+    (folder / "rollbacks.json").write_text('[{"from": 60, "to": 30, "moved": true}]')
+    (folder / "superseded" / "1").mkdir(parents=True)
+    text = run_report.write(folder).read_text()
+    page = Page(text)
+    words = " ".join(page.words)
+    for part in (
+        "The run finished at step 90 of 90.",
+        "from 0.400 (first 5 batches) to 0.100 (last 10)",
+        "It collapsed at step 3",
+        "from step 60 to step 30",
+        "continued from a checkpoint 1 times",
+        "Does the reward keep rising? No: it collapsed",
+        "mismatch <high>",
+        "<b>2</b>&#2",
+        "5 ? ?",
+        "clip_low: 0.2",
+        "eval/math/avg@2: 0.100 at step 0",
+    ):
+        assert part in words, part
+    assert "<b>2</b>&#2" not in text, "what a model wrote is text, not markup"
+    assert text.count('class="good"') == text.count('class="bad"') == 3 and "stroke-dasharray" in text
+
+
+def test_it_needs_nothing_but_itself(tmp_path):
+    text = run_report.page(run(tmp_path, HEALTHY))
+    assert not re.search(r"https?:|src=|href=|@import|<script|url\(", text)
+    assert "stroke-dasharray" not in text and text.count("<svg") == 5 and len(text) < 100_000
+
+
+def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
+    folder = write(tmp_path, "gspo", HEALTHY)
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    for rows in ('{"step": 0, "eval/math/avg@2": 0.1}\n', '{"step": 1, "reward/mean": null}\n{"st', ""):
+        (folder / "metrics.jsonl").write_text(rows)
+        words = " ".join(Page(run_report.page(folder)).words)
+        assert "has no end yet" in words and "none was saved" in words
+
+
+@pytest.mark.parametrize("argument", ["run=nowhere", "run="])
+def test_no_run_is_one_line(tmp_path, argument):
+    command = [sys.executable, str(ROOT / "experiments" / "report.py"), argument]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
