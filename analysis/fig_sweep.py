@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from numbers import Real
 from pathlib import Path
 
 import load
@@ -195,7 +196,7 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[
 
 def ordered(column: pd.Series) -> list:
     """The values, numbers by size before words."""
-    return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, int | float) else (1, 0, str(v)))
+    return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, Real) else (1, 0, str(v)))
 
 
 def colours(numbers: pd.DataFrame) -> dict[str, str]:
@@ -232,7 +233,7 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
         f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Dots: seeds; crosses: seeds that "
     )
     words += "collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
-    words += "Fall: of the smoothed reward, from its highest point to the end. Clipped share: axis linear below 0.0001."
+    words += "Fall: of the smoothed reward from its peak (of batch 10 on) to the end. Clipped share: axis linear below 0.0001."
     if x in DERIVED:
         words += f" Along with {NAMES[x]} change: {', '.join(DERIVED[x])}."
     if "operands" in x:
