@@ -34,7 +34,7 @@ SECONDS = {
     "time/checkpoint_s": "checkpoints",
     "time/monitor_s": "monitor",
 }
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 320, 170, 46, 24, 18  # of a curve, in SVG's units
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 330, 170, 56, 24, 18  # of a curve, in SVG's units
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid #ddd }
