@@ -233,7 +233,8 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
         f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Dots: seeds; crosses: seeds that "
     )
     words += "collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
-    words += "Fall: of the smoothed reward from its peak (of batch 10 on) to the end. Clipped share: axis linear below 0.0001."
+    words += "Fall: of the smoothed reward from its peak (of batch 10 on) to the end. Clipped share: axis linear below "
+    words += "0.0001."
     if x in DERIVED:
         words += f" Along with {NAMES[x]} change: {', '.join(DERIVED[x])}."
     if "operands" in x:
