@@ -26,7 +26,7 @@ import style
 from foresight import LR, Alarm, History, Value
 from matplotlib.axes import Axes
 
-from gspo.collapse import SIGNALS, collapse
+from gspo.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
 METRICS = sorted({signal.metric for signal in SIGNALS.values()} | {"reward/mean"})
@@ -144,7 +144,15 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
     lines = [f"{sum(fell.values())} of {len(runs)} runs collapsed, by learning rate:", ""]
     lines += markdown(["stress", "objective", *(f"{lr:g}" for lr in words)], [[*i, *r] for i, r in words.iterrows()])
     first = sorted(run.collapsed + 1 for run in runs if run.collapsed is not None)
-    return [*lines, "", f"Steps of the collapses: {', '.join(map(str, first))}. {paired(frame, fell)}"]
+    dips = sum(fallen(rows) for name, rows in frame.groupby("run") if not fell[name])
+    said = f"Healthy runs that were below 0.7 x their peak for {STEPS_FALLEN} steps: {dips}."
+    return [*lines, "", f"Steps of the collapses: {', '.join(map(str, first))}. {said} {paired(frame, fell)}"]
+
+
+def fallen(rows: pd.DataFrame) -> bool:
+    """Whether a run would have been called fallen by the monitor, for good or not."""
+    below = pd.Series(levels(rows.sort_values("step")["reward/mean"].astype(float).tolist())[2])
+    return bool((below.rolling(STEPS_FALLEN).sum() == STEPS_FALLEN).any())
 
 
 def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:

@@ -114,7 +114,6 @@ def measured(run: Run, x: str, by: str) -> dict[str, object]:
         "seed": run.seed,
         "start": start,
         "end": end,
-        "gain": end - start,
         "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
         "collapsed": collapse(reward.tolist()) is not None,
         "clipped": rows["clip/token_active"].astype(float).mean() if "clip/token_active" in rows else math.nan,

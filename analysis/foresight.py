@@ -31,7 +31,6 @@ class History:
 
     run: str
     stress: str
-    arm: str
     lr: float
     collapsed: int | None
     scores: dict[str, np.ndarray]
@@ -51,7 +50,7 @@ def histories(frame: pd.DataFrame) -> list[History]:
         first = rows.iloc[0]
         scores[LR] = np.full(len(rows), first["lr"])
         fell = collapse(_series(rows, "reward/mean"))
-        found.append(History(name, first["stress"], first["arm"], float(first["lr"]), fell, scores))
+        found.append(History(name, first["stress"], float(first["lr"]), fell, scores))
     return found
 
 

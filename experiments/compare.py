@@ -75,6 +75,7 @@ def results(runs: list[Run]) -> list[list[str]]:
     rows += [(f"{name}, last (best)", lambda run, name=name: held_out(run, name)) for name in sets]
     rows += [(name, lambda run, m=metric, f=form: mean(run, m, f)) for name, (metric, form) in MEANS.items()]
     rows += [(name, lambda run, m=metric, f=form: total(run, m, f)) for name, (metric, form) in TOTALS.items()]
+    rows += [(f"time, {name}", lambda run, n=name: share_of_time(run, n)) for name in ("checkpoint", "monitor")]
     return [[name, *(cell(run) for run in runs)] for name, cell in rows]
 
 
@@ -127,6 +128,12 @@ def total(run: Run, metric: str, form: str) -> str:
     """The last value of a running total; seconds as hours."""
     values = column(run, metric)
     return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
+
+
+def share_of_time(run: Run, name: str) -> str:
+    """Of the seconds that the run took, those in which it waited for this."""
+    spent, seconds = column(run, f"time/{name}_s"), column(run, "compute/seconds")
+    return f"{100 * spent.sum() / seconds.iloc[-1]:.2f} %" if len(spent) and len(seconds) else "-"
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from gspo.process import command_line
 from gspo.run_report import write
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
+    arguments = sys.argv[1:]
     runs = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
     if not runs or len(runs) != len(arguments):
         print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    try:
-        for run in runs:
-            print(write(Path(run)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)
+    for run in runs:
+        print(write(Path(run)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command_line(main)

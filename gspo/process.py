@@ -146,11 +146,14 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
 
 
 def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
-    """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error."""
+    """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error.
+    That is right where the disk fails: they would fail too, and why could not be written down."""
     try:
         job(config)
     except Exception as error:
-        if not isinstance(error, (*USER_ERRORS, OSError, Broken)):
+        if isinstance(error, Broken) or (isinstance(error, OSError) and error.errno in DISK):
+            raise
+        if not isinstance(error, (*USER_ERRORS, OSError)):
             traceback.print_exc()
         return {"reason": explain(error) or type(error).__name__}
     if _STOP.number:

@@ -19,7 +19,7 @@ from gspo.monitor import Monitor, MonitorSettings
 
 def history(scores, collapsed=None, stress="a", lr=1e-4) -> History:
     scores = np.array([0.0] * foresight.WARM_UP + list(scores))
-    return History("run", stress, "GSPO", lr, collapsed, {"mismatch": scores})
+    return History("run", stress, lr, collapsed, {"mismatch": scores})
 
 
 def at(step: int) -> int:
