@@ -202,8 +202,11 @@ METRICS = [
 
 
 def lookup(name: str) -> Metric:
-    """The registry entry that a metric name falls under. Raises KeyError for a name nobody defined."""
+    """The registry entry that a metric name falls under: its own, else its family's. Raises KeyError if it has none."""
     for metric in METRICS:
-        if metric.name == name or ("*" in metric.name and fnmatchcase(name, metric.name)):
+        if metric.name == name:
+            return metric
+    for metric in METRICS:
+        if "*" in metric.name and fnmatchcase(name, metric.name):
             return metric
     raise KeyError(f"metric {name!r} is not in gspo/metrics.py; give it a name, a unit and a meaning there")

@@ -153,8 +153,12 @@ def _mode(wanted: str) -> str:
         return wanted
     if os.environ.get("WANDB_MODE") in WANDB_MODES[1:]:
         return os.environ["WANDB_MODE"]
-    account = os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url)
-    return "online" if account else "offline"
+    return "online" if account() else "offline"
+
+
+def account() -> bool:
+    """Whether a W&B account is configured: an API key in the environment or in the netrc file."""
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
 
 
 def rollout_row(response: Response) -> dict:

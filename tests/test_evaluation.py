@@ -155,7 +155,8 @@ def test_the_majority_is_reported_where_there_are_answers():
     with_answers = summarise([rows(group) for group in groups_of(Graded(), 12, 8)], [1, 8])
     assert with_answers["maj"]["8"]["value"] > with_answers["avg"]["value"]
     assert abs(with_answers["maj"]["1"]["value"] - with_answers["avg"]["value"]) < 0.03
-    without = summarise([rows(group) for group in groups_of(ChainArithmetic(), 4, 2)], [2])
+    nothing = [[row | {"answer": ""} for row in rows(group)] for group in groups_of(ChainArithmetic(), 4, 2)]
+    without = summarise(nothing, [2])
     assert without["maj"] is None and "eval/rated/maj@2" not in as_metrics("rated", without)
 
 

@@ -76,8 +76,7 @@ class ChainArithmetic:
         return "".join(steps) + f"#{value}"
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        verdicts = [_verdict(problem, text) if ended else "truncated" for problem, text, ended in answers]
-        return [Score(float(verdict == "correct"), verdict) for verdict in verdicts]
+        return [_score(problem, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers]
 
     def ready(self) -> dict[str, str]:
         return {}
@@ -105,11 +104,12 @@ def _terms(prompt: str) -> list[int]:
     return [int(term) for term in SIGNED.findall(prompt)]
 
 
-def _verdict(problem: Problem, text: str) -> str:
+def _score(problem: Problem, text: str) -> Score:
     """Judges what follows the only `#`. Numbers are compared as text: a million digits cost nothing."""
     if "#" not in text:
-        return "no_answer"
+        return Score(0.0, "no_answer")
     answer = text.partition("#")[2]
     if not INTEGER.fullmatch(answer):  # a second `#`, trailing text and hedges end here
-        return "malformed"
-    return "correct" if answer == str(problem.answer) else "wrong"
+        return Score(0.0, "malformed")
+    right = answer == str(problem.answer)
+    return Score(float(right), "correct" if right else "wrong", answer)

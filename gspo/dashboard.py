@@ -1,0 +1,118 @@
+"""W&B's saved views, made from gspo.views: built, checked, written as the JSON that W&B is sent, published.
+
+A view's address is a function of entity, project and name, so publishing again replaces it and makes no second one.
+wandb_workspaces is W&B's own library for this (docs.wandb.ai, "Programmatic workspaces"); the parts with an underscore
+are private to it, so its version is pinned and tests/test_dashboard.py holds what is used of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import wandb
+import wandb_workspaces.reports.v2 as wr
+import wandb_workspaces.workspaces as ws
+from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+from wandb_workspaces.workspaces import internal
+
+from gspo.run_files import replace_text
+from gspo.tracking import account
+from gspo.views import STEP, Panel, View
+
+GROUP_BY = "objective.name"
+LINES = 50  # groups or runs that a panel draws at most
+PREFIX = "GSPO: "  # of the saved views' names, to tell them from those that people make
+
+
+def workspace(view: View, entity: str, project: str, by: str = GROUP_BY) -> ws.Workspace:
+    """A saved view: runs grouped by the setting `by`, each group drawn as its mean and standard error."""
+    sections = []
+    for name, panels in view.sections:
+        about = "\n\n".join(f"**{panel.title()}**  \n{_lines(panel)}" for panel in panels)
+        drawn = [_line_plot(panel, panel.by or by) for panel in panels]
+        sections.append(ws.Section(name=name, is_open=True, panels=[*drawn, wr.MarkdownPanel(markdown=about)]))
+    made = ws.Workspace(
+        entity=entity,
+        project=project,
+        name=PREFIX + view.name,
+        auto_generate_panels=False,
+        sections=sections,
+        settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=LINES),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Config(by)]),
+    )
+    address = hashlib.sha256(f"{entity}/{project}/{view.name}".encode()).hexdigest()[:11]
+    made._internal_name = internal._url_query_str_to_internal_name(address)
+    return made
+
+
+def _lines(panel: Panel) -> str:
+    """The description as W&B's Markdown: a line each, stars as they are."""
+    return panel.description().replace("*", r"\*").replace("\n", "  \n")
+
+
+def _line_plot(panel: Panel, by: str) -> wr.LinePlot:
+    family = [name for name in panel.metrics if "*" in name]
+    return wr.LinePlot(
+        title=panel.title(),
+        x=panel.x,
+        y=[] if family else list(panel.metrics),
+        metric_regex=pattern(family[0]) if family else None,
+        log_y=panel.log,
+        title_x=panel.x,
+        title_y=panel.unit(),
+        groupby=wr.Config(by),
+        groupby_aggfunc="mean",
+        groupby_rangefunc="stderr",
+        max_runs_to_show=LINES,
+    )
+
+
+def pattern(family: str) -> str:
+    """The regular expression of a family's names."""
+    return "^" + ".+".join(re.escape(part) for part in family.split("*")) + "$"
+
+
+def spec(made: ws.Workspace) -> dict:
+    """What W&B is sent of a view, without the panels' random ids: the same view gives the same text."""
+    text = made._to_model().model_dump_json(by_alias=True, exclude_none=True)
+    return json.loads(text, object_hook=lambda node: {key: value for key, value in node.items() if key != "__id__"})
+
+
+def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
+    """One JSON file per view."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{each.name.removeprefix(PREFIX).lower()}.json" for each in made]
+    for each, path in zip(made, paths, strict=True):
+        replace_text(path, json.dumps(spec(each), indent=1) + "\n")
+    return paths
+
+
+def home(entity: str) -> str | None:
+    """The entity to publish under: the one asked for, or the account's default; None without an account."""
+    return (entity or wandb.Api().default_entity) if account() else None
+
+
+def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:
+    """Save the views of one project, each over the one of its address if there is one; yields names and where they are
+    to be seen. Raises ValueError with W&B's words when it refuses."""
+    try:
+        create_project(made[0].entity, made[0].project)
+        for each in made:
+            try:
+                each._internal_id = internal.View.from_name(each.entity, each.project, each._internal_name).id
+            except ValueError:  # what wandb_workspaces raises when there is none of that name
+                each._internal_id = ""
+            yield each.name, each.save().url
+    except (wandb.Error, WandbApiFailedError) as error:
+        raise ValueError(f"W&B did not save the views of {made[0].entity}/{made[0].project}: {error}") from None
+
+
+def create_project(entity: str, project: str) -> None:
+    """Views need a project that is there; no run may have made it yet."""
+    api = wandb.Api()
+    if project not in {each.name for each in api.projects(entity)}:
+        api.create_project(project, entity)

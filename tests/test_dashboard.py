@@ -1,0 +1,184 @@
+"""W&B's views: every metric has its place, what is sent is what the registry says, and publishing replaces."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from test_sweep_figures import HEALTHY, write
+from wandb_server import serving
+
+from gspo import dashboard, metrics, views
+from gspo.metrics import METRICS, lookup
+from gspo.views import LEFT_OUT, VIEWS, Panel, recorded
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+
+import sources
+
+ROOT = Path(__file__).parents[1]
+
+PANELS = [panel for view in VIEWS for panel in view.panels()]
+WITHOUT = {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_SILENT": "true"}
+
+
+def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "experiments" / "dashboard.py"), *arguments]
+    env = os.environ | WITHOUT | environment
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_every_metric_is_on_a_panel_or_left_out_for_a_reason(monkeypatch):
+    assert views.unplaced() == []
+    assert set(LEFT_OUT) <= {metric.name for metric in METRICS}
+    assert not set(LEFT_OUT) & {name for panel in PANELS for name in panel.metrics}
+    monkeypatch.setattr(metrics, "METRICS", METRICS)
+    monkeypatch.setattr(views, "METRICS", [*METRICS, metrics.Metric("optim/new", "1", "nobody has placed it")])
+    assert views.unplaced() == ["optim/new"]
+
+
+def test_panels_say_what_the_registry_says_and_share_an_axis():
+    for panel in PANELS:
+        assert len({metric.unit for metric in panel.entries()}) == 1, panel.title()
+        assert len(panel.metrics) == 1 or not any("*" in name for name in panel.metrics), panel.title()
+    with pytest.raises(KeyError, match="reward/maen"):
+        Panel(("reward/maen",)).entries()
+    panel = Panel(("clip/token_active", "clip/token_outside"))
+    assert panel.title() == "clip/token_active, token_outside" and panel.unit() == "share of tokens"
+    assert Panel(("reward/mean",), x="compute/flops").title() == "reward/mean against compute/flops"
+    first = "clip/token_active [share of tokens]: tokens whose gradient the clip removed (Fig 2 of the paper)"
+    assert panel.description().splitlines()[0] == first
+
+
+def test_no_panel_stands_twice():
+    drawn = [(name, panel.x, panel.by) for panel in PANELS for name in panel.metrics]
+    assert len(drawn) == len(set(drawn))
+
+
+def test_a_metric_of_its_own_is_not_its_familys():
+    assert (
+        lookup("reward/overlong_penalty").unit == "reward"
+        and "soft overlong" in lookup("reward/overlong_penalty").meaning
+    )
+    assert lookup("reward/math").name == "reward/*"
+
+
+def test_what_was_not_recorded_is_left_out_and_named():
+    kept, missing = recorded(VIEWS, {"reward/mean", "compute/flops", "eval/rated/avg@2", "clip/token_active"})
+    assert [view.name for view in kept] == ["Stability", "Clipping", "Routing", "Evaluation", "Efficiency"]
+    assert [panel.title() for panel in kept[1].panels()] == ["clip/token_active"]
+    against = ["reward/mean against compute/flops", "eval/*/avg@* against compute/flops", "compute/flops"]
+    assert [panel.title() for panel in kept[4].panels()] == against
+    assert {"policy/entropy", "compute/tokens", "eval/*/pass@*"} <= set(missing) and "eval/*/avg@*" not in missing
+
+
+@pytest.mark.parametrize("metric", [metric for metric in METRICS if "*" in metric.name], ids=lambda metric: metric.name)
+def test_the_pattern_of_a_family_finds_its_members(metric):
+    member = metric.name.replace("*", "7")
+    assert re.fullmatch(dashboard.pattern(metric.name), member) and lookup(member) is metric
+    others = [each.name for each in METRICS if re.search(dashboard.pattern(metric.name), each.name)]
+    assert set(others) <= {metric.name, "reward/mean", "reward/overlong_penalty"}  # `reward/*` shows these too
+
+
+def test_what_wandb_is_sent():
+    view = VIEWS[0]
+    made = dashboard.workspace(view, "team", "gspo")
+    sent = dashboard.spec(made)
+    section = sent["spec"]["section"]
+    assert sent["displayName"] == "GSPO: Stability" and sent["name"].startswith("nw-")
+    assert section["runSets"][0]["grouping"] == [{"section": "config", "name": "objective.value.name"}]
+    assert section["settings"]["shouldAutoGeneratePanels"] is False
+    drawn = [panel for each in section["panelBankConfig"]["sections"] for panel in each["panels"]]
+    plots = [panel["config"] for panel in drawn if panel["viewType"] == "Run History Line Plot"]
+    assert len(plots) == len(view.panels())
+    for plot, panel in zip(plots, view.panels(), strict=True):
+        assert plot["chartTitle"] == panel.title() and plot["yAxisTitle"] == panel.unit()
+        assert plot["xAxis"] == "step" and plot["groupBy"] == "objective.value.name"
+        assert (plot["groupAgg"], plot["groupArea"]) == ("mean", "stderr")
+        assert plot["metrics"] == list(panel.metrics) or plot["metricRegex"] == dashboard.pattern(panel.metrics[0])
+    texts = "".join(panel["config"]["value"] for panel in drawn if panel["viewType"] == "Markdown Panel")
+    for panel in view.panels():
+        for metric in panel.entries():
+            assert metric.meaning.replace("*", r"\*") in texts
+    assert sent == dashboard.spec(dashboard.workspace(view, "team", "gspo"))
+    assert sent["name"] != dashboard.spec(dashboard.workspace(view, "team", "other"))["name"]
+    by = dashboard.spec(dashboard.workspace(VIEWS[2], "team", "gspo", by="optim.lr"))
+    assert '"optim.value.lr"' in json.dumps(by) and '"policy.value.routing_replay"' in json.dumps(by)
+
+
+def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
+    write(tmp_path / "runs" / "a", "gspo", HEALTHY)
+    done = call("project=mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stability = json.loads((tmp_path / "figures/dashboard/stability.json").read_text())
+    assert stability["project"] == "mine"
+    assert "left out, for no run under runs has recorded them: reward/*" in done.stdout
+    assert "To publish: wandb login; python experiments/dashboard.py project=mine" in done.stdout
+    empty = call("runs=nowhere", "out=all", cwd=tmp_path)
+    assert "checked against the registry alone" in empty.stdout and len(list((tmp_path / "all").iterdir())) == len(
+        VIEWS
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("porject=x", "'porject=x': the options are project=, entity=, by=, runs=, out=, publish="),
+        ("by=optim.rate", "by=optim.rate: no run under runs has this setting"),
+        ("publish=maybe", "publish=maybe: choose yes or no"),
+    ],
+)
+def test_wrong_options_end_in_one_line(argument, said, tmp_path):
+    write(tmp_path / "runs" / "a", "gspo", HEALTHY)
+    done = call(argument, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_with_an_account_views_are_saved_and_replaced(tmp_path):
+    write(tmp_path / "runs" / "a", "gspo", HEALTHY)
+    with serving() as server:
+        first = call("project=mine", cwd=tmp_path, **server.environment)
+        assert first.returncode == 0, first.stderr
+        saved = {view["displayName"]: view for view in server.views.values()}
+        assert "GSPO: Stability" in saved and "GSPO: Mismatch" in saved and server.projects == ["mine"]
+        at = re.search(r"GSPO: Stability: (http\S+/team/mine\?nw=\w+)", first.stdout)
+        assert at and at[1].split("=")[1] in saved["GSPO: Stability"]["name"]
+        before = len(server.views)
+        again = call("project=mine", "by=optim.lr", cwd=tmp_path, **server.environment)
+        assert again.returncode == 0 and len(server.views) == before and at[1] in again.stdout
+        assert "optim.value.lr" in saved["GSPO: Stability"]["spec"]
+        server.refuses = True
+        refused = call("project=mine", cwd=tmp_path, **server.environment)
+        assert refused.returncode == 2 and "W&B did not save the views of team/mine" in refused.stderr
+        assert "permission denied" in refused.stderr and "Traceback" not in refused.stderr
+
+
+EVERYTHING = {  # runs that together report every metric there is
+    "a critic, a KL term, votes": "preset=ppo kl=loss evaluation.samples=3 "
+    "cold_start.steps=500 cold_start.lr=5e-3 task.max_operands=2 task.largest=5",
+    "dynamic sampling": "preset=dapo task=mixed_tiny reward.overlong_cache=4 trainer.mask_truncated=true",
+    "an engine of its own, old responses": "objective=grpo_verl correction=mis rollout.staleness=2 "
+    "rollout.dtype=bfloat16 rollout.max_prompt_tokens=100",
+}
+
+
+@pytest.mark.slow
+def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
+    small = (
+        "study=all task=math steps=4 cold_start.steps=4 cold_start.batch_size=8 threads=1 model.hidden=16 "
+        "model.layers=2 model.heads=2 model.experts=4 model.expert_width=8 rollout.prompts_per_step=4 "
+        "rollout.group_size=4 rollout.max_new_tokens=12 trainer.minibatches=2 evaluation.problems=4 "
+        "evaluation.every=2 checkpoint.every=2 optim.lr=1e-3 tracking.wandb=disabled"
+    )
+    for overrides in EVERYTHING.values():
+        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *small.split(), *overrides.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    frames = [record.rows for record in sources.records(tmp_path / "runs" / "all")]
+    names = {name for rows in frames for name in rows.columns[pd.notna(rows).any()]}
+    kept, missing = recorded(VIEWS, names)
+    assert missing == [] and kept == VIEWS
