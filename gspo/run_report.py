@@ -167,13 +167,7 @@ def _held_out(rows: list[dict], name: str) -> str:
 
 
 def _warnings(folder: Path) -> str:
-    path = folder / "monitor.jsonl"
-    events = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:  # a line that a kill cut short
-            continue
+    events = read_rows(folder / "monitor.jsonl")
     if not events:
         return "<p>none</p>"
     return _table([[event["step"], event["kind"], event["text"]] for event in events], ("step", "", ""))
@@ -191,10 +185,20 @@ def _responses(folder: Path) -> str:
         except ValueError:
             continue
     found = sorted((r for r in found if known(r.get("reward"))), key=lambda r: -r["reward"])
-    best, worst = found[:RESPONSES], found[-RESPONSES:] if len(found) >= 2 * RESPONSES else []
+    middle = (len(found) + 1) // 2
+    best = _of_different_problems(found[:middle])
+    worst = [r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]]
     shown = [("good", response) for response in best] + [("bad", response) for response in worst]
     top = f'<p class="muted">highest and lowest reward of {files[-1].name}</p>'
     return top + "".join(_response(kind, response) for kind, response in shown)
+
+
+def _of_different_problems(responses: list[dict]) -> list[dict]:
+    """The first of each problem, RESPONSES at most."""
+    first: dict[tuple, dict] = {}
+    for response in responses:
+        first.setdefault((response.get("task"), response.get("prompt")), response)
+    return list(first.values())[:RESPONSES]
 
 
 def _response(kind: str, response: dict) -> str:

@@ -22,7 +22,8 @@ def run(folder, rewards, **changes):
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     (folder / "status.json").write_text('{"how": "finished", "step": 90, "reason": ""}')
     (folder / "rollouts").mkdir()
-    lines = [json.dumps(r) for r in 6 * (GOOD, ODD)]
+    others = [response | {"prompt": f"problem {n}"} for n in range(3) for response in (GOOD, ODD)]
+    lines = [json.dumps(r) for r in 6 * (GOOD, ODD) + (*others, *others)]
     (folder / "rollouts" / "step_000090.jsonl").write_text("\n".join(lines) + '\n{"prompt": "cut')
     return folder
 
@@ -79,6 +80,17 @@ def test_what_a_collapsed_run_says(tmp_path):
         assert part in words, part
     assert "<b>2</b>&#2" not in text, "what a model wrote is text, not markup"
     assert text.count('class="good"') == text.count('class="bad"') == 3 and "stroke-dasharray" in text
+
+
+def test_responses_of_different_problems_are_shown(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    text = run_report.page(folder)
+    prompts = [text.split(f">{prompt}<")[0].count("<pre") for prompt in ("1+1=?", "problem 0", "problem 1", "2+2=?")]
+    assert prompts == sorted(prompts) and len(set(prompts)) == 4
+    for line, good, bad in ((GOOD, 1, 0), ({}, 0, 0)):
+        (folder / "rollouts" / "step_000090.jsonl").write_text(5 * (json.dumps(line) + "\n"))
+        text = run_report.page(folder)
+        assert (text.count('class="good"'), text.count('class="bad"')) == (good, bad)
 
 
 def test_it_needs_nothing_but_itself(tmp_path):
