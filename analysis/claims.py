@@ -50,15 +50,20 @@ def judge(interval: Interval, line: float, name: str) -> str:
     return f"undecided (interval {kind}, includes {name})"
 
 
+def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
+    """The training rewards of both arms over the last half of their common batches: index step, a column per seed."""
+    tables = data.paired("reward/mean", a, b)
+    return [table[len(table) // 2 :] for table in tables]
+
+
 def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
     """Mean paired difference of the training reward a - b over the last half of the common batches, and in words."""
-    a_TS, b_TS = data.paired("reward/mean", a, b)
-    first = len(a_TS) // 2
-    interval = paired_difference(a_TS[first:], b_TS[first:])
+    a_TS, b_TS = last_halves(data, a, b)
+    interval = paired_difference(a_TS, b_TS)
     flops_a, flops_b = (x.iloc[-1].mean() for x in data.paired("compute/flops", a, b))
-    text = f"{interval.text('+.3f')} over batches {a_TS.index[first]} to {a_TS.index[-1]}"
+    text = f"{interval.text('+.3f')} over batches {a_TS.index[0]} to {a_TS.index[-1]}"
     if interval.seeds > 1:
-        p, least = sign_flip_p((a_TS[first:] - b_TS[first:]).mean()), 2 / 2**interval.seeds
+        p, least = sign_flip_p((a_TS - b_TS).mean()), 2 / 2**interval.seeds
         remark = f", the least possible with {seeds(interval.seeds)}" if p == least else ""
         text += f" (exact sign-flip p = {p:.2g}{remark})"
     return interval, f"{text}, at compute {a} / {b} = {flops_a / flops_b:.2f}"

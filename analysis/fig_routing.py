@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from stats import centred_mean, estimate
 
 PREFIX = "routing/consistency_layer_"
+MOST = 6  # arms: a panel each
 PAPER = 0.9  # section 5.3: "roughly 10% of the experts" differ after an update
 
 

@@ -58,6 +58,7 @@ class Run:
     settings: dict[str, object]
     rows: pd.DataFrame
     arm: str = ""
+    id: str = ""  # W&B's, where the source is W&B's
 
     @property
     def seed(self) -> int:
@@ -159,7 +160,7 @@ def as_run(record: Record, notes: list[str]) -> Run | None:
     twice = record.rows["step"][record.rows["step"].duplicated()]
     if len(twice):
         die(f"{record.path / 'metrics.jsonl'}: step {twice.iloc[0]} stands there twice")
-    return Run(record.path, record.settings, record.rows)
+    return Run(record.path, record.settings, record.rows, id=record.id)
 
 
 def label(runs: list[Run], notes: list[str]) -> None:

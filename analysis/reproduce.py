@@ -44,10 +44,12 @@ def draw_all(data: Data, out: Path) -> tuple[list[Path], list[str]]:
             paths += figure.draw(data, out)
         else:
             left_out.append(f"{figure.__name__} left out: {why}")
-    if data.metrics(fig_routing.PREFIX):
-        paths += fig_routing.draw(data, out)
-    else:
+    if not data.metrics(fig_routing.PREFIX):
         left_out.append("fig_routing left out: no routing metrics in these runs")
+    elif len(data.arms) > fig_routing.MOST:
+        left_out.append(f"fig_routing left out: it shows {fig_routing.MOST} arms at most; name some of the runs")
+    else:
+        paths += fig_routing.draw(data, out)
     return paths, left_out
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -46,12 +46,21 @@ def records(path: Path | str) -> list[Record]:
         raise FileNotFoundError(f"{path} does not exist")
     files = sorted(path.rglob("settings.yaml"))
     folders = [file.parent for file in files if (file.parent / "metrics.jsonl").is_file()]
-    found = [cached([f / "settings.yaml", f / "metrics.jsonl"], lambda f=f: from_folder(f)) for f in folders]
+    found = []
+    for folder in folders:
+        read = [folder / "settings.yaml", folder / "metrics.jsonl"]
+        record = cached(str(read[0].resolve()), stamp(read), lambda folder=folder: from_folder(folder))
+        found.append(replace(record, path=folder))  # as it was named this time
     within = {folder.resolve() for folder in folders}
     files = {file.resolve() for file in path.rglob("*.wandb")} if path.is_dir() else {path.resolve()}
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their start
     segments = sorted((f for f in files if not within & set(f.parents)), key=lambda f: (f.parent.parent, f.parent.name))
-    return found + joined([cached([file], lambda file=file: from_file(file)) for file in segments])
+    return found + joined([cached(str(f), stamp([f]), lambda f=f: from_file(f)) for f in segments])
+
+
+def stamp(files: list[Path]) -> list:
+    """What changes when a file does."""
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 # ---------------------------------------------------------------------------------------------------- run directories
@@ -116,12 +125,20 @@ def joined(segments: list[Record]) -> list[Record]:
 def server(address: str) -> list[Record]:
     """Runs of entity/project[/group] through W&B's API, with all rows. Raises ValueError without an account."""
     import wandb  # here, for it takes a second to import
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 
-    entity, project, *group = address.split("/")
+    entity, _, rest = address.partition("/")
+    project, _, group = rest.partition("/")
+    if not entity or not project:
+        raise ValueError(f"{SERVER}{address}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP")
     try:
-        runs = wandb.Api().runs(f"{entity}/{project}", filters={"group": group[0]} if group else None)
-        return [from_server(run) for run in runs]
-    except (wandb.Error, wandb.errors.CommError) as error:
+        runs = list(wandb.Api().runs(f"{entity}/{project}", filters={"group": group} if group else None))
+        trained = [run for run in runs if run.job_type != "report"]  # those hold the pictures of reports
+        return [
+            cached(f"{address}/{run.id}", [run.state, run.lastHistoryStep], lambda run=run: from_server(run))
+            for run in trained
+        ]
+    except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"{SERVER}{address}: {error}") from error
 
 
@@ -133,21 +150,20 @@ def from_server(run: object) -> Record:
         if step is not None:
             rows.setdefault(int(step), {}).update(wandb_files.numbers(row))
     frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
-    return Record(Path(run.name), flatten({k: v for k, v in run.config.items() if k != "_wandb"}), frame)
+    settings = flatten({key: value for key, value in run.config.items() if key != "_wandb"})
+    return Record(Path(run.name), settings, frame, id=run.id)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
-def cached(files: list[Path], make: Callable[[], Record]) -> Record:
-    """What `make` gives for these files, kept as Parquet under the user's cache folder until one of them changes."""
+def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
+    """What `make` gives, kept under this name as Parquet in the user's cache folder until the stamp is another."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspo"
-    kept = base / (hashlib.sha256(str(files[0].resolve()).encode()).hexdigest()[:20] + ".parquet")
-    stamp = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    kept = base / (hashlib.sha256(name.encode()).hexdigest()[:20] + ".parquet")
     try:
         table = parquet.read_table(kept)
         said = json.loads(table.schema.metadata[KEY])
         if said["stamp"] == stamp:
-            path = Path(said["path"]) if said["id"] else files[0].parent
-            return Record(path, said["settings"], table.to_pandas(), said["notes"], said["id"])
+            return Record(Path(said["path"]), said["settings"], table.to_pandas(), said["notes"], said["id"])
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
         pass  # none yet, or of another version, or damaged: it is made again
     record = make()

@@ -77,8 +77,8 @@ class Tracker:
             mode, run = "offline", self._init("offline", identity.read_text(), config, group, tags)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        if mode == "offline" or not run.resumed:  # a resumed run, also one that W&B has not seen so far
-            for row in read_rows(self.run / "metrics.jsonl"):
+        for row in read_rows(self.run / "metrics.jsonl"):  # of a resumed run: those that this segment or server lacks
+            if row["step"] >= run.starting_step:
                 run.log(row, step=row["step"], commit=True)
         return run
 
@@ -118,9 +118,8 @@ class Tracker:
         self.rows.write(json.dumps(row) + "\n")
         self.rows.flush()
         os.fsync(self.rows.fileno())
-        if self.wandb:
+        if self.wandb and step >= self.wandb.starting_step:  # the server has those before from the killed process
             table = {"rollouts": self._table(responses)} if responses else {}
-            # with the step given, one that the server has from before a resume is not doubled
             self.wandb.log(row | table, step=step, commit=True)
 
     def alert(self, title: str, text: str, kind: str) -> None:

@@ -1,0 +1,172 @@
+"""The report of a study: figures, settings, statistics, links to its runs; as HTML, as Markdown, as a W&B Report.
+
+    python analysis/study_report.py runs/paper_figures
+    python analysis/study_report.py runs/learning_rate --figures figures/fig_sweep_learning_rate.png
+    python analysis/study_report.py runs/paper_figures --publish TEAM/PROJECT
+
+Writes report_<study>.html (one file that needs nothing else) and report_<study>.md. The figures are the study's curves,
+those of the paper that its arms permit, and the PNG files that you name. --publish saves the same as a report in a
+W&B project, over the one that it saved there before; it needs an account.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import claims
+import fig_curves
+import load
+import reproduce
+import script
+from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_html, to_markdown
+from load import GRPO, Data, Run
+from stats import START, WINDOW, paired_difference, sign_flip_p
+
+from gspo.collapse import collapse
+
+WIDE = 4  # with more arms than these a table has a row per arm, not a column
+FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # settings that say nothing of a study
+
+
+def main() -> None:
+    options = script.parser(__doc__)
+    options.add_argument("--figures", nargs="*", type=Path, default=[], help="further PNG files to show")
+    of = "the arm that the others are compared with (default: each with GRPO under the same settings)"
+    options.add_argument("--baseline", default="", metavar="ARM", help=of)
+    options.add_argument("--publish", default="", metavar="ENTITY/PROJECT", help="save it as a W&B Report too")
+    args = options.parse_args()
+    data = load.load(args.runs)
+    if args.baseline and args.baseline not in data.arms:
+        load.die(f"--baseline {args.baseline!r} is no arm of these runs: {', '.join(data.arms)}")
+    for path in args.figures:
+        if path.suffix != ".png" or not path.is_file():
+            load.die(f"--figures {path}: no PNG file")
+    paths = [*fig_curves.draw(data, args.out), *reproduce.draw_all(data, args.out)[0], *args.figures]
+    figures = [path for path in paths if path.suffix == ".png"]
+    name = fig_curves.study(data.runs)
+    title = f"Study {name}"
+    content = [
+        *opening(data, args.baseline),
+        *shown(figures),
+        Heading("Runs"),
+        runs(data, lambda run: local(run, args.out)),
+    ]
+    for path, text in (
+        (args.out / f"report_{name}.html", to_html(title, content)),
+        (args.out / f"report_{name}.md", to_markdown(title, content, args.out)),
+    ):
+        path.write_text(text)
+        print(path)
+    if args.publish:
+        import wandb_report  # here, for wandb takes a second to import
+
+        print(wandb_report.publish(args.publish, title, name, data, opening(data, args.baseline), figures))
+
+
+def opening(data: Data, baseline: str) -> list[Block]:
+    """All that is words and tables."""
+    notes = [Items(tuple(data.notes))] if data.notes else []
+    start, end = (
+        f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}.",
+        "Held-out scores: first",
+    )
+    found = claims.all_claims(data)
+    judged = [Heading("The paper's claims"), Items(tuple(claim.sentence() for claim in found))] if found else []
+    return [
+        *(Heading("What was run"), Text(load.describe(data, data.arms)), *notes),
+        *(Heading("Settings"), settings(data), Folded("settings that all runs share", common(data))),
+        *(Heading("Statistics"), Text(f"{start} {end} -> last evaluation."), statistics(data)),
+        *differences(data, baseline),
+        *judged,
+    ]
+
+
+def shown(figures: list[Path]) -> list[Block]:
+    return [Heading("Figures"), *(Figure(path, path.stem.replace("_", " ")) for path in figures)]
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+def settings(data: Data) -> Table:
+    """The settings in which arms differ, a row per arm."""
+    keys = [key for key in load.differing(data.runs) if key not in ("seed",)]
+    rows = []
+    for arm in data.arms:
+        of_arm = data.of(arm)
+        values = [", ".join(sorted({str(run.settings.get(key, "-")) for run in of_arm})) for key in keys]
+        rows.append((arm, *values, ", ".join(str(run.seed) for run in of_arm)))
+    return Table(("arm", *keys, "seeds"), tuple(rows))
+
+
+def common(data: Data) -> str:
+    """A line per setting that all runs have alike."""
+    first = data.runs[0].settings
+    alike = (key for key in first if all(run.settings.get(key) == first[key] for run in data.runs))
+    return "\n".join(f"{key}: {first[key]}" for key in sorted(alike) if key.split(".")[0] not in FOLLOWS)
+
+
+def statistics(data: Data) -> Table:
+    """What each arm reached, what it clipped, what it cost; quantities that no run has reported are left out."""
+    columns = {arm: reproduce.entries(data, arm) for arm in data.arms}
+    names = [name for name in columns[data.arms[0]] if any(column[name] != "-" for column in columns.values())]
+    if len(data.arms) > WIDE:
+        return Table(("arm", *names), tuple((arm, *(columns[arm][name] for name in names)) for arm in data.arms))
+    return Table(("", *data.arms), tuple((name, *(columns[arm][name] for arm in data.arms)) for name in names))
+
+
+def differences(data: Data, baseline: str) -> list[Block]:
+    """The reward of arms against their rivals', paired by seed and batch."""
+    rows = []
+    for arm, rival in rivals(data.arms, baseline).items():
+        if load.lacking(data, (arm, rival)) is None:
+            a_TS, b_TS = claims.last_halves(data, arm, rival)
+            p = f"{sign_flip_p((a_TS - b_TS).mean()):.2g}" if a_TS.shape[1] > 1 else "-"
+            rows.append((arm, rival, paired_difference(a_TS, b_TS).text("+.3f"), p, str(a_TS.shape[1])))
+    if not rows:
+        return []
+    text = "Differences of the reward, last half of the common batches, paired by seed; p: exact sign-flip test."
+    many = f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone." if len(rows) > 1 else ""
+    return [Text(text + many), Table(("arm", "minus", "difference [95 % interval]", "p", "seeds"), tuple(rows))]
+
+
+def rivals(arms: list[str], baseline: str) -> dict[str, str]:
+    """Whom each arm is compared with: the baseline if one is asked for; else GRPO under the same other settings; if
+    there is no such pair, the first arm."""
+    if baseline:
+        return {arm: baseline for arm in arms if arm != baseline}
+    like = {arm: GRPO + arm[len(arm.split(" [")[0]) :] for arm in arms}
+    found = {arm: rival for arm, rival in like.items() if rival in arms and rival != arm}
+    return found or {arm: arms[0] for arm in arms[1:]}
+
+
+def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
+    """A row per run; `link(run)` is where it is to be seen."""
+    rows = []
+    for run in data.of(*data.arms):
+        rewards = run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
+        at = collapse(rewards.tolist())
+        how = ended(run) + ("" if at is None else f"; collapsed at step {at + 1}")
+        end = reproduce.number(rewards.dropna().tail(WINDOW).mean(), ".3f")
+        rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
+    return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))
+
+
+def ended(run: Run) -> str:
+    """What the run's directory says; without one, from its rows."""
+    status = run.path / "status.json"
+    try:
+        return str(json.loads(status.read_text())["how"])
+    except (OSError, ValueError, KeyError):
+        return "finished" if run.last >= run.planned else "unfinished"
+
+
+def local(run: Run, folder: Path) -> Link | str:
+    """Its own report, or its directory, from a page in `folder`."""
+    place = run.path / "report.html" if (run.path / "report.html").exists() else run.path
+    return Link(run.path.name, os.path.relpath(place, folder)) if place.exists() else run.path.name
+
+
+if __name__ == "__main__":
+    main()
