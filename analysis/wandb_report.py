@@ -7,7 +7,7 @@ stand live panels of the study's runs, grouped by objective, and links to them. 
 from __future__ import annotations
 
 import hashlib
-import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,17 +39,20 @@ def publish(address: str, title: str, study: str, data: Data, opening: Sequence[
 def upload(entity: str, project: str, study: str, figures: list[Path]) -> dict[str, str]:
     """Log the figures to one run per study; returns its name and the keys under which they are: {key: name}."""
     name = f"figures of {study}"
-    run = wandb.init(
-        entity=entity,
-        project=project,
-        id="report" + hashlib.sha256(study.encode()).hexdigest()[:10],
-        name=name,
-        job_type="report",
-        mode="online",
-        resume="allow",
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-    with run:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        wandb.init(
+            entity=entity,
+            project=project,
+            id="report" + hashlib.sha256(study.encode()).hexdigest()[:10],
+            name=name,
+            job_type="report",
+            dir=folder,
+            mode="online",
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        ) as run,
+    ):
         run.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
     return {f"figures/{path.stem}": name for path in figures}
 
@@ -126,9 +129,4 @@ def linked(run: Run, at: dict[str, str]) -> Link | str:
 
 def saved_before(entity: str, project: str, title: str) -> str:
     """The id of the report of this title, empty if there is none."""
-    return next((each.id for each in wandb.Api().reports(f"{entity}/{project}") if each.title == title), "")
-
-
-def spec(made: wr.Report) -> dict:
-    """What W&B is sent."""
-    return json.loads(made._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    return next((each.id for each in wandb.Api().reports(f"{entity}/{project}") if each.display_name == title), "")

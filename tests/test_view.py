@@ -162,6 +162,22 @@ def test_the_report_of_a_run_opens_from_disk_without_a_network(study, page):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def test_the_report_of_a_study_opens_from_disk_without_a_network(study, page):
+    made = [sys.executable, str(ROOT / "analysis" / "study_report.py"), "runs/small"]
+    done = subprocess.run(made, cwd=study, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page.context.set_offline(True)
+    page.goto(f"file://{study / done.stdout.split()[0]}")
+    assert page.title() == "Study small" and page.outside == [] and page.errors == []
+    pictures = page.locator("img")
+    assert pictures.count() >= 1
+    for i in range(pictures.count()):
+        assert pictures.nth(i).evaluate("image => image.complete && image.naturalWidth > 500")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.get_by_role("link", name="gspo-").first.click()
+    assert "gspo-" in page.title() and page.get_by_role("heading", name="Is it stable?").is_visible()
+
+
 def test_what_the_page_is_given_when_a_run_goes_back(tmp_path, monkeypatch):
     """A rollback rewrites rows: the page's store ends up with the run as it is, each step once."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))

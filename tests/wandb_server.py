@@ -81,10 +81,25 @@ class Server(ThreadingHTTPServer):
         if self.refuses:
             raise PermissionError
         self.sent.append(variables)
-        view = self.views.setdefault(variables["name"], {"id": variables.get("id") or f"V{len(self.views)}"})
-        assert view["id"] == variables.get("id", view["id"])
-        view |= {"displayName": variables["displayName"], "spec": variables["spec"], "name": variables["name"]}
-        return {"upsertView": {"view": view, "inserted": "id" not in variables}}
+        same = [view for view in self.views.values() if variables.get("id") in (view["id"],)]
+        view = same[0] if same else self.views.setdefault(variables["name"], {"id": f"V{len(self.views)}"})
+        view |= {key: variables.get(key) for key in ("displayName", "spec", "name", "type", "description")}
+        view |= {"project": {"id": "P", "name": variables["projectName"], "entityName": variables["entityName"]}}
+        return {"upsertView": {"view": view, "inserted": not variables.get("id")}}
+
+    on_upsertview = on_upsertview2
+
+    def on_projectviews(self, variables):
+        about = {
+            "user": USER | {"photoUrl": ""},
+            "updatedAt": "2026-01-01T00:00:00",
+            "createdAt": "2026-01-01T00:00:00",
+        }
+        views = [view | about for view in self.views.values() if view["type"] == variables.get("viewType", "runs")]
+        return {"project": {"allViews": self._page(views)}}
+
+    def on_projectinternalid(self, _):
+        return {"project": {"internalId": "UHJvamVjdDox"}}
 
     def on_view(self, variables):
         found = [self.views[variables["viewName"]]] if variables["viewName"] in self.views else []

@@ -1,0 +1,128 @@
+"""The report of a study: the same content as HTML, as Markdown, as a W&B Report."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run_report import Page
+from test_sources import log, rows
+from test_sweep_figures import COLLAPSED, HEALTHY, ROOT, write
+from wandb_server import serving
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+
+import blocks
+import study_report
+from blocks import Figure, Folded, Heading, Items, Link, Table, Text
+
+PARTS = [
+    Heading("A < B"), Text("x & y"), Items(("one", "two")), Folded("more", "a: 1\nb: <2>"),
+    Table(("run", "value"), ((Link("r|1", "runs/r1"), "0.5"), ("r2", "a|b"))),
+]  # fmt: skip
+
+
+def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "analysis" / "study_report.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_parts_in_both_forms(tmp_path):
+    png = tmp_path / "figures" / "a.png"
+    png.parent.mkdir()
+    png.write_bytes(b"\x89PNG")
+    text = blocks.to_html("T", [*PARTS, Figure(png, "a <curve>")])
+    words = " ".join(Page(text.replace("<img ", "<meta ")).words)
+    for part in ("A < B", "x & y", "one", "b: <2>", "r|1", "a|b"):
+        assert part in words
+    assert 'href="runs/r1"' in text and 'src="data:image/png;base64,iVBORw=="' in text and "a &lt;curve&gt;" in text
+    text = blocks.to_markdown("T", [*PARTS, Figure(png, "a curve")], tmp_path / "figures")
+    assert "| [r\\|1](runs/r1) | 0.5 |\n| r2 | a\\|b |" in text and "![a curve](a.png)" in text
+    assert text.startswith("# T\n\n## A < B\n\nx & y\n\n- one\n- two\n\n") and "```\na: 1\nb: <2>\n```" in text
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Two objectives at two learning rates, three seeds; one arm collapses."""
+    folder = tmp_path_factory.mktemp("study")
+    for lr in (1e-4, 2e-4):
+        for seed in (1, 2, 3):
+            for objective in ("gspo", "grpo"):
+                falls = objective == "grpo" and lr > 1e-4
+                write(folder / "runs", objective, COLLAPSED if falls else HEALTHY, seed, optim__lr=lr)
+    return folder
+
+
+def test_what_a_study_says(study):
+    done = call("runs", cwd=study)
+    assert done.returncode == 0, done.stderr
+    html, markdown = (study / line for line in done.stdout.split())
+    text, words = html.read_text(), markdown.read_text()
+    assert not re.search(r"https?:|@import|<script", text) and text.count("<img") == words.count("![") >= 1
+    high = "[optim.lr=0.0002"
+    differences = re.findall(r"^\| GSPO \[(.*?)\] \| GRPO \[(.*?)\] \| (\S+) \[", words, re.M)
+    assert len(differences) == 2 and all(a == b for a, b, _ in differences), "each with GRPO at its learning rate"
+    assert sorted(float(d) for _, _, d in differences) == [0.0, 0.4]
+    for part in ("2 comparisons", "finished; collapsed at step", "optim.lr", high, "seeds"):
+        assert part in words and part in text
+    links = re.findall(r'href="([^"]+)"', text)
+    assert len(links) == 12 and all((html.parent / link).exists() for link in links)
+    cells = [cell.strip() for line in words.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
+    page = " ".join(Page(text.replace("<img ", "<meta ")).words)
+    assert all(cell in page for cell in cells if cell not in ("", "---") and "](" not in cell), "the same tables"
+
+
+def test_whom_an_arm_is_compared_with():
+    arms = ["GSPO [x=1]", "GSPO [x=2]", "GRPO [x=1]", "SAPO [x=1]"]
+    pairs = {"GSPO [x=1]": "GRPO [x=1]", "SAPO [x=1]": "GRPO [x=1]"}
+    assert study_report.rivals(arms, "") == pairs
+    assert study_report.rivals(["GSPO [x=1]", "GSPO [x=2]"], "") == {"GSPO [x=2]": "GSPO [x=1]"}
+    assert study_report.rivals(arms, "SAPO [x=1]") == dict.fromkeys(arms[:3], "SAPO [x=1]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--baseline", "PPO"), "--baseline 'PPO' is no arm of these runs: "),
+        (("--figures", "no.png"), "--figures no.png: no PNG file"),
+        (("--publish", "team"), "--publish team: write ENTITY/PROJECT"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(study, arguments, said, tmp_path):
+    done = call("runs", "--out", str(tmp_path), *arguments, cwd=study)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_published_and_published_again(tmp_path):
+    with serving() as server:
+        folder = tmp_path / "runs" / "gspo-seed1-abc"
+        log(folder, rows(0, 40), **server.environment)
+        (identity,) = server.runs
+        for _ in range(2):
+            done = call("runs", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+            assert done.returncode == 0, done.stderr
+        (saved,) = server.views.values()
+        assert saved["displayName"] == "Study known" and saved["type"] == "runs"
+        assert f"{server.address}/team/gspo/reports/Study-known--{saved['id']}" in done.stdout
+        (pictures,) = (run for name, run in server.runs.items() if name != identity)
+        assert pictures.about["jobType"] == "report" and any("fig_curves_known" in name for name in pictures.files)
+        parts = json.loads(saved["spec"])["blocks"]
+        text = json.dumps(parts)
+        assert f"[gspo-seed1-abc]({server.address}/team/gspo/runs/{identity})" in text, "a link to the run"
+        for words in ("What was run", "clip_low: 0.0003", "reward, start", "figures/fig_curves_known", "reward/mean"):
+            assert words in text
+        live = [part for part in parts if part["type"] == "panel-grid"][1]["metadata"]["runSets"][0]
+        assert live["filters"]["filters"][0]["value"] == "known" and live["grouping"][0]["section"] == "config"
+        server.refuses = True
+        refused = call("runs", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+        assert refused.returncode == 2 and "permission denied" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_without_an_account_the_files_are_there_and_one_line_says_why(study, tmp_path):
+    done = call("runs", "--out", str(tmp_path), "--publish", "team/gspo", cwd=study, WANDB_API_KEY="", NETRC="/nowhere")
+    assert done.returncode == 2 and (tmp_path / "report_known.html").exists() and "wandb login" in done.stderr
+    assert "Traceback" not in done.stderr
