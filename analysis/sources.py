@@ -54,8 +54,14 @@ def records(path: Path | str) -> list[Record]:
     within = {folder.resolve() for folder in folders}
     files = {file.resolve() for file in path.rglob("*.wandb")} if path.is_dir() else {path.resolve()}
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their start
-    segments = sorted((f for f in files if not within & set(f.parents)), key=lambda f: (f.parent.parent, f.parent.name))
+    files = {file for file in files if not within & set(file.parents) and not _a_copy(file)}
+    segments = sorted(files, key=lambda file: (file.parent.parent, file.parent.name))
     return found + joined([cached(str(f), stamp([f]), lambda f=f: from_file(f)) for f in segments])
+
+
+def _a_copy(file: Path) -> bool:
+    """Whether this is W&B's link to the latest run, made a folder by a copy that followed links."""
+    return file.parent.name == "latest-run" and any(file.parent.parent.glob(f"*-run-*/{file.name}"))
 
 
 def stamp(files: list[Path]) -> list:

@@ -21,6 +21,8 @@ import fig_objectives
 import load
 import sources
 
+from gspo.metrics import METRICS
+
 LOG = """
 import json, sys
 from pathlib import Path
@@ -94,6 +96,13 @@ def test_directory_and_offline_files_are_the_same_run(recorded, wandb_folder):
     assert len(sources.records(recorded.parent)) == 1, "W&B's files in a run directory are not another run"
     (single,) = sources.records(sorted(wandb_folder.glob("offline-run-*/*.wandb"))[0])
     assert single.rows["step"].max() == 25
+
+
+def test_a_copy_that_followed_links_is_not_read_twice(recorded, tmp_path):
+    shutil.copytree(recorded / "wandb", tmp_path / "followed", symlinks=False)
+    assert (tmp_path / "followed" / "latest-run").is_dir() and not (tmp_path / "followed" / "latest-run").is_symlink()
+    (record,) = sources.records(tmp_path / "followed")
+    assert record.rows["step"].tolist() == list(range(41)) and not record.notes
 
 
 def test_the_same_figure_comes_out_of_both(recorded, wandb_folder, tmp_path):
@@ -175,3 +184,25 @@ def test_without_an_account_one_line_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         load.load(["wandb:entity/project"])
     assert capsys.readouterr().err.startswith("error: wandb:entity/project: ")
+
+
+@pytest.mark.slow
+def test_five_thousand_steps_of_sixty_metrics_are_read_in_seconds(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record  # noqa: F401, W&B's own import is not what is timed
+
+    folder, names = tmp_path / "gspo-seed1-long", [metric.name.replace("*", "7") for metric in METRICS[1:61]]
+    log(
+        folder,
+        [{"step": i} | {name: (i * 7919 % 1000) / 1000 + n for n, name in enumerate(names)} for i in range(5000)],
+    )
+    shutil.copytree(folder / "wandb", tmp_path / "elsewhere", symlinks=True)
+    seconds = {}
+    for name, source in (("offline", tmp_path / "elsewhere"), ("directory", folder)):
+        for kind in ("first", "cached"):
+            started = time.perf_counter()
+            (record,) = sources.records(source)
+            seconds[name, kind] = time.perf_counter() - started
+            assert record.rows.shape == (5000, 61)
+    print({" ".join(key): round(value, 3) for key, value in seconds.items()})
+    assert seconds["offline", "first"] < 2 and seconds["directory", "first"] < 2
+    assert seconds["offline", "cached"] < 0.2 and seconds["directory", "cached"] < 0.2
