@@ -5,6 +5,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     config, commands, checks                     the settings tree, those of other entry points, what is refused
     process, runs, sweeps                        how a process ends; a run's directory; which runs a sweep plans
     session, rollback                            a run under way: rows, checkpoints; going back after a collapse
+    run_report, dashboard                        a run's page; W&B's saved views
     benchmark/                                   workloads, what a step costs, TRL beside it, scaling curves
     assembly                                     the parts of a run put together
     trainer, trainer_settings, cold_start        the loop, the step, the update; the supervised start
@@ -17,7 +18,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     batch, masked, diagnostics, tally            responses as tensors; sums under a mask; metrics
     estimates, elo                               what a score is worth: avg@k, pass@k, maj@k, ratings; no torch
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
-    records, seeding, metrics                    no torch: the words everybody shares
+    records, seeding, metrics, views             no torch: the words everybody shares; which metrics one looks at together
     run_files, sweep_state                       no torch: what run directories say, how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
 """

@@ -87,6 +87,13 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
         assert used <= allowed, f"{path} imports {used - allowed}"
 
 
+def test_only_the_loader_and_the_report_of_analysis_know_wandb():
+    rooms = {"sources.py", "wandb_files.py", "wandb_report.py"}
+    for path in (ROOT / "analysis").glob("*.py"):
+        packages = {name.split(".")[0] for name in imports(path)}
+        assert path.name in rooms or not packages & {"wandb", "wandb_workspaces"}, path
+
+
 def test_files_and_functions_stay_short():
     for path in [
         *(ROOT / "gspo").rglob("*.py"),

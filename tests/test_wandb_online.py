@@ -1,6 +1,9 @@
 """Online: the real client against a stand-in for W&B's server. What is tracked is what is read back, and no more."""
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,21 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
     drawn = [fig_curves.draw(load.load([source]), tmp_path / str(i))[1].read_bytes() for i, source in
              enumerate([online, "wandb:team/gspo"])]  # fmt: skip
     assert drawn[0] == drawn[1]
+
+
+def test_the_newest_offline_segment_alone_brings_the_whole_run_to_the_server(tmp_path):
+    folder = tmp_path / "gspo-seed1-abc"
+    log(folder, rows(0, 25))
+    time.sleep(1.1)  # folders are named by the second
+    log(folder, rows(26, 40))
+    *older, newest = sorted((folder / "wandb").glob("offline-run-*"))
+    with serving() as server:
+        command = [str(Path(sys.executable).parent / "wandb"), "sync", str(newest)]
+        account = os.environ | server.environment
+        done = subprocess.run(command, cwd=tmp_path, env=account, capture_output=True, check=False)
+        assert done.returncode == 0 and len(older) == 1
+        (run,) = server.runs.values()
+        assert [row["step"] for row in run.rows.values()] == list(range(41)) and run.about["groupName"] == "study"
 
 
 def test_refusals_are_one_line(server, capsys):
