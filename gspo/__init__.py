@@ -18,7 +18,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     batch, masked, diagnostics, tally            responses as tensors; sums under a mask; metrics
     estimates, elo                               what a score is worth: avg@k, pass@k, maj@k, ratings; no torch
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
-    records, seeding, metrics, views             no torch: the words everybody shares; which metrics one looks at together
+    records, seeding, metrics, views             no torch: the words everybody shares; which metrics belong together
     run_files, sweep_state                       no torch: what run directories say, how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
 """
