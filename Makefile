@@ -64,7 +64,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

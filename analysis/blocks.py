@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import html
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -106,27 +108,33 @@ def _cell(cell: str | Link) -> str:
 # ------------------------------------------------------------------------------------------------------------ Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Figures are named relative to `folder`, in which the text will lie."""
-    return "\n\n".join([f"# {title}", *(_markdown(block, folder) for block in blocks)]) + "\n"
+    return "\n\n".join([f"# {plain(title)}", *(_markdown(block, folder) for block in blocks)]) + "\n"
 
 
 def _markdown(block: Block, folder: Path) -> str:
     match block:
         case Heading(text):
-            return f"## {text}"
+            return f"## {plain(text)}"
         case Text(text):
-            return text
+            return plain(text)
         case Items(texts):
-            return "\n".join(f"- {text}" for text in texts)
+            return "\n".join(f"- {plain(text)}" for text in texts)
         case Table(head, rows):
             return "\n".join(["| " + " | ".join(map(bar, line)) + " |" for line in (head, ["---"] * len(head), *rows)])
         case Figure(png, about):
-            return f"![{about}]({os.path.relpath(png, folder)})"
+            return f"![{plain(about)}]({quote(os.path.relpath(png, folder))})"
         case Folded(title, text):
-            return f"<details><summary>{title}</summary>\n\n```\n{text}\n```\n\n</details>"
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            return f"<details><summary>{_e(title)}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"
 
 
 def bar(cell: str | Link) -> str:
     """A cell of a Markdown table."""
     if isinstance(cell, Link):
         return f"[{bar(cell.text)}]({cell.address})"
-    return cell.replace("|", "\\|").replace("\n", " ")
+    return plain(cell).replace("|", "\\|").replace("\n", " ")
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, where names of studies and arms may hold its signs."""
+    return re.sub(r"([<\\`])", r"\\\1", text)

@@ -50,7 +50,15 @@ def main() -> None:
 
 def draw(data: Data, out: Path, metrics: list[str] | tuple[str, ...] = METRICS) -> list[Path]:
     """Dies if the runs have recorded none of the metrics."""
-    shown = [metric for metric in metrics if metric in data.rows and data.rows[metric].notna().any()]
+    for metric in metrics:
+        try:
+            lookup(metric)
+        except KeyError as error:
+            load.die(str(error.args[0]))
+    missing = [metric for metric in metrics if metric not in data.rows or data.rows[metric].isna().all()]
+    if missing and tuple(metrics) != METRICS:
+        print(f"note: the runs have not recorded {', '.join(missing)}")
+    shown = [metric for metric in metrics if metric not in missing]
     if not shown:
         load.die(f"the runs have recorded none of {', '.join(metrics)}")
     rows, hues = -(-len(shown) // PER_ROW), colours(data.arms)
@@ -77,7 +85,8 @@ def draw(data: Data, out: Path, metrics: list[str] | tuple[str, ...] = METRICS) 
 
 def panel(ax: Axes, data: Data, metric: str, hues: dict[str, str]) -> None:
     """One metric of all arms. Held-out scores, taken now and then, are joined by lines and not smoothed."""
-    log = metric in LOGARITHMIC and bool((data.rows[metric] > 0).any())
+    positive = data.rows[metric][data.rows[metric] > 0]
+    log = metric in LOGARITHMIC and len(positive) > 0 and positive.max() > 2 * positive.min()
     for arm, hue in hues.items():
         table = data.table(arm, metric, first_step=0).dropna(how="all")
         for seed in table if len(hues) <= CROWD else ():

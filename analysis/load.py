@@ -138,7 +138,12 @@ def load(paths: list[Path | str]) -> Data:
             found = sources.records(path)
         except (OSError, ValueError) as error:
             die(str(error))
-        runs |= {record.path.resolve(): run for record in found if (run := as_run(record, notes)) is not None}
+        for record in found:
+            if (run := as_run(record, notes)) is not None:
+                key = record.path.resolve(), str(record.settings.get("study"))
+                if key in runs and runs[key].id != run.id:
+                    notes.append(f"{run.path}: two W&B runs, {runs[key].id} and {run.id}; the newer one counts")
+                runs[key] = run
     runs = [run for _, run in sorted(runs.items())]
     if not runs:
         die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
@@ -150,7 +155,7 @@ def load(paths: list[Path | str]) -> Data:
 def as_run(record: Record, notes: list[str]) -> Run | None:
     """A record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
     notes += record.notes
-    missing = [key for key in ("seed", "steps", "objective.name") if key not in record.settings]
+    missing = [key for key in ("seed", "steps", "objective.name") if record.settings.get(key) is None]
     if missing:
         notes.append(f"left out: {record.path}, its settings have no {', '.join(missing)}")
         return None
@@ -185,7 +190,7 @@ def label(runs: list[Run], notes: list[str]) -> None:
             notes += [f"seeds of {arm} differ also in {', '.join(keys)}"] if keys else []
 
 
-def differing(runs: list[Run]) -> list[str]:
+def differing(runs: list[Run] | list[Record]) -> list[str]:
     """The settings in which these runs differ, without those that may differ between runs of one arm."""
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
@@ -195,6 +200,8 @@ def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
     """Why these arms cannot be compared, or None if they can."""
     if any(arm not in data.arms for arm in arms):
         return f"needs arms {' and '.join(arms)}; found: {', '.join(data.arms)}"
+    if any(not data.table(arm, "reward/mean").notna().any().all() for arm in arms):
+        return "needs reward/mean of every run"
     if not data.seeds(*arms):
         return f"needs a seed that all arms have (they are paired by seed): {', '.join(arms)} share none"
     if data.common_step(*arms) < 2:
@@ -211,13 +218,12 @@ def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:
 def describe(data: Data, arms: list[str]) -> str:
     """What was run, for captions: model, batches, seeds, unfinished runs, differences that are not the arms' own."""
     runs = data.of(*arms)
-    get = runs[0].settings.get
     arms_with: dict[str, list[str]] = {}
     for arm in arms:
         arms_with.setdefault(count_seeds([run.seed for run in data.of(arm)]), []).append(arm)
-    batch = f"{get('rollout.prompts_per_step', '?')} prompts x {get('rollout.group_size', '?')} responses"
-    text = f"Run: {get('model.name', 'model not named')}, rollout batches of {batch} in "
-    text += f"{get('trainer.minibatches', '?')} mini-batches; "
+    batch = f"{_all(runs, 'rollout.prompts_per_step')} prompts x {_all(runs, 'rollout.group_size')} responses"
+    text = f"Run: {_all(runs, 'model.name', 'model not named')}, rollout batches of {batch} in "
+    text += f"{_all(runs, 'trainer.minibatches')} mini-batches; "
     several = len(arms_with) > 1
     text += "; ".join(f"{', '.join(names)}: {seeds}" if several else seeds for seeds, names in arms_with.items())
     text += f"; {data.common_step(*arms)} batches common to all runs."
@@ -226,6 +232,12 @@ def describe(data: Data, arms: list[str]) -> str:
             text += f" Unfinished: {run.arm}, seed {run.seed}, {run.last} of {run.planned} batches."
     others = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
     return text + (f" The runs differ also in {', '.join(others)}." if others else "")
+
+
+def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
+    """The values that a setting has in these runs: "4", "4 or 16"."""
+    values = {run.settings.get(key, unknown) for run in runs}
+    return " or ".join(str(value) for value in sorted(values, key=lambda v: (isinstance(v, str), v)))
 
 
 def count_seeds(seeds: list[int]) -> str:

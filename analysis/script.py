@@ -15,8 +15,18 @@ def parser(doc: str, needs_runs: bool = True) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
-    options.add_argument("--out", type=Path, default=Path("figures"), help="folder for PDF and PNG (default: figures)")
+    options.add_argument("--out", type=folder, default="figures", help="folder for what is written (default: figures)")
     return options
+
+
+def folder(name: str) -> Path:
+    """A folder that is there, or is made."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be made: {error.strerror}") from None
+    return path
 
 
 def arguments(doc: str) -> argparse.Namespace:

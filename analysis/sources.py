@@ -71,23 +71,38 @@ def stamp(files: list[Path]) -> list:
 
 # ---------------------------------------------------------------------------------------------------- run directories
 def from_folder(folder: Path) -> Record:
-    """A run directory. A last line that was cut is left out; any other line that is no JSON is a ValueError."""
+    """A run directory. Raises nothing for what is in its files: what can be read is read, the rest is noted."""
     notes: list[str] = []
-    settings = yaml.safe_load((folder / "settings.yaml").read_text()) or {}
-    return Record(folder, flatten(settings), pd.DataFrame(read_rows(folder / "metrics.jsonl", notes)), notes)
+    settings, rows = read_settings(folder / "settings.yaml", notes), read_rows(folder / "metrics.jsonl", notes)
+    return Record(folder, flatten(settings), pd.DataFrame(rows), notes)
+
+
+def read_settings(file: Path, notes: list[str]) -> dict:
+    try:
+        settings = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        settings = str(error).splitlines()[0]
+    if isinstance(settings, dict):
+        return settings
+    notes.append(f"{file} holds no settings: {settings}")
+    return {}
 
 
 def read_rows(file: Path, notes: list[str]) -> list[dict]:
-    """The rows of metrics.jsonl; null (a NaN or infinity when written) becomes None. A cut last line is left out."""
-    lines = file.read_text().splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
+    """The rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines that are
+    none, cut or damaged, are left out."""
+    rows, damaged = [], []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{file}:{number}: not a JSON object") from None
-            notes.append(f"cut last line left out: {file}:{number}")
+            row = json.loads(line)
+        except ValueError:  # no JSON, or no UTF-8
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(wandb_files.numbers(row))
+        else:
+            damaged.append(str(number))
+    if damaged:
+        notes.append(f"{file}: lines left out that are no rows: {', '.join(damaged)}")
     return rows
 
 
@@ -113,17 +128,20 @@ def from_file(file: Path) -> Record:
 
 def joined(segments: list[Record]) -> list[Record]:
     """One per run, of segments in the order of their start. Those of one id are joined, the later rows count; of runs
-    of one name with different ids (one that was rolled back goes on as a new run) the newest counts."""
-    runs: dict[Path, Record] = {}
+    of one study and name with different ids (one that was rolled back goes on as a new run) the newest counts."""
+    runs: dict[tuple[object, Path], Record] = {}
     for segment in segments:
-        before = runs.get(segment.path)
+        key = (segment.settings.get("study"), segment.path)
+        before = runs.get(key)
         if before is not None and before.id == segment.id:
             rows = pd.concat([before.rows, segment.rows], ignore_index=True)
             if len(rows):
                 rows = rows.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
             settings, notes = before.settings | segment.settings, before.notes + segment.notes
             segment = Record(segment.path, settings, rows, notes, segment.id)
-        runs[segment.path] = segment
+        elif before is not None:
+            segment.notes.append(f"{segment.path}: two W&B runs, {before.id} and {segment.id}; the newer one counts")
+        runs[key] = segment
     return list(runs.values())
 
 
@@ -137,15 +155,30 @@ def server(address: str) -> list[Record]:
     project, _, group = rest.partition("/")
     if not entity or not project:
         raise ValueError(f"{SERVER}{address}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP")
+    host = wandb.Settings().base_url
+    if not signed_in():
+        raise ValueError(f"{SERVER}{address}: no W&B account is configured on this machine: wandb login")
     try:
         runs = list(wandb.Api().runs(f"{entity}/{project}", filters={"group": group} if group else None))
         trained = [run for run in runs if run.job_type != "report"]  # those hold the pictures of reports
         return [
-            cached(f"{address}/{run.id}", [run.state, run.lastHistoryStep], lambda run=run: from_server(run))
+            cached(
+                f"{host}/{address}/{run.id}",
+                [run.state, run.lastHistoryStep, run.name, json.dumps(run.config, sort_keys=True, default=str)],
+                lambda run=run: from_server(run),
+            )
             for run in trained
         ]
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"{SERVER}{address}: {error}") from error
+
+
+def signed_in() -> bool:
+    """Whether a W&B account is configured; without one W&B would ask for a key at the terminal."""
+    import wandb
+    from requests.utils import get_netrc_auth
+
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
 
 
 def from_server(run: object) -> Record:

@@ -15,10 +15,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import claims
 import fig_curves
 import load
+import pandas as pd
 import reproduce
 import script
 from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_html, to_markdown
@@ -44,8 +46,9 @@ def main() -> None:
     for path in args.figures:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
-    paths = [*fig_curves.draw(data, args.out), *reproduce.draw_all(data, args.out)[0], *args.figures]
-    figures = [path for path in paths if path.suffix == ".png"]
+    drawn, left_out = reproduce.draw_all(data, args.out)
+    data.notes += left_out
+    figures = [path for path in (*fig_curves.draw(data, args.out), *drawn, *args.figures) if path.suffix == ".png"]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"
     content = [
@@ -118,17 +121,23 @@ def statistics(data: Data) -> Table:
 
 def differences(data: Data, baseline: str) -> list[Block]:
     """The reward of arms against their rivals', paired by seed and batch."""
-    rows = []
-    for arm, rival in rivals(data.arms, baseline).items():
-        if load.lacking(data, (arm, rival)) is None:
-            a_TS, b_TS = claims.last_halves(data, arm, rival)
-            p = f"{sign_flip_p((a_TS - b_TS).mean()):.2g}" if a_TS.shape[1] > 1 else "-"
-            rows.append((arm, rival, paired_difference(a_TS, b_TS).text("+.3f"), p, str(a_TS.shape[1])))
-    if not rows:
-        return []
-    text = "Differences of the reward, last half of the common batches, paired by seed; p: exact sign-flip test."
+    rows, alone, pairs = [], [], rivals(data.arms, baseline)
+    for arm, rival in pairs.items():
+        if (why := load.lacking(data, (arm, rival))) is not None:
+            alone.append(f"{arm} is not compared with {rival}: {why}")
+            continue
+        a_TS, b_TS = claims.last_halves(data, arm, rival)
+        interval, seeds = paired_difference(a_TS, b_TS), a_TS.shape[1]
+        p = f"{sign_flip_p((a_TS - b_TS).mean()):.2g} (least possible {2 / 2**seeds:.2g})" if seeds > 1 else "-"
+        batches = f"{a_TS.index[0]}-{a_TS.index[-1]}"
+        rows.append((arm, rival, f"{interval.text('+.3f')} {interval.kind}", p, batches))
+    others = [arm for arm in data.arms if arm not in pairs and arm not in pairs.values()]
+    alone += [f"{arm} has no rival under the same settings (--baseline names one)" for arm in others]
+    text = "Differences of the reward over the last half of the batches that both arms' runs have, paired by seed;"
+    text += " p: exact sign-flip test."
     many = f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone." if len(rows) > 1 else ""
-    return [Text(text + many), Table(("arm", "minus", "difference [95 % interval]", "p", "seeds"), tuple(rows))]
+    head = ("arm", "minus", "difference [95 % interval]", "p", "batches")
+    return [*([Text(text + many), Table(head, tuple(rows))] if rows else []), *([Items(tuple(alone))] if alone else [])]
 
 
 def rivals(arms: list[str], baseline: str) -> dict[str, str]:
@@ -145,10 +154,11 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
     """A row per run; `link(run)` is where it is to be seen."""
     rows = []
     for run in data.of(*data.arms):
-        rewards = run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
+        batches = run.rows[run.rows["step"] > 0].sort_values("step").set_index("step")
+        rewards = batches.get("reward/mean", pd.Series(dtype=float)).astype(float).dropna()
         at = collapse(rewards.tolist())
-        how = ended(run) + ("" if at is None else f"; collapsed at step {at + 1}")
-        end = reproduce.number(rewards.dropna().tail(WINDOW).mean(), ".3f")
+        how = ended(run) + ("" if at is None else f"; collapsed at step {rewards.index[at]}")
+        end = reproduce.number(rewards.tail(WINDOW).mean(), ".3f")
         rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
     return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))
 
@@ -165,7 +175,7 @@ def ended(run: Run) -> str:
 def local(run: Run, folder: Path) -> Link | str:
     """Its own report, or its directory, from a page in `folder`."""
     place = run.path / "report.html" if (run.path / "report.html").exists() else run.path
-    return Link(run.path.name, os.path.relpath(place, folder)) if place.exists() else run.path.name
+    return Link(run.path.name, quote(os.path.relpath(place, folder))) if place.exists() else run.path.name
 
 
 if __name__ == "__main__":

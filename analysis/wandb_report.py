@@ -7,19 +7,23 @@ stand live panels of the study's runs, grouped by objective, and links to them. 
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import sources
 import study_report
 import wandb
 import wandb_workspaces.reports.v2 as wr
 from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_markdown
 from load import Data, Run, die
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+from wandb_workspaces import expr
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"
+MADE = "Made by analysis/study_report.py, which replaces it"
 
 
 def publish(address: str, title: str, study: str, data: Data, opening: Sequence[Block], figures: list[Path]) -> str:
@@ -27,10 +31,15 @@ def publish(address: str, title: str, study: str, data: Data, opening: Sequence[
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
         die(f"--publish {address}: write ENTITY/PROJECT")
+    studies = sorted({str(run.settings.get("study")) for run in data.runs})
+    if odd := [name for name in studies if not re.fullmatch(r"[\w.,+ -]+", name)]:
+        die(f"study {odd[0]!r}: W&B's filters take letters, digits, spaces and _ . , + - alone")
+    if not sources.signed_in():
+        die(f"--publish {address}: no W&B account is configured on this machine: wandb login")
     try:
         pictures = upload(entity, project, study, figures)
-        made = report(entity, project, title, study, data, opening, pictures)
-        made.id = saved_before(entity, project, title)
+        made = report(entity, project, title, studies, data, opening, pictures)
+        made.id = saved_before(made)
         return made.save().url
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
         die(f"W&B did not save the report in {address}: {error}")
@@ -58,16 +67,27 @@ def upload(entity: str, project: str, study: str, figures: list[Path]) -> dict[s
 
 
 def report(
-    entity: str, project: str, title: str, study: str, data: Data, opening: Sequence[Block], pictures: dict[str, str]
+    entity: str,
+    project: str,
+    title: str,
+    studies: list[str],
+    data: Data,
+    opening: Sequence[Block],
+    pictures: dict[str, str],
 ) -> wr.Report:
     """The report, not saved yet."""
-    shown = wr.Runset(entity, project, name="figures", filters=f"Name = '{next(iter(pictures.values()))}'")
-    live = wr.Runset(entity, project, name=study, filters=f"Group = '{study}'", groupby=[f"config.{GROUP_BY}"])
+    shown = wr.Runset(
+        entity, project, name="figures", filters=expr.And(expr.Metric("Name") == next(iter(pictures.values())))
+    )
+    chosen = expr.And(expr.Metric("Group").isin(studies), expr.Metric("JobType") == "train")
+    live = wr.Runset(entity, project, name="runs", filters=chosen)
+    by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
     at = addresses(entity, project)
     return wr.Report(
         entity=entity,
         project=project,
-        title=title,
+        title=title[:128],  # as long as W&B allows
+        description=MADE,
         width="fixed",
         blocks=[
             *(part for block in opening for part in as_wandb(block)),
@@ -81,23 +101,21 @@ def report(
                 ],
             ),
             wr.H2("The runs, live"),
-            wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i) for i, metric in enumerate(LIVE)]),
+            wr.P("Mean and standard error by objective." if by else "A line per run."),
+            wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, by) for i, metric in enumerate(LIVE)]),
             wr.H2("Runs"),
             *as_wandb(study_report.runs(data, lambda run: linked(run, at))),
         ],
     )
 
 
-def live_panel(metric: str, place: int) -> wr.LinePlot:
-    return wr.LinePlot(
-        title=metric,
-        x="step",
-        y=[metric],
-        groupby=wr.Config(GROUP_BY),
-        groupby_aggfunc="mean",
-        groupby_rangefunc="stderr",
-        layout=wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8),
-    )
+def live_panel(metric: str, place: int, by: str) -> wr.LinePlot:
+    """A line per run, or the mean of those that are alike in the setting `by`."""
+    where = wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8)
+    panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=where, max_runs_to_show=100)
+    if by:
+        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(by), "mean", "stderr"
+    return panel
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
@@ -127,6 +145,7 @@ def linked(run: Run, at: dict[str, str]) -> Link | str:
     return Link(run.path.name, at[identity]) if identity in at else run.path.name
 
 
-def saved_before(entity: str, project: str, title: str) -> str:
-    """The id of the report of this title, empty if there is none."""
-    return next((each.id for each in wandb.Api().reports(f"{entity}/{project}") if each.display_name == title), "")
+def saved_before(made: wr.Report) -> str:
+    """The id of the report of this title that was made here, empty if there is none."""
+    there = wandb.Api().reports(f"{made.entity}/{made.project}")
+    return next((each.id for each in there if (each.display_name, each.description) == (made.title, MADE)), "")

@@ -84,8 +84,8 @@ def reward(run: Run) -> pd.Series:
 
 
 def column(run: Run, metric: str) -> pd.Series:
-    """A metric of the rollout batches, NaN left out."""
-    rows = run.rows[run.rows["step"] > 0].sort_values("step")
+    """A metric of the rollout batches by step, NaN left out."""
+    rows = run.rows[run.rows["step"] > 0].sort_values("step").set_index("step")
     return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
 
 
@@ -95,15 +95,17 @@ def interval(values: pd.Series) -> str:
 
 def ended(run: Run) -> str:
     """By the registered rule and what the run's directory says of its end."""
-    at = collapse(column(run, "reward/mean").tolist())
+    rewards = column(run, "reward/mean")
+    at = collapse(rewards.tolist())
     how = said(run.path).get("how", "finished" if run.last >= run.planned else "unfinished")
-    return how if at is None else f"{how}; collapsed at step {at + 1}"
+    return how if at is None else f"{how}; collapsed at step {rewards.index[at]}"
 
 
 def best(run: Run) -> str:
     """The highest point of the smoothed reward and its step."""
-    smooth = levels(reward(run).tolist())[0]
-    return f"{smooth.max():.3f} at step {int(smooth.argmax()) + 1}" if len(smooth) else "-"
+    rewards = reward(run)
+    smooth = levels(rewards.tolist())[0]
+    return f"{smooth.max():.3f} at step {rewards.index[smooth.argmax()]}" if len(smooth) else "-"
 
 
 def held_out(run: Run, name: str) -> str:

@@ -1,12 +1,13 @@
 """W&B dashboards from the metric registry: `python experiments/dashboard.py project=NAME [entity=TEAM]`
 
-Six saved views: Stability, Clipping, Routing, Mismatch, Evaluation, Efficiency. Runs are grouped by objective, seeds
-averaged (mean, standard error). With a W&B account they are saved in the project, over the ones that this command saved
-before, and their addresses printed; without one, the JSON that W&B would be sent is written and the command to publish
-is printed.
+Seven saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Evaluation, Efficiency. Runs are grouped by
+objective, and a group is drawn as its mean and standard error: over seeds, if nothing else differs in it (what does is
+said). With a W&B account they are saved in the project, over the ones that this command saved before, and their
+addresses printed; without one, the JSON that W&B would be sent is written and the command to publish is printed.
 
   project=NAME    W&B project (default: gspo, as tracking.project)
   entity=TEAM     W&B user or team (default: the account's own)
+  study=NAME      the runs of one study alone, in views of their own (default: all runs of the project)
   by=SETTING      what runs are grouped by (default: objective.name); e.g. by=policy.routing_replay, by=optim.lr
   runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT: which metrics there are (default: runs);
                   panels that none of them has recorded are left out, and named
@@ -16,12 +17,16 @@ is printed.
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
 
+import load
 import sources
+from sources import Record
 
 from gspo.dashboard import home, publish, workspace, write
 from gspo.process import command_line
@@ -30,6 +35,7 @@ from gspo.views import LEFT_OUT, VIEWS, View, recorded, unplaced
 DEFAULTS = {
     "project": "gspo",
     "entity": "",
+    "study": "",
     "by": "objective.name",
     "runs": "runs",
     "out": "figures/dashboard",
@@ -43,14 +49,17 @@ def main() -> None:
         print(__doc__)
         return
     chosen = options(arguments)
-    views, notes = arranged(chosen["runs"], chosen["by"])
+    views, notes = arranged(chosen["runs"], chosen["by"], chosen["study"])
     entity = home(chosen["entity"]) if chosen["publish"] == "yes" else None
-    made = [workspace(view, entity or chosen["entity"], chosen["project"], chosen["by"]) for view in views]
+    place = entity or chosen["entity"], chosen["project"]
+    made = [workspace(view, *place, chosen["by"], chosen["study"]) for view in views]
     for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
-        print(f"{view.name:<11} {len(view.panels()):>3} panels  {path}")
+        print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
     print("\n".join(notes))
+    if chosen["publish"] == "no":
+        return
     if entity is None:
-        asked = [f"{key}={value}" for key, value in chosen.items() if value != DEFAULTS[key] and key != "publish"]
+        asked = [shlex.quote(f"{key}={value}") for key, value in chosen.items() if value != DEFAULTS[key]]
         print("not published. To publish: wandb login; python experiments/dashboard.py", *asked)
         return
     for name, address in publish(made):
@@ -65,26 +74,52 @@ def options(arguments: list[str]) -> dict[str, str]:
         if key not in chosen or not equals:
             raise ValueError(f"{argument!r}: the options are {', '.join(f'{name}=' for name in DEFAULTS)}; see --help")
         chosen[key] = value
+    if not chosen["project"]:
+        raise ValueError("project=: name a W&B project")
+    if not re.fullmatch(r"[\w.,+ -]*", chosen["study"]):
+        raise ValueError(f"study={chosen['study']}: W&B's filters take letters, digits, spaces and _ . , + - alone")
     if chosen["publish"] not in ("yes", "no"):
         raise ValueError(f"publish={chosen['publish']}: choose yes or no")
     return chosen
 
 
-def arranged(runs: str, by: str) -> tuple[tuple[View, ...], list[str]]:
+def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
     """The views, checked against the registry and against what runs have recorded; and what is to be said of that."""
     if unplaced():
         raise ValueError(f"on no panel of gspo/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
     found = sources.records(runs) if runs.startswith(sources.SERVER) or Path(runs).exists() else []
+    found = [record for record in found if len(record.rows) and study in ("", record.settings.get("study"))]
+    where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
-        return VIEWS, [*notes, f"no run under {runs}: the panels are checked against the registry alone"]
+        return VIEWS, [*notes, f"no run under {where}: by={by} and the panels are checked against the registry alone"]
     if not any(by in record.settings for record in found):
-        raise ValueError(f"by={by}: no run under {runs} has this setting")
-    names = {name for record in found for name in record.rows.columns[record.rows.notna().any()]}
-    views, missing = recorded(VIEWS, names)
+        raise ValueError(f"by={by}: no run under {where} has this setting")
+    try:
+        views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
+    except KeyError as error:  # of another version of the program
+        raise ValueError(f"a run under {where} has recorded what is on no panel: {error.args[0]}") from None
     if missing:
-        notes.append(f"left out, for no run under {runs} has recorded them: {', '.join(missing)}")
-    return views, notes
+        notes.append(f"left out, for no run under {where} has recorded them: {', '.join(missing)}")
+    return views, notes + mixed(found, by)
+
+
+def reported(record: Record) -> list[str]:
+    return list(record.rows.columns[record.rows.notna().any()])
+
+
+def mixed(found: list[Record], by: str) -> list[str]:
+    """What a group's mean would go over beside seeds."""
+    groups: dict[object, list[Record]] = {}
+    for record in found:
+        groups.setdefault(record.settings.get(by), []).append(record)
+    keys = sorted({key for group in groups.values() for key in load.differing(group)})
+    studies = {str(record.settings.get("study")) for record in found}
+    several = [f"{len(studies)} studies"] if len(studies) > 1 else []
+    if not several and not keys:
+        return []
+    over = ", ".join([*several, *keys[:6]]) + (", ..." if len(keys) > 6 else "")
+    return [f"by={by} draws means over {over} beside seeds: study= chooses one study, by= another setting"]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import time
 import webbrowser
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
 
@@ -50,29 +52,37 @@ def main() -> None:
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"port={port} is not a port: give a number below 65536")
     paths = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS] or ["runs"]
-    with tempfile.TemporaryDirectory(prefix="gspo-view-") as folder:
+    for path in paths:
+        if not path.startswith(sources.SERVER) and not Path(path).exists():
+            raise ValueError(f"{path} does not exist")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the folder below goes
+    with tempfile.TemporaryDirectory(prefix="gspo-view-") as folder, contextlib.suppress(KeyboardInterrupt):
         if options.get("in") == "terminal":
-            terminal(paths, Path(folder))
-        else:
-            browser(paths, Path(folder), int(port), options.get("open") != "no")
+            sys.exit(terminal(paths, Path(folder)))
+        browser(paths, Path(folder), port, options.get("open") != "no")
+    print("closed")
 
 
 # --------------------------------------------------------------------------------------------------------- in a browser
-def browser(paths: list[str], folder: Path, port: int, opens: bool) -> None:
+def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
     """Fill trackio's store from the files, show its page, go on filling until Ctrl-C."""
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
-    os.environ |= {"TRACKIO_DIR": str(folder), "TRACKIO_PLOT_ORDER": ",".join(order), "GRADIO_SHARE": "false"}
+    os.environ |= {"TRACKIO_DIR": str(folder), "TRACKIO_PLOT_ORDER": ",".join(order)}
+    os.environ |= {"GRADIO_SHARE": "false", "GRADIO_SERVER_PORT": port}  # the first port that is tried
     try:
         import trackio
     except ImportError:
         raise ValueError("the page needs trackio: make view, or pip install '.[view]'; or say in=terminal") from None
     page = Page(trackio.SQLiteStorage)
-    if not page.look(paths):
-        raise ValueError(f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl")
+    while not page.look(paths):
+        if not any(sources.records(path) for path in paths):
+            raise ValueError(f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl")
+        page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
+        time.sleep(PAUSE)
     print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
     with contextlib.redirect_stdout(io.StringIO()):  # it advises on tokens for writing, which nobody needs here
-        server, address, *_ = trackio.show(open_browser=False, block_thread=False, server_port=port)
-    address = f"{address.rstrip('/')}/?project={page.studies()[0]}"
+        server, address, *_ = trackio.show(open_browser=False, block_thread=False)
+    address = f"{address.rstrip('/')}/?project={quote(page.studies()[0], safe='')}"
     print(f"{address}   (Ctrl-C ends it)", flush=True)
     if opens:
         webbrowser.open(address)
@@ -81,11 +91,9 @@ def browser(paths: list[str], folder: Path, port: int, opens: bool) -> None:
             started = time.monotonic()
             try:
                 page.look(paths)
-            except (OSError, ValueError) as error:  # a run's folder was moved, a file is damaged: the rest goes on
+            except (OSError, ValueError) as error:  # a folder was moved, W&B cannot be reached: the next look may do
                 page.say(str(error))
             time.sleep(max(PAUSE, 9 * (time.monotonic() - started)))
-    except KeyboardInterrupt:
-        print("closed")
     finally:
         server.close()
 
@@ -100,6 +108,7 @@ class Page:
     def __init__(self, store: type):
         self.store = store
         self.sent: dict[tuple[str, str], list[dict[str, float]]] = {}  # by study and run
+        self.warned: dict[tuple[str, str], int] = {}  # alerts that the page has
         self.notes: set[str] = set()
 
     def studies(self) -> list[str]:
@@ -118,6 +127,7 @@ class Page:
         before = self.sent.get((study, name), [])
         if rows[: len(before)] != before:
             self.store.delete_run(study, name, run_id=name)
+            self.warned.pop((study, name), None)
             before = []
         new = rows[len(before) :]
         if new:
@@ -125,14 +135,18 @@ class Page:
             steps = [int(row["step"]) for row in new]
             self.store.bulk_log(study, name, metrics, steps, times(record, new), record.settings, run_id=name)
             self.sent[study, name] = rows
-            self.warn(study, name, read_rows(record.path / "monitor.jsonl"))
+        self.warn(study, name, read_rows(record.path / "monitor.jsonl"))
         return len(new)
 
     def warn(self, study: str, name: str, events: list[dict]) -> None:
         """The monitor's events as alerts of the page; those that it has are left alone."""
+        if len(events) == self.warned.get((study, name), 0):
+            return
+        self.warned[study, name] = len(events)
         levels = [{"warning": "warn", "fallen": "error"}.get(event["kind"], "info") for event in events]
         ids = [f"{study}/{name}/{number}" for number in range(len(events))]
-        titles, texts = [event["kind"] for event in events], [event["text"] for event in events]
+        titles = [f"{event['kind']}: {event['signal']}" if "signal" in event else event["kind"] for event in events]
+        texts = [event["text"] for event in events]
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
@@ -152,17 +166,21 @@ def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- in a terminal
-def terminal(paths: list[str], folder: Path) -> None:
-    """`wandb leet` over a folder of links to the newest offline files of each run."""
+def terminal(paths: list[str], folder: Path) -> int:
+    """`wandb leet` over a folder of links to the newest offline files of each run; returns its exit code."""
+    if away := [path for path in paths if path.startswith(sources.SERVER)]:
+        raise ValueError(f"{away[0]}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`")
     newest: dict[Path, Path] = {}  # by the folder that holds a run's wandb files and by its id
-    for path in paths:
-        for file in sorted(Path(path).rglob("*.wandb"), key=lambda file: file.parent.name):
+    for path in map(Path, paths):
+        files = path.rglob("*.wandb") if path.is_dir() else [path]
+        for file in sorted((file.resolve() for file in files), key=lambda file: file.parent.name):
             newest[file.parent.parent / file.stem] = file.parent
     if not newest:
         raise ValueError(f"no offline W&B files under {', '.join(paths)} (with tracking.wandb=disabled there are none)")
-    for found in newest.values():
-        (folder / found.name).symlink_to(found.resolve())
-    subprocess.run([Path(sys.executable).parent / "wandb", "leet", folder], check=False)
+    for found in set(newest.values()):
+        with contextlib.suppress(FileExistsError):  # the same run, copied
+            (folder / found.name).symlink_to(found)
+    return subprocess.run([Path(sys.executable).parent / "wandb", "leet", folder], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import wandb
 import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+from wandb_workspaces import expr
 from wandb_workspaces.workspaces import internal
 
 from gspo.run_files import replace_text
@@ -28,25 +29,37 @@ LINES = 50  # groups or runs that a panel draws at most
 PREFIX = "GSPO: "  # of the saved views' names, to tell them from those that people make
 
 
-def workspace(view: View, entity: str, project: str, by: str = GROUP_BY) -> ws.Workspace:
-    """A saved view: runs grouped by the setting `by`, each group drawn as its mean and standard error."""
+def workspace(view: View, entity: str, project: str, by: str = GROUP_BY, study: str = "") -> ws.Workspace:
+    """A saved view of a study's runs, or of all of the project: grouped by the setting `by`, each group drawn as its
+    mean and standard error."""
+    by = view.by or by
     sections = []
     for name, panels in view.sections:
         about = "\n\n".join(f"**{panel.title()}**  \n{_lines(panel)}" for panel in panels)
-        drawn = [_line_plot(panel, panel.by or by) for panel in panels]
+        drawn = [_line_plot(panel, by) for panel in panels]
         sections.append(ws.Section(name=name, is_open=True, panels=[*drawn, wr.MarkdownPanel(markdown=about)]))
     made = ws.Workspace(
         entity=entity,
         project=project,
-        name=PREFIX + view.name,
+        name=f"{PREFIX}{view.name}" + (f" ({study})" if study else ""),
         auto_generate_panels=False,
         sections=sections,
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=LINES),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Config(by)]),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Config(by)], filters=_filters(view, study)),
     )
-    address = hashlib.sha256(f"{entity}/{project}/{view.name}".encode()).hexdigest()[:11]
+    address = hashlib.sha256(f"{entity}/{project}/{view.name}/{study}".encode()).hexdigest()[:11]
     made._internal_name = internal._url_query_str_to_internal_name(address)
     return made
+
+
+def _filters(view: View, study: str) -> expr.And:
+    """Of the view and the study; runs that hold a report's pictures are none to look at."""
+    chosen = [ws.Metric("JobType") == "train"]
+    if study:
+        chosen.append(ws.Metric("Group") == study)
+    if view.only:
+        chosen.append(expr.Tags().isin([view.only]))
+    return expr.And(*chosen)
 
 
 def _lines(panel: Panel) -> str:
@@ -85,15 +98,20 @@ def spec(made: ws.Workspace) -> dict:
 def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
     """One JSON file per view."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{each.name.removeprefix(PREFIX).lower()}.json" for each in made]
+    names = (each.name.removeprefix(PREFIX).lower() for each in made)
+    paths = [folder / f"{re.sub(r'[^a-z0-9]+', '_', name).strip('_')}.json" for name in names]
     for each, path in zip(made, paths, strict=True):
         replace_text(path, json.dumps(spec(each), indent=1) + "\n")
     return paths
 
 
 def home(entity: str) -> str | None:
-    """The entity to publish under: the one asked for, or the account's default; None without an account."""
-    return (entity or wandb.Api().default_entity) if account() else None
+    """The entity to publish under: the one asked for, or the account's default; None without an account. Raises
+    ValueError if W&B does not say which."""
+    try:
+        return (entity or wandb.Api().default_entity) if account() else None
+    except (wandb.Error, WandbApiFailedError) as error:
+        raise ValueError(f"W&B does not answer: {error}; publish=no writes the JSON alone") from None
 
 
 def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,10 @@
 
 Files are the truth, trackers are views. W&B is online where an account is configured and offline otherwise. An offline
 file loses what was not flushed at a kill, so it is flushed every second, and a resumed run opens a new offline segment
-under the same run id and writes the whole history into it: the newest segment alone is always complete.
+under the same run id and writes the whole history into it: the newest segment alone is always complete, and the older
+ones are marked as uploaded for `wandb sync`. A run resumed online sends the rows that the server lacks; those that a
+killed process had sent after its last checkpoint stay as it sent them. A run that was online and goes on offline
+becomes a new one for W&B, with all its rows, for an upload would append to those that the server has.
 """
 
 from __future__ import annotations
@@ -61,11 +64,8 @@ class Tracker:
             self.wandb = self._open_wandb(mode, config, group, tags)
 
     def _open_wandb(self, mode: str, config: dict, group: str, tags: list[str]):
-        identity = self.run / "wandb_id"
-        if not identity.exists():
-            identity.write_text(secrets.token_hex(6))
         try:
-            run = self._init(mode, identity.read_text(), config, group, tags)
+            run = self._init(mode, self._identity(mode), config, group, tags)
         except wandb.Error as error:
             if mode == "offline":
                 raise
@@ -74,13 +74,27 @@ class Tracker:
             log.warning(text)
             print(f"warning: {text}", file=sys.stderr)
             wandb.teardown()  # it still holds the run's id
-            mode, run = "offline", self._init("offline", identity.read_text(), config, group, tags)
+            run = self._init("offline", self._identity("offline"), config, group, tags)
+        self._mark_older_segments(Path(run.dir).parent)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         for row in read_rows(self.run / "metrics.jsonl"):  # of a resumed run: those that this segment or server lacks
             if row["step"] >= run.starting_step:
                 run.log(row, step=row["step"], commit=True)
         return run
+
+    def _identity(self, mode: str) -> str:
+        """W&B's id of this run, made at its first start."""
+        file = self.run / "wandb_id"
+        if not file.exists() or (mode == "offline" and any(self.run.glob(f"wandb/run-*-{file.read_text()}"))):
+            replace_text(file, secrets.token_hex(6))
+        return file.read_text()
+
+    def _mark_older_segments(self, newest: Path) -> None:
+        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
+        for file in self.run.glob("wandb/offline-run-*/*.wandb"):
+            if file.parent.name != newest.name:
+                file.with_name(f"{file.name}.synced").touch()
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
         return wandb.init(

@@ -20,7 +20,6 @@ class Panel:
     metrics: tuple[str, ...]
     x: str = STEP
     log: bool = False  # logarithmic y axis
-    by: str = ""  # the setting that runs are grouped by, where it is not the view's own
 
     def entries(self) -> list[Metric]:
         """The registry's entries. Raises KeyError for a name that it lacks: a family counts under its own name only."""
@@ -45,27 +44,28 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """One page: a question, sections of panels."""
+    """One page: a question, sections of panels; of all runs, or of those alone that carry a tag (train.py tags a run
+    with its objective, its replay and its model)."""
 
     name: str
     question: str
     sections: tuple[tuple[str, tuple[Panel, ...]], ...]
+    only: str = ""
+    by: str = ""  # the setting that runs are grouped by, where the question asks for one
 
     def panels(self) -> list[Panel]:
         return [panel for _, panels in self.sections for panel in panels]
 
 
-def _panel(names: str, x: str = STEP, log: bool = False, by: str = "") -> Panel:
+def _panel(names: str, x: str = STEP, log: bool = False) -> Panel:
     """ "clip/: token_active token_outside" -> both with the prefix."""
     prefix, _, rest = names.rpartition(": ")
-    return Panel(tuple(prefix + name for name in rest.split()), x, log, by)
+    return Panel(tuple(prefix + name for name in rest.split()), x, log)
 
 
 def _against(names: str) -> tuple[Panel, ...]:
     return tuple(_panel(names, x=x) for x in ("compute/tokens", "compute/flops", "compute/seconds"))
 
-
-REPLAY = "policy.routing_replay"
 
 VIEWS = (
     View(
@@ -129,11 +129,20 @@ VIEWS = (
                 _panel("routing/engine_agreement"), _panel("routing/engine_agreement_layer_*"),
                 _panel("routing/engine_changed_any_layer"),
             )),
-            ("With and without Routing Replay", (
-                _panel("reward/mean", by=REPLAY), _panel("routing/consistency", by=REPLAY),
-                _panel("optim/grad_norm", by=REPLAY, log=True), _panel("clip/token_active", by=REPLAY, log=True),
+        ),
+    ),
+    View(
+        "Routing Replay",
+        "What does replaying the old experts change in GRPO, the paper's case? Grouped by policy.routing_replay.",
+        (
+            ("With and without", (
+                _panel("reward/mean"), _panel("routing/consistency"), _panel("routing/engine_agreement"),
+                _panel("optim/grad_norm", log=True), _panel("clip/token_active", log=True),
+                _panel("mismatch/k3", log=True), _panel("eval/*/avg@*"),
             )),
         ),
+        only="grpo",
+        by="policy.routing_replay",
     ),
     View(
         "Mismatch",
@@ -199,7 +208,8 @@ def unplaced() -> list[str]:
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
-    """The views with the metrics alone that runs have recorded (`names`), and the registry's names of the others."""
+    """The views with the metrics alone that runs have recorded (`names`), and the registry's names of the others.
+    Raises KeyError for a name that the registry lacks."""
     seen = {lookup(name).name for name in names if name != STEP} | {STEP}
     missing = []
 

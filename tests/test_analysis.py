@@ -171,7 +171,7 @@ def test_cut_last_line_and_unfinished_run(tmp_path):
     file.write_text("".join(lines[:21]) + lines[21][:40])
     data = load.load([tmp_path])
     assert data.common_step(GSPO, GRPO_R2) == 20
-    assert any("cut last line" in note for note in data.notes) and any("20 of 30" in note for note in data.notes)
+    assert any("no rows: 22" in note for note in data.notes) and any("20 of 30" in note for note in data.notes)
     assert "Unfinished: GRPO + Routing Replay (R2), seed 1, 20 of 30" in load.describe(data, data.arms)
     assert "batches 11 to 20" in claims.reward(data).found
 

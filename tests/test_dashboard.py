@@ -55,8 +55,9 @@ def test_panels_say_what_the_registry_says_and_share_an_axis():
 
 
 def test_no_panel_stands_twice():
-    drawn = [(name, panel.x, panel.by) for panel in PANELS for name in panel.metrics]
-    assert len(drawn) == len(set(drawn))
+    for by in {view.by for view in VIEWS}:
+        drawn = [(name, p.x) for view in VIEWS if view.by == by for p in view.panels() for name in p.metrics]
+        assert len(drawn) == len(set(drawn))
 
 
 def test_a_metric_of_its_own_is_not_its_familys():
@@ -69,7 +70,7 @@ def test_a_metric_of_its_own_is_not_its_familys():
 
 def test_what_was_not_recorded_is_left_out_and_named():
     kept, missing = recorded(VIEWS, {"reward/mean", "compute/flops", "eval/rated/avg@2", "clip/token_active"})
-    assert [view.name for view in kept] == ["Stability", "Clipping", "Routing", "Evaluation", "Efficiency"]
+    assert [view.name for view in kept] == ["Stability", "Clipping", "Routing Replay", "Evaluation", "Efficiency"]
     assert [panel.title() for panel in kept[1].panels()] == ["clip/token_active"]
     against = ["reward/mean against compute/flops", "eval/*/avg@* against compute/flops", "compute/flops"]
     assert [panel.title() for panel in kept[4].panels()] == against
@@ -106,8 +107,28 @@ def test_what_wandb_is_sent():
             assert metric.meaning.replace("*", r"\*") in texts
     assert sent == dashboard.spec(dashboard.workspace(view, "team", "gspo"))
     assert sent["name"] != dashboard.spec(dashboard.workspace(view, "team", "other"))["name"]
-    by = dashboard.spec(dashboard.workspace(VIEWS[2], "team", "gspo", by="optim.lr"))
-    assert '"optim.value.lr"' in json.dumps(by) and '"policy.value.routing_replay"' in json.dumps(by)
+    by = json.dumps(dashboard.spec(dashboard.workspace(VIEWS[2], "team", "gspo", by="optim.lr")))
+    assert '"optim.value.lr"' in by and "objective.value.name" not in by
+
+
+def test_replay_is_compared_within_grpo_alone():
+    (view,) = (view for view in VIEWS if view.only)
+    section = dashboard.spec(dashboard.workspace(view, "team", "gspo", by="optim.lr", study="known"))["spec"]["section"]
+    (runs,) = section["runSets"]
+    assert [(each["key"]["name"], each["value"]) for each in runs["filters"]["filters"]] == [
+        ("jobType", "train"), ("group", "known"), ("tags", ["grpo"]),
+    ]  # fmt: skip
+    assert runs["grouping"] == [{"section": "config", "name": "policy.value.routing_replay"}]
+    assert '"optim.value.lr"' not in json.dumps(section)
+
+
+def test_what_a_mean_goes_over_is_said(tmp_path):
+    for lr in (1e-4, 2e-4):
+        write(tmp_path / "runs", "gspo", HEALTHY, optim__lr=lr)
+    assert "by=objective.name draws means over optim.lr beside seeds" in call(cwd=tmp_path).stdout
+    assert "draws means over" not in call("by=optim.lr", "study=known", cwd=tmp_path).stdout
+    other = call("study=other", cwd=tmp_path)
+    assert "no run under runs of study other" in other.stdout
 
 
 def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
@@ -124,12 +145,29 @@ def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
     )
 
 
+def test_a_metric_of_another_version_is_one_line(tmp_path):
+    folder = write(tmp_path / "runs", "gspo", HEALTHY)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 91, "my/metric": 1.0}\n')
+    done = call(cwd=tmp_path)
+    assert done.returncode == 2 and "'my/metric' is not in gspo/metrics.py" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
+    write(tmp_path / "runs", "gspo", HEALTHY)
+    done = call(cwd=tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40)
+    assert done.returncode == 2 and "W&B does not answer: " in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("porject=x", "'porject=x': the options are project=, entity=, by=, runs=, out=, publish="),
+        ("porject=x", "'porject=x': the options are project=, entity=, study=, by=, runs=, out=, publish="),
         ("by=optim.rate", "by=optim.rate: no run under runs has this setting"),
         ("publish=maybe", "publish=maybe: choose yes or no"),
+        ("project=", "project=: name a W&B project"),
+        ("study=it's", "study=it's: W&B's filters take letters"),
     ],
 )
 def test_wrong_options_end_in_one_line(argument, said, tmp_path):

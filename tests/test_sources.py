@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -145,6 +146,34 @@ def test_what_is_damaged_is_said_and_the_rest_is_read(tmp_path):
             assert record.notes
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("settings.yaml", b"a: [", "settings.yaml holds no settings: while parsing"),
+        ("settings.yaml", b"- 1", "settings.yaml holds no settings: [1]"),
+        ("settings.yaml", b"seed: \xff", "settings.yaml holds no settings: "),
+        ("settings.yaml", b"seed: null", "its settings have no seed, steps, objective.name"),
+        ("metrics.jsonl", b'3\n{"step": "x"}\n\xff\xfe\n{"reward/mean": 1}\n{"st', "no rows: 1, 2, 3, 4, 5"),
+    ],
+)
+def test_a_damaged_run_directory_is_noted_and_the_others_are_read(recorded, tmp_path, file, content, said):
+    for name in ("gspo-seed1-abc", "gspo-seed2-bad"):
+        shutil.copytree(recorded, tmp_path / "runs" / name, ignore=shutil.ignore_patterns("wandb"))
+    (tmp_path / "runs" / "gspo-seed2-bad" / file).write_bytes(content)
+    data = load.load([tmp_path / "runs"])
+    assert [run.path.name for run in data.runs] == ["gspo-seed1-abc"] and any(said in note for note in data.notes)
+
+
+def test_runs_of_one_name_in_two_studies_are_two(recorded, tmp_path):
+    for study in ("one", "two"):
+        folder = tmp_path / study / "gspo-seed1-abc"
+        log(folder, rows(0, 3))
+        shutil.copytree(folder / "wandb", tmp_path / "copied" / study, symlinks=True)
+    found = sources.records(tmp_path / "copied")
+    assert len(found) == 1 and any("two W&B runs" in note for note in found[0].notes), "of one study: the newer"
+    assert len(sources.joined([replace(found[0], settings={"study": study}) for study in "ab"])) == 2
+
+
 def test_a_later_run_of_the_name_replaces_an_earlier_one(tmp_path):
     """A rollback: the directory goes on as a W&B run of its own."""
     folder = tmp_path / "gspo-seed1-abc"
@@ -170,7 +199,7 @@ def test_the_cache_is_used_and_gives_way(recorded, monkeypatch, tmp_path):
     with open(copy / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "reward/mean": 0.9}\n{"step": 42, "rew')
     (third,) = sources.records(copy)
-    assert third.rows["step"].max() == 41 and "cut last line" in third.notes[0]
+    assert third.rows["step"].max() == 41 and "lines left out that are no rows: 43" in third.notes[0]
     (kept,) = (tmp_path / "cache" / "gspo").iterdir()
     kept.write_bytes(b"PAR1 no longer")
     same(sources.records(copy)[0].rows, third.rows)

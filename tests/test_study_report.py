@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+import yaml
 from test_run_report import Page
 from test_sources import log, rows
 from test_sweep_figures import COLLAPSED, HEALTHY, ROOT, write
@@ -41,7 +43,8 @@ def test_parts_in_both_forms(tmp_path):
     assert 'href="runs/r1"' in text and 'src="data:image/png;base64,iVBORw=="' in text and "a &lt;curve&gt;" in text
     text = blocks.to_markdown("T", [*PARTS, Figure(png, "a curve")], tmp_path / "figures")
     assert "| [r\\|1](runs/r1) | 0.5 |\n| r2 | a\\|b |" in text and "![a curve](a.png)" in text
-    assert text.startswith("# T\n\n## A < B\n\nx & y\n\n- one\n- two\n\n") and "```\na: 1\nb: <2>\n```" in text
+    assert text.startswith("# T\n\n## A \\< B\n\nx & y\n\n- one\n- two\n\n") and "```\na: 1\nb: <2>\n```" in text
+    assert "````\n```\n````" in blocks.to_markdown("T", [Folded("code", "```")], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +92,12 @@ def test_whom_an_arm_is_compared_with():
         (("--baseline", "PPO"), "--baseline 'PPO' is no arm of these runs: "),
         (("--figures", "no.png"), "--figures no.png: no PNG file"),
         (("--publish", "team"), "--publish team: write ENTITY/PROJECT"),
+        (("--publish", "team/gspo"), "no W&B account is configured on this machine: wandb login"),
+        (("--out", "/proc/nowhere"), "/proc/nowhere cannot be made: "),
     ],
 )
 def test_wrong_arguments_end_in_one_line(study, arguments, said, tmp_path):
-    done = call("runs", "--out", str(tmp_path), *arguments, cwd=study)
+    done = call("runs", "--out", str(tmp_path), *arguments, cwd=study, WANDB_API_KEY="", NETRC="/nowhere")
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -116,13 +121,32 @@ def test_published_and_published_again(tmp_path):
         for words in ("What was run", "clip_low: 0.0003", "reward, start", "figures/fig_curves_known", "reward/mean"):
             assert words in text
         live = [part for part in parts if part["type"] == "panel-grid"][1]["metadata"]["runSets"][0]
-        assert live["filters"]["filters"][0]["value"] == "known" and live["grouping"][0]["section"] == "config"
+        assert [each["value"] for each in live["filters"]["filters"]] == [["known"], "train"]
         server.refuses = True
         refused = call("runs", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
         assert refused.returncode == 2 and "permission denied" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_without_an_account_the_files_are_there_and_one_line_says_why(study, tmp_path):
-    done = call("runs", "--out", str(tmp_path), "--publish", "team/gspo", cwd=study, WANDB_API_KEY="", NETRC="/nowhere")
-    assert done.returncode == 2 and (tmp_path / "report_known.html").exists() and "wandb login" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_one_seed_and_runs_without_rewards_are_said_to_be_so(tmp_path):
+    write(tmp_path / "runs" / "s", "gspo", HEALTHY)
+    other = write(tmp_path / "runs" / "s", "grpo", HEALTHY)
+    none = write(tmp_path / "runs" / "s", "cispo", HEALTHY) / "metrics.jsonl"
+    none.write_text("".join(json.dumps({"step": n, "length/mean": 3.0}) + "\n" for n in range(1, 90)))
+    done = call("runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "figures" / "report_known.md").read_text()
+    assert "+0.000 [+0.000, +0.000] within the single run, not over seeds | - | 46-90 |" in words
+    assert "CISPO is not compared with GRPO: needs reward/mean of every run" in words and other.name in words
+
+
+def test_odd_names_of_studies(tmp_path):
+    study = "a|b <i>&'x #1"
+    folder = write(tmp_path / "runs (1)" / "h#1", "gspo", HEALTHY)
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"study": study}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    with serving() as server:
+        done = call("runs (1)", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+    assert done.returncode == 2 and "W&B's filters take letters" in done.stderr and not server.runs
+    text = (tmp_path / "figures" / f"report_{study}.html").read_text()
+    (link,) = re.findall(r'href="([^"]+)"', text)
+    assert (tmp_path / "figures" / unquote(link)).resolve() == folder and "#" not in link and " " not in link

@@ -1,5 +1,6 @@
 """A sweep as users type it: Ctrl-C reaches every worker, the same command continues, finished arms stay as they are."""
 
+import contextlib
 import json
 import os
 import signal
@@ -148,8 +149,9 @@ def signal_jobs(files, number: int) -> None:
     """To the jobs' own processes, as a scheduler does: the children of submitit's controllers."""
     controllers = {folder.name for folder in (files / ".submitit").iterdir() if folder.name.isdecimal()}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        if entry.read_text().rpartition(")")[2].split()[1] in controllers:
-            os.kill(int(entry.parent.name), number)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if entry.read_text().rpartition(")")[2].split()[1] in controllers:
+                os.kill(int(entry.parent.name), number)
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ import fig_curves
 import load
 import sources
 
+from gspo.tracking import supersede
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -71,25 +73,85 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
         assert sources.records("wandb:team/gspo")[0].rows["step"].max() == 41, "a run that goes on is read again"
     finally:
         del run.rows[41]
+    run.about["displayName"] = "renamed"
+    try:
+        assert sources.records("wandb:team/gspo")[0].path.name == "renamed"
+    finally:
+        run.about["displayName"] = online.name
     assert len(sources.records("wandb:team/gspo/study")) == 1 and sources.records("wandb:team/gspo/other") == []
     drawn = [fig_curves.draw(load.load([source]), tmp_path / str(i))[1].read_bytes() for i, source in
              enumerate([online, "wandb:team/gspo"])]  # fmt: skip
     assert drawn[0] == drawn[1]
 
 
+def sync(folder: Path, server, *which: Path) -> str:
+    command = [str(Path(sys.executable).parent / "wandb"), "sync", *map(str, which)]
+    account = os.environ | server.environment
+    done = subprocess.run(command, cwd=folder, env=account, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def steps(run) -> list[int]:
+    return [run.rows[number]["step"] for number in sorted(run.rows)]
+
+
+def pause() -> None:
+    time.sleep(1.1)  # W&B's folders are named by the second
+
+
 def test_the_newest_offline_segment_alone_brings_the_whole_run_to_the_server(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
-    time.sleep(1.1)  # folders are named by the second
+    pause()
     log(folder, rows(26, 40))
-    *older, newest = sorted((folder / "wandb").glob("offline-run-*"))
+    older, newest = sorted((folder / "wandb").glob("offline-run-*"))
     with serving() as server:
-        command = [str(Path(sys.executable).parent / "wandb"), "sync", str(newest)]
-        account = os.environ | server.environment
-        done = subprocess.run(command, cwd=tmp_path, env=account, capture_output=True, check=False)
-        assert done.returncode == 0 and len(older) == 1
+        sync(tmp_path, server, newest)
         (run,) = server.runs.values()
-        assert [row["step"] for row in run.rows.values()] == list(range(41)) and run.about["groupName"] == "study"
+        assert steps(run) == list(range(41)) and run.about["groupName"] == "study"
+        assert "Skipped 1 synced" in sync(tmp_path, server, older) and len(run.rows) == 41
+
+
+def test_a_run_that_was_online_and_goes_on_offline_is_uploaded_as_a_new_one(tmp_path):
+    folder = tmp_path / "gspo-seed1-abc"
+    with serving() as server:
+        log(folder, rows(0, 25), **server.environment)
+        first = (folder / "wandb_id").read_text()
+        pause()
+        log(folder, rows(26, 40))
+        second = (folder / "wandb_id").read_text()
+        sync(tmp_path, server, *sorted((folder / "wandb").glob("offline-run-*")))
+        assert second != first and steps(server.runs[first]) == list(range(26))
+        assert steps(server.runs[second]) == list(range(41))
+        pause()
+        log(folder, rows(41, 45), **server.environment)  # and online again: the same one
+        assert (folder / "wandb_id").read_text() == second and steps(server.runs[second]) == list(range(46))
+
+
+def test_a_run_that_was_offline_and_goes_on_online_is_not_uploaded_twice(tmp_path):
+    folder = tmp_path / "gspo-seed1-abc"
+    log(folder, rows(0, 25))
+    pause()
+    with serving() as server:
+        log(folder, rows(26, 40), **server.environment)
+        (run,) = server.runs.values()
+        assert steps(run) == list(range(41))
+        assert "Skipped 1 synced" in sync(tmp_path, server, *(folder / "wandb").glob("offline-run-*"))
+        assert len(run.rows) == 41
+
+
+def test_rows_that_a_killed_process_had_sent_stay_as_it_sent_them(tmp_path):
+    folder = tmp_path / "gspo-seed1-abc"
+    with serving() as server:
+        log(folder, rows(0, 25), **server.environment)
+        supersede(folder, 20)
+        pause()
+        log(folder, [row | {"reward/mean": 0.1} for row in rows(21, 40)], **server.environment)
+        (run,) = server.runs.values()
+        assert steps(run) == list(range(41))
+        rewards = {row["step"]: row.get("reward/mean") for row in run.rows.values()}
+        assert rewards[25] == 0.525 and rewards[26] == 0.1
 
 
 def test_refusals_are_one_line(server, capsys):
