@@ -47,7 +47,7 @@ def main() -> None:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
     drawn, left_out = reproduce.draw_all(data, args.out)
-    data.notes += left_out
+    data.notes += [why.split("; found: ")[0] for why in left_out]  # the arms stand in the table of settings
     figures = [path for path in (*fig_curves.draw(data, args.out), *drawn, *args.figures) if path.suffix == ".png"]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"

@@ -13,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
 
 import early_warning
 import fig_clip_range
+import fig_curves
 import fig_sweep
 import foresight
 import load
+import style
 
 from gspo.collapse import SIGNALS
 from gspo.monitor import Thresholds
@@ -169,3 +171,26 @@ def test_the_recorded_runs_are_enough_and_small():
     assert sum(path.stat().st_size for path in early_warning.RECORDED.iterdir()) < 2e6
     assert {s.metric for s in SIGNALS.values()} <= set(frame)
     assert early_warning.shipped(frame) == {k: v for k, v in asdict(Thresholds()).items() if v}
+
+
+def test_curves_of_any_study(learning_rates, tmp_path, capsys):
+    data = load.load([learning_rates])
+    pdf, png = fig_curves.draw(data, tmp_path)
+    assert pdf.name == "fig_curves_known.pdf" and png.read_bytes() == fig_curves.draw(data, tmp_path)[1].read_bytes()
+    assert capsys.readouterr().out == ""
+    fig_curves.draw(data, tmp_path, ["reward/mean", "routing/consistency"])
+    assert "have not recorded routing/consistency" in capsys.readouterr().out
+    for metrics, said in ((["clop/share"], "'clop/share' is not in gspo/metrics.py"), (["kl/ref"], "none of kl/ref")):
+        with pytest.raises(SystemExit):
+            fig_curves.draw(data, tmp_path, metrics)
+        assert said in capsys.readouterr().err
+
+
+def test_colours_tell_arms_apart():
+    own = fig_curves.colours(["GSPO", "GRPO"])
+    assert own["GSPO"] == style.colour("GSPO") and own["GRPO"] == style.colour("GRPO")
+    for count in (5, 20):
+        arms = [f"GSPO [x={n}]" for n in range(count)]
+        assert len(set(fig_curves.colours(arms).values())) == count
+    values = fig_curves.drawable(pd.Series([0.0, 0.1, -1.0]), log=True)
+    assert pd.isna(values).tolist() == [True, False, True]

@@ -6,13 +6,17 @@ import pty
 import select
 import shutil
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from test_runs import ROOT, SMALL, command, environment, train
+from test_sweep_figures import write
 
 pytestmark = pytest.mark.browser
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -54,10 +58,15 @@ def study(tmp_path_factory):
 class Viewer:
     """experiments/view.py as a user starts it, until Ctrl-C."""
 
-    def __init__(self, cwd: Path, *arguments: str):
+    def __init__(self, cwd: Path, *arguments: str, **variables: str):
         program = [sys.executable, str(ROOT / "experiments" / "view.py"), *arguments, "open=no"]
         self.process = subprocess.Popen(
-            program, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            program,
+            cwd=cwd,
+            env=environment() | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.said = []
         while not self.said or "Ctrl-C" not in self.said[-1]:
@@ -192,6 +201,10 @@ folder = write(Path("runs") / "s", "gspo", [0.4, 0.5, 0.6])
 (folder / "monitor.jsonl").write_text('{{"step": 2, "kind": "warning", "text": "odd"}}\\n')
 page = view.Page(SQLiteStorage)
 news = [page.look(["runs"]), page.look(["runs"])]
+with open(folder / "monitor.jsonl", "a") as file:  # after its row was seen
+    file.write('{{"step": 3, "kind": "fallen", "signal": "reward_fall", "text": "low"}}\\n')
+page.look(["runs"])
+assert [alert["title"] for alert in SQLiteStorage.get_alerts("known")] == ["fallen: reward_fall", "warning"]
 lines = (folder / "metrics.jsonl").read_text().splitlines()
 back = [json.loads(line) for line in lines]
 back[-1]["reward/mean"] = 0.1
@@ -206,8 +219,47 @@ print(len(SQLiteStorage.get_alerts(study)))
     assert done.returncode == 0, done.stderr
     said, alerts = done.stdout.splitlines()
     (first, none, again), rows = json.loads(said)
-    assert none == 0 and again == first + 1 and alerts == "1"
+    assert none == 0 and again == first + 1 and alerts == "2"
     assert rows[-2:] == [[rows[-2][0], 0.1], [99, 0.1]] and len({step for step, _ in rows}) == len(rows)
+
+
+def test_a_taken_port_a_damaged_run_and_a_terminated_viewer(tmp_path):
+    whole, bad = (write(tmp_path / "runs", "gspo", [0.4, 0.5], seed) for seed in (1, 2))
+    (bad / "metrics.jsonl").write_text("garbage\n" + (bad / "metrics.jsonl").read_text())
+    store = tmp_path / "store"
+    store.mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Viewer(tmp_path, "runs", f"port={port}", TMPDIR=str(store)) as viewer:
+            assert f":{port}/" not in viewer.address
+            assert any("lines left out that are no rows: 1" in line for line in viewer.said)
+            with open(whole / "metrics.jsonl", "a") as file:
+                file.write('{"step": 3, "reward/mean": 0.6}\n')
+            (database,) = (path for path in store.rglob("*.db") if "known" in path.name)
+            end = time.monotonic() + 30
+            while [row["step"] for row in logs(database, whole.name)] != [0, 1, 2, 3]:
+                assert time.monotonic() < end
+                time.sleep(0.5)
+            viewer.process.terminate()
+    assert viewer.process.returncode == 0 and list(store.iterdir()) == []
+
+
+def logs(database: Path, run: str) -> list[sqlite3.Row]:
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        connection.row_factory = sqlite3.Row
+        return connection.execute("SELECT step FROM metrics WHERE run_name = ? ORDER BY step", (run,)).fetchall()
+
+
+def test_it_waits_for_the_first_row(tmp_path):
+    folder = write(tmp_path / "runs", "gspo", [0.4])
+    rows = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text("")
+    timer = threading.Timer(5, (folder / "metrics.jsonl").write_text, [rows])
+    timer.start()
+    with Viewer(tmp_path, "runs") as viewer:
+        assert "no row yet under runs: waiting" in viewer.said[0]
 
 
 def test_in_the_terminal(study):
@@ -236,6 +288,8 @@ def test_in_the_terminal(study):
         (["nowhere"], "nowhere does not exist"),
         (["empty"], "no runs under empty"),
         (["empty", "in=terminal"], "no offline W&B files under empty"),
+        (["nowhere", "in=terminal"], "nowhere does not exist"),
+        (["wandb:team/gspo", "in=terminal"], "in=terminal shows files"),
         (["in=window"], "in=window: choose one of browser, terminal"),
         (["port=x"], "port=x is not a port"),
     ],
