@@ -121,8 +121,9 @@ def colours(arms: list[str]) -> dict[str, str]:
 
 
 def study(runs: list[Run]) -> str:
-    """The studies' names, for files and titles."""
-    return "_".join(sorted({str(run.settings.get("study", "runs")) for run in runs}))
+    """The studies' names, for files and titles; of many their number."""
+    names = sorted({str(run.settings.get("study", "runs")) for run in runs})
+    return "_".join(names) if len(names) < 4 else f"{len(names)}_studies"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ from stats import START, WINDOW, paired_difference, sign_flip_p
 
 from gspo.collapse import collapse
 
+MEANS = (
+    f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
+    "Held-out scores: first -> last evaluation."
+)
 WIDE = 4  # with more arms than these a table has a row per arm, not a column
 FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # settings that say nothing of a study
 
@@ -51,12 +55,8 @@ def main() -> None:
     figures = [path for path in (*fig_curves.draw(data, args.out), *drawn, *args.figures) if path.suffix == ".png"]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"
-    content = [
-        *opening(data, args.baseline),
-        *shown(figures),
-        Heading("Runs"),
-        runs(data, lambda run: local(run, args.out)),
-    ]
+    words = opening(data, args.baseline)
+    content = [*words, *shown(figures), Heading("Runs"), runs(data, lambda run: local(run, args.out))]
     for path, text in (
         (args.out / f"report_{name}.html", to_html(title, content)),
         (args.out / f"report_{name}.md", to_markdown(title, content, args.out)),
@@ -66,22 +66,18 @@ def main() -> None:
     if args.publish:
         import wandb_report  # here, for wandb takes a second to import
 
-        print(wandb_report.publish(args.publish, title, name, data, opening(data, args.baseline), figures))
+        print(wandb_report.publish(args.publish, title, data, words, figures))
 
 
 def opening(data: Data, baseline: str) -> list[Block]:
     """All that is words and tables."""
     notes = [Items(tuple(data.notes))] if data.notes else []
-    start, end = (
-        f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}.",
-        "Held-out scores: first",
-    )
     found = claims.all_claims(data)
     judged = [Heading("The paper's claims"), Items(tuple(claim.sentence() for claim in found))] if found else []
     return [
         *(Heading("What was run"), Text(load.describe(data, data.arms)), *notes),
         *(Heading("Settings"), settings(data), Folded("settings that all runs share", common(data))),
-        *(Heading("Statistics"), Text(f"{start} {end} -> last evaluation."), statistics(data)),
+        *(Heading("Statistics"), Text(MEANS), statistics(data)),
         *differences(data, baseline),
         *judged,
     ]

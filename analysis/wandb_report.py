@@ -1,7 +1,8 @@
 """A study's report as a W&B Report, by W&B's own library for it (wandb_workspaces.reports.v2).
 
 A report shows pictures that a run has logged: they go into a run of job type "report" in the same project. Beside them
-stand live panels of the study's runs, grouped by objective, and links to them. Saving again replaces the report.
+stand live panels of the study's runs, by objective where that is all in which the arms differ, and links to the runs.
+Saving again replaces the report.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sources
 import study_report
 import wandb
 import wandb_workspaces.reports.v2 as wr
-from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_markdown
+from blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
 from load import Data, Run, die
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
@@ -26,7 +27,7 @@ GROUP_BY = "objective.name"
 MADE = "Made by analysis/study_report.py, which replaces it"
 
 
-def publish(address: str, title: str, study: str, data: Data, opening: Sequence[Block], figures: list[Path]) -> str:
+def publish(address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]) -> str:
     """Save the report in ENTITY/PROJECT; returns where it is to be seen. Dies without an account and when refused."""
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
@@ -37,23 +38,23 @@ def publish(address: str, title: str, study: str, data: Data, opening: Sequence[
     if not sources.signed_in():
         die(f"--publish {address}: no W&B account is configured on this machine: wandb login")
     try:
-        pictures = upload(entity, project, study, figures)
-        made = report(entity, project, title, studies, data, opening, pictures)
+        name = f"figures: {title}"
+        made = report(entity, project, title, studies, data, words, name, upload(entity, project, name, figures))
         made.id = saved_before(made)
         return made.save().url
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
         die(f"W&B did not save the report in {address}: {error}")
 
 
-def upload(entity: str, project: str, study: str, figures: list[Path]) -> dict[str, str]:
-    """Log the figures to one run per study; returns its name and the keys under which they are: {key: name}."""
-    name = f"figures of {study}"
+def upload(entity: str, project: str, name: str, figures: list[Path]) -> list[str]:
+    """Log the figures to the one run of this name; returns the keys under which they are."""
+    pictures = {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures}
     with (
         tempfile.TemporaryDirectory() as folder,
         wandb.init(
             entity=entity,
             project=project,
-            id="report" + hashlib.sha256(study.encode()).hexdigest()[:10],
+            id="report" + hashlib.sha256(name.encode()).hexdigest()[:10],
             name=name,
             job_type="report",
             dir=folder,
@@ -62,8 +63,8 @@ def upload(entity: str, project: str, study: str, figures: list[Path]) -> dict[s
             settings=wandb.Settings(silent=True, console="off"),
         ) as run,
     ):
-        run.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
-    return {f"figures/{path.stem}": name for path in figures}
+        run.log(pictures)
+    return list(pictures)
 
 
 def report(
@@ -72,13 +73,12 @@ def report(
     title: str,
     studies: list[str],
     data: Data,
-    opening: Sequence[Block],
-    pictures: dict[str, str],
+    words: Sequence[Block],
+    drawn_by: str,
+    pictures: list[str],
 ) -> wr.Report:
-    """The report, not saved yet."""
-    shown = wr.Runset(
-        entity, project, name="figures", filters=expr.And(expr.Metric("Name") == next(iter(pictures.values())))
-    )
+    """The report, not saved yet; `pictures` are what the run named `drawn_by` holds."""
+    shown = wr.Runset(entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by))
     chosen = expr.And(expr.Metric("Group").isin(studies), expr.Metric("JobType") == "train")
     live = wr.Runset(entity, project, name="runs", filters=chosen)
     by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
@@ -90,7 +90,7 @@ def report(
         description=MADE,
         width="fixed",
         blocks=[
-            *(part for block in opening for part in as_wandb(block)),
+            *(part for block in words for part in as_wandb(block)),
             wr.H2("Figures"),
             wr.PanelGrid(
                 runsets=[shown],
@@ -119,7 +119,7 @@ def live_panel(metric: str, place: int, by: str) -> wr.LinePlot:
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
-    """One of our parts as theirs. Tables are Markdown: W&B's own tables show runs alone."""
+    """One of our parts as theirs, but for figures. Tables are Markdown: W&B's own show runs alone."""
     match block:
         case Heading(text):
             return [wr.H2(text)]
@@ -129,7 +129,7 @@ def as_wandb(block: Block) -> list[wr.Block]:
             return [wr.UnorderedList(items=list(texts))]
         case Folded(title, text):
             return [wr.H3(title), wr.CodeBlock(code=text, language="yaml")]
-        case Table() | Figure():
+        case Table():
             return [wr.MarkdownBlock(to_markdown("", [block], Path()).removeprefix("# \n\n"))]
 
 

@@ -66,6 +66,8 @@ class Tracker:
     def _open_wandb(self, mode: str, config: dict, group: str, tags: list[str]):
         try:
             run = self._init(mode, self._identity(mode), config, group, tags)
+            if mode == "online":
+                replace_text(self.run / "wandb_online", run.id)
         except wandb.Error as error:
             if mode == "offline":
                 raise
@@ -85,8 +87,9 @@ class Tracker:
 
     def _identity(self, mode: str) -> str:
         """W&B's id of this run, made at its first start."""
-        file = self.run / "wandb_id"
-        if not file.exists() or (mode == "offline" and any(self.run.glob(f"wandb/run-*-{file.read_text()}"))):
+        file, online = self.run / "wandb_id", self.run / "wandb_online"
+        there = online.read_text() if online.exists() else None  # the id that the server knows
+        if not file.exists() or (mode == "offline" and file.read_text() == there):
             replace_text(file, secrets.token_hex(6))
         return file.read_text()
 

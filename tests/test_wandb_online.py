@@ -129,6 +129,16 @@ def test_a_run_that_was_online_and_goes_on_offline_is_uploaded_as_a_new_one(tmp_
         assert (folder / "wandb_id").read_text() == second and steps(server.runs[second]) == list(range(46))
 
 
+def test_a_server_that_was_never_reached_changes_nothing(tmp_path):
+    folder = tmp_path / "gspo-seed1-abc"
+    log(folder, rows(0, 25))
+    identity = (folder / "wandb_id").read_text()
+    (folder / "wandb" / f"run-20260101_000000-{identity}").mkdir()  # what the client leaves of a start that failed
+    pause()
+    log(folder, rows(26, 40))
+    assert (folder / "wandb_id").read_text() == identity
+
+
 def test_a_run_that_was_offline_and_goes_on_online_is_not_uploaded_twice(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
