@@ -50,6 +50,10 @@ def main() -> None:
     for path in args.figures:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
+    if args.publish:
+        import wandb_report  # here, for wandb takes a second to import
+
+        wandb_report.check(args.publish, data)
     drawn, left_out = reproduce.draw_all(data, args.out)
     data.notes += [why.split("; found: ")[0] for why in left_out]  # the arms stand in the table of settings
     figures = [path for path in (*fig_curves.draw(data, args.out), *drawn, *args.figures) if path.suffix == ".png"]
@@ -64,8 +68,6 @@ def main() -> None:
         path.write_text(text)
         print(path)
     if args.publish:
-        import wandb_report  # here, for wandb takes a second to import
-
         print(wandb_report.publish(args.publish, title, data, words, figures))
 
 

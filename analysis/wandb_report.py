@@ -27,23 +27,31 @@ GROUP_BY = "objective.name"
 MADE = "Made by analysis/study_report.py, which replaces it"
 
 
-def publish(address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]) -> str:
-    """Save the report in ENTITY/PROJECT; returns where it is to be seen. Dies without an account and when refused."""
+def check(address: str, data: Data) -> None:
+    """Dies if the report cannot be published there; before anything is drawn."""
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
         die(f"--publish {address}: write ENTITY/PROJECT")
-    studies = sorted({str(run.settings.get("study")) for run in data.runs})
-    if odd := [name for name in studies if not re.fullmatch(r"[\w.,+ -]+", name)]:
+    if odd := [name for name in studies(data) if not re.fullmatch(r"[\w.,+ -]+", name)]:
         die(f"study {odd[0]!r}: W&B's filters take letters, digits, spaces and _ . , + - alone")
     if not sources.signed_in():
         die(f"--publish {address}: no W&B account is configured on this machine: wandb login")
+
+
+def publish(address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]) -> str:
+    """Save the report in ENTITY/PROJECT; returns where it is to be seen. Dies when W&B refuses."""
+    entity, _, project = address.partition("/")
+    name = f"figures: {title}"
     try:
-        name = f"figures: {title}"
-        made = report(entity, project, title, studies, data, words, name, upload(entity, project, name, figures))
+        made = report(entity, project, title, data, words, name, upload(entity, project, name, figures))
         made.id = saved_before(made)
         return made.save().url
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
         die(f"W&B did not save the report in {address}: {error}")
+
+
+def studies(data: Data) -> list[str]:
+    return sorted({str(run.settings.get("study")) for run in data.runs})
 
 
 def upload(entity: str, project: str, name: str, figures: list[Path]) -> list[str]:
@@ -71,7 +79,6 @@ def report(
     entity: str,
     project: str,
     title: str,
-    studies: list[str],
     data: Data,
     words: Sequence[Block],
     drawn_by: str,
@@ -79,7 +86,7 @@ def report(
 ) -> wr.Report:
     """The report, not saved yet; `pictures` are what the run named `drawn_by` holds."""
     shown = wr.Runset(entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by))
-    chosen = expr.And(expr.Metric("Group").isin(studies), expr.Metric("JobType") == "train")
+    chosen = expr.And(expr.Metric("Group").isin(studies(data)), expr.Metric("JobType") == "train")
     live = wr.Runset(entity, project, name="runs", filters=chosen)
     by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
     at = addresses(entity, project)

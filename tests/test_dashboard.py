@@ -154,6 +154,7 @@ def test_a_metric_of_another_version_is_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
     write(tmp_path / "runs", "gspo", HEALTHY)
     done = call(cwd=tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40)

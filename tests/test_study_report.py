@@ -147,6 +147,8 @@ def test_odd_names_of_studies(tmp_path):
     with serving() as server:
         done = call("runs (1)", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
     assert done.returncode == 2 and "W&B's filters take letters" in done.stderr and not server.runs
+    done = call("runs (1)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     text = (tmp_path / "figures" / f"report_{study}.html").read_text()
     (link,) = re.findall(r'href="([^"]+)"', text)
     assert (tmp_path / "figures" / unquote(link)).resolve() == folder and "#" not in link and " " not in link

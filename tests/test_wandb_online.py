@@ -100,6 +100,7 @@ def pause() -> None:
     time.sleep(1.1)  # W&B's folders are named by the second
 
 
+@pytest.mark.slow
 def test_the_newest_offline_segment_alone_brings_the_whole_run_to_the_server(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
@@ -113,6 +114,7 @@ def test_the_newest_offline_segment_alone_brings_the_whole_run_to_the_server(tmp
         assert "Skipped 1 synced" in sync(tmp_path, server, older) and len(run.rows) == 41
 
 
+@pytest.mark.slow
 def test_a_run_that_was_online_and_goes_on_offline_is_uploaded_as_a_new_one(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     with serving() as server:
@@ -129,6 +131,7 @@ def test_a_run_that_was_online_and_goes_on_offline_is_uploaded_as_a_new_one(tmp_
         assert (folder / "wandb_id").read_text() == second and steps(server.runs[second]) == list(range(46))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_never_reached_changes_nothing(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
@@ -139,6 +142,7 @@ def test_a_server_that_was_never_reached_changes_nothing(tmp_path):
     assert (folder / "wandb_id").read_text() == identity
 
 
+@pytest.mark.slow
 def test_a_run_that_was_offline_and_goes_on_online_is_not_uploaded_twice(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
@@ -151,6 +155,7 @@ def test_a_run_that_was_offline_and_goes_on_online_is_not_uploaded_twice(tmp_pat
         assert len(run.rows) == 41
 
 
+@pytest.mark.slow
 def test_rows_that_a_killed_process_had_sent_stay_as_it_sent_them(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     with serving() as server:
