@@ -108,10 +108,17 @@ def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
 def home(entity: str) -> str | None:
     """The entity to publish under: the one asked for, or the account's default; None without an account. Raises
     ValueError if W&B does not say which."""
+    if not account():
+        return None
+    if entity:
+        return entity
     try:
-        return (entity or wandb.Api().default_entity) if account() else None
+        default = wandb.Api().default_entity
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"W&B does not answer: {error}; publish=no writes the JSON alone") from None
+    if not default:
+        raise ValueError("entity=: the account has no default; say entity=TEAM")
+    return default
 
 
 def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:
