@@ -63,9 +63,8 @@ def draw(data: Data, out: Path, metrics: list[str] | tuple[str, ...] = METRICS) 
         load.die(f"the runs have recorded none of {', '.join(metrics)}")
     rows, hues = -(-len(shown) // PER_ROW), colours(data.arms)
     names = [re.sub(r"\w+\.(\w+=)", r"\1", style.short(arm).replace("\n", " ")) for arm in hues]
-    columns = max(
-        1, int(105 / (max(map(len, names)) + 6))
-    )  # some 105 letters of the legend's size are as wide as the page
+    letters = 105  # of the legend's size are about as wide as the page
+    columns = max(1, letters // (max(map(len, names)) + 6))
     legend = 0.2 * -(-len(hues) // columns)
     figure = style.canvas(2.3 * rows + 0.3 + legend)
     axes = figure.subplots(rows, min(PER_ROW, len(shown)), squeeze=False)
