@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -29,6 +30,7 @@ from gspo.records import Response
 from gspo.run_files import read_rows, replace_text, rows_and_damage
 
 log = logging.getLogger(__name__)
+OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # a run's folders whose entries are named after a step
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -202,11 +204,13 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
 
 
 def supersede(run: Path, step: int) -> list[str]:
-    """Move what lies after `step` to superseded/<n>/: a run that resumes there will make it again. Damaged lines go
-    there too; says in words which rows are lost by that."""
+    """Move what belongs to later steps than `step` to superseded/<n>/: a run that resumes there will make it again.
+
+    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines go there too; says in words
+    which rows are lost by that.
+    """
     attic, metrics = run / "superseded", run / "metrics.jsonl"
-    files = [p for p in run.glob("*/step_*") if p.parent != attic and p.suffix != ".unfinished"]
-    files = [p for p in files if int(p.stem.removeprefix("step_")) > step]
+    files = [path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step]
     rows, damaged = rows_and_damage(metrics)
     later = [row for row in rows if row["step"] > step]
     if files or later or damaged:
@@ -221,6 +225,15 @@ def supersede(run: Path, step: int) -> list[str]:
         replace_text(metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
     missing = sorted(set(range(step + 1)) - {row["step"] for row in rows})
     return [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"] if missing else []
+
+
+def _step(path: Path) -> int:
+    """The step that a file or folder of a run is named after; -1 if it is none that the run wrote whole.
+
+    step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation of it).
+    """
+    name = re.fullmatch(r"step_(\d+)(\.jsonl|-\w+)?", path.name)
+    return int(name[1]) if name else -1
 
 
 def _spans(numbers: list[int]) -> str:

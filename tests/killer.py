@@ -1,5 +1,7 @@
 """Runs experiments/train.py in this process and ends it by SIGKILL at a chosen moment: `killer.py WHERE STEP TRAIN...`.
 
+`killer.py WHERE STEP --falling FROM LR TRAIN...` forces the rewards too, as tests/falling.py does.
+
 WHERE is `phase.moment` of MOMENTS; STEP is the training step from which on it counts. The process writes `killed_in`
 into the current folder right before it dies, so that a test knows that the moment came.
 """
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from falling import force_rewards
 
 from gspo import checkpoint, tracking, trainer
 from gspo.rollback import Rollbacks
@@ -99,7 +102,11 @@ MOMENTS = {
 
 if __name__ == "__main__":
     WHERE, STEP = sys.argv[1], int(sys.argv[2])
-    sys.argv = [str(TRAIN), *sys.argv[3:]]
+    train_arguments = sys.argv[3:]
+    if train_arguments[0] == "--falling":
+        force_rewards(int(train_arguments[1]), float(train_arguments[2]))
+        train_arguments = train_arguments[3:]
+    sys.argv = [str(TRAIN), *train_arguments]
 
     def next_of(kind):
         plain = kind.next

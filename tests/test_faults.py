@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_runs import ROOT, SMALL, command, comparable, environment, only_run, train, wandb_rows
+from test_runs import ROOT, SMALL, command, comparable, environment, evaluate, only_run, train, wandb_rows
 
 from gspo.tracking import read_rows
 
@@ -168,33 +168,40 @@ def test_wandb_out_of_reach_is_tracked_offline(tmp_path, straight):
     assert [row["step"] for row in wandb_rows(run)] == list(range(13))
 
 
-COLLAPSING = [  # solves nine of ten problems, until the learning rate has risen to where it destroys the policy
-    "study=small", "task=math", "task.max_operands=2", "task.largest=5", "steps=70", "threads=1",
-    "cold_start.steps=500", "cold_start.batch_size=64", "model.hidden=32", "model.layers=2", "model.heads=2",
-    "model.experts=4", "model.expert_width=16", "rollout.prompts_per_step=8", "rollout.group_size=4",
-    "rollout.max_new_tokens=16", "trainer.minibatches=2", "evaluation.problems=4", "evaluation.every=1000",
-    "checkpoint.every=2", "optim.lr=0.1", "optim.warmup_updates=1000",
-]  # fmt: skip
+LR, FIRST_WRONG_STEP = 1e-3, 12
+COLLAPSING = [*SMALL, "steps=45", f"optim.lr={LR}", "evaluation.every=1000"]
+# after n wrong steps the smoothed reward is 0.5 w 0.9^n / (w 0.9^n + 1 + ... + 0.9^(n-1)), w = 1 + ... + 0.9^10 = 6.86:
+# 0.87, 0.75 and 0.65 of its peak. From the third on it has fallen, and the monitor acts after 20 such steps.
+FALL_STEP = FIRST_WRONG_STEP + 2
+FALLEN_STEP = FALL_STEP + 19
+FORCED = [str(FIRST_WRONG_STEP), str(LR)]
+
+
+def train_falling(cwd: Path, *overrides: str) -> subprocess.CompletedProcess:
+    """A run whose every response is wrong from FIRST_WRONG_STEP on, as long as its learning rate is LR."""
+    script = [sys.executable, str(ROOT / "tests" / "falling.py"), *FORCED, *overrides]
+    return subprocess.run(script, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 def test_a_policy_that_collapses_is_noticed_reported_and_stopped(tmp_path):
-    done = train(tmp_path, *COLLAPSING, "monitor.action=stop")
+    done = train_falling(tmp_path, *COLLAPSING, "monitor.action=stop")
     assert done.returncode == 4, done.stderr[-3000:]
     assert "Traceback" not in done.stderr and "Error executing" not in done.stderr
     run = only_run(tmp_path)
     events = [json.loads(line) for line in (run / "monitor.jsonl").read_text().splitlines()]
     last = read_rows(run / "metrics.jsonl")[-1]
-    assert events[-1]["kind"] == "fallen" and events[-1]["step"] == last["step"] < 70
-    assert last["monitor/fallen"] == 1 and {"warning", "fallen"} <= {event["kind"] for event in events}
-    assert any(event["step"] < events[-1]["step"] for event in events if event["kind"] == "warning"), "warned before"
+    assert events[-1]["kind"] == "fallen" and events[-1]["step"] == last["step"] == FALLEN_STEP
+    assert last["monitor/fallen"] == 1
+    warned = [event["step"] for event in events if event["signal"] == "reward_fall" and event["kind"] == "warning"]
+    assert warned == [FALL_STEP], "warned before"
     assert (run / "checkpoints" / "latest").read_text() == f"step_{last['step']:06d}"
     assert json.loads((run / "status.json").read_text())["how"] == "collapsed"
     said = "the monitor ended the run 20 steps into a fall"
     assert said in (run / "report.txt").read_text() and said in done.stdout
     offline = next(run.glob("wandb/offline-run-*/*.wandb")).read_bytes()
     assert b"has been below 0.7 x its peak" in offline, "wandb.alert"
-    more = train(tmp_path, f"resume={run.relative_to(tmp_path)}", f"steps={last['step'] + 3}")
+    more = train_falling(tmp_path, f"resume={run.relative_to(tmp_path)}", f"steps={last['step'] + 3}")
     assert more.returncode == 0, "who resumes it has been told"
     again = [json.loads(line) for line in (run / "monitor.jsonl").read_text().splitlines()]
     assert [event for event in again if event["kind"] == "fallen"] == events[-1:], "and is not told again"
@@ -202,34 +209,38 @@ def test_a_policy_that_collapses_is_noticed_reported_and_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed_in_between(tmp_path):
-    rollback = [*COLLAPSING, "monitor.action=rollback", "monitor.rollbacks=1", "monitor.rollback_lr=0.001"]
+    rollback = [*COLLAPSING, "monitor.action=rollback", "monitor.rollbacks=1", "monitor.rollback_lr=0.5"]
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
-    done = train(tmp_path / "straight", *rollback)
+    done = train_falling(tmp_path / "straight", *rollback)
     assert done.returncode == 0, done.stderr[-3000:]
     run = only_run(tmp_path / "straight")
     (back,) = json.loads((run / "rollbacks.json").read_text())
+    assert (back["from"], back["to"]) == (FALLEN_STEP, 10), "from a healthy step, the newest that has a checkpoint"
     assert back["moved"] and f"rolled back from step {back['from']} to step {back['to']}" in done.stderr
     rows = read_rows(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(71))
-    assert min(row["reward/mean"] for row in rows[1 : back["to"] + 1]) > 0.3, "from a healthy step"
-    late = [row["reward/mean"] for row in rows[-10:]]
-    assert sum(late) / 10 > 0.2 and not rows[-1]["monitor/fallen"], "and it goes on earning, at the lower rate"
-    for step in (back["to"], back["to"] + 1):
-        lowered = 0.001 if step > back["to"] else 1
-        assert rows[step]["optim/lr"] == pytest.approx(0.1 * lowered * 2 * step / 1000)
+    assert [row["step"] for row in rows] == list(range(46))
+    assert all(row["reward/mean"] == 0.5 for row in rows[1:]), "it goes on earning, at the lower rate"
+    assert not rows[-1]["monitor/fallen"]
+    assert [rows[step]["optim/lr"] for step in (back["to"], back["to"] + 1)] == pytest.approx([LR, LR / 2])
     seen = wandb_rows(run)
     assert [row["optim/lr"] for row in seen[1:]] == [row["optim/lr"] for row in rows[1:]], "a W&B run of its own, whole"
     assert len({p.name.rsplit("-", 1)[1] for p in run.glob("wandb/offline-run-*")}) == 2
     attic = read_rows(run / "superseded" / "1" / "metrics.jsonl")
     assert [row["step"] for row in attic] == list(range(back["to"] + 1, back["from"] + 1))
-    killer = [sys.executable, str(ROOT / "tests" / "killer.py"), "rollback.decided", "10", *rollback]
     folder = tmp_path / "killed"
+    assert train_falling(folder, *rollback, "steps=12").returncode == 0
+    assert evaluate(only_run(folder)).returncode == 0, "what an evaluation leaves in the run is in nobody's way"
+    go_on = [f"resume={only_run(folder).relative_to(folder)}", "steps=45"]
+    killer = [sys.executable, str(ROOT / "tests" / "killer.py"), "rollback.decided", "13", "--falling", *FORCED, *go_on]
     killed = subprocess.run(killer, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     assert killed.returncode == -9 and (folder / "killed_in").exists(), killed.stderr[-3000:]
     assert not json.loads((only_run(folder) / "rollbacks.json").read_text())[0]["moved"]
-    done = train(folder, f"resume={only_run(folder).relative_to(folder)}")
+    done = train_falling(folder, f"resume={only_run(folder).relative_to(folder)}")
     assert done.returncode == 0, done.stderr[-3000:]
     assert comparable(only_run(folder)) == comparable(run)
-    last = [folder / "checkpoints" / "step_000070" / "model.safetensors" for folder in (run, only_run(folder))]
+    assert [p.name[:23] for p in (only_run(folder) / "superseded" / "1").glob("evaluations_*")] == [
+        "evaluations_step_000012"
+    ]
+    last = [folder / "checkpoints" / "step_000045" / "model.safetensors" for folder in (run, only_run(folder))]
     assert last[0].read_bytes() == last[1].read_bytes()

@@ -45,6 +45,11 @@ def train(cwd: Path, *overrides: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(*overrides), cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
 
+def evaluate(run: Path, *overrides: str) -> subprocess.CompletedProcess:
+    script = [sys.executable, str(ROOT / "experiments" / "evaluate.py"), f"run={run}", "problems=2", "k=1", *overrides]
+    return subprocess.run(script, cwd=run, env=environment(), capture_output=True, text=True, check=False)
+
+
 def only_run(folder: Path) -> Path:
     (run,) = (folder / "runs" / "small").glob("*-seed*")
     return run
@@ -199,6 +204,25 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
         "rollouts_step_000012.jsonl",
         "checkpoints_step_000012",
     }
+
+
+@pytest.mark.slow
+def test_a_run_that_was_evaluated_goes_on(tmp_path):
+    """By resume=, and by its sweep typed again; an evaluation of a checkpoint that is gone back behind moves aside."""
+    assert train(tmp_path, *SMALL, "steps=4").returncode == 0
+    run = only_run(tmp_path)
+    for step, again in ((4, [f"resume={run}", "steps=6"]), (6, ["-m", *SMALL, "steps=8"])):
+        assert evaluate(run).returncode == 0
+        done = train(tmp_path, *again)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert [p.name[:12] for p in (run / "evaluations").glob(f"step_{step:06d}-*")] == [f"step_{step:06d}"]
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(9))
+    assert not (run / "superseded").exists()
+    (run / "checkpoints" / "latest").write_text("step_000006")
+    assert evaluate(run, "step=8").returncode == 0
+    assert train(tmp_path, f"resume={run}").returncode == 0
+    moved = {p.name[:23] for p in (run / "superseded" / "1").glob("evaluations_*")}
+    assert moved == {"evaluations_step_000008"}
 
 
 @pytest.mark.slow

@@ -66,6 +66,23 @@ def test_supersede_splits_at_the_step(tmp_path):
     assert (tmp_path / "superseded" / "1" / "rollouts_step_000004.jsonl").exists()
 
 
+def test_supersede_takes_what_is_named_after_a_step_and_nothing_else(tmp_path):
+    """An evaluation belongs to the step of its checkpoint; what users put beside stays where it is."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
+    mine = ["notes/step_by_step.txt", "rollouts/step_5_by_hand.jsonl", "evaluations/step_x/result.json"]
+    earlier = ["evaluations/step_000004-28211d79a6/result.json", "checkpoints/step_000004/state.json"]
+    unfinished = ["checkpoints/step_000006.unfinished/state.json"]
+    later = ["evaluations/step_000006-28211d79a6/result.json", "checkpoints/step_000006/state.json"]
+    for name in mine + earlier + unfinished + later:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    supersede(tmp_path, 4)
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and "superseded" not in p.parts}
+    assert left == {"metrics.jsonl", *mine, *earlier, *unfinished}
+    assert (tmp_path / "superseded" / "1" / "evaluations_step_000006-28211d79a6" / "result.json").exists()
+    assert (tmp_path / "superseded" / "1" / "checkpoints_step_000006" / "state.json").exists()
+
+
 def test_progress_says_step_reward_and_time_left(capsys):
     progress = Progress("gspo seed 1", 10, 0, alone=False, seconds_between_lines=0.0)
     time.sleep(0.05)
