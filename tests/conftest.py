@@ -1,7 +1,11 @@
 """Small real models and batches that several test files use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gspo.batch import TrainBatch, pack
 from gspo.policy.models import TinyDense, TinyMoE
@@ -57,6 +61,38 @@ def fed(batch: TrainBatch) -> torch.Tensor:
     """The real positions but each row's last: those that predict something, and so are computed."""
     following = torch.nn.functional.pad(batch.attention_BS[:, 1:], (0, 1), value=False)
     return batch.attention_BS & following
+
+
+@contextmanager
+def recorded_gradients() -> Iterator[list[list[torch.Tensor]]]:
+    """Within: the gradients that every optimizer is given, one list of tensors per update."""
+    kept: list[list[torch.Tensor]] = []
+
+    def keep(optimizer: torch.optim.Optimizer, *_) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kept.append([p.grad.clone() for p in parameters if p.grad is not None])
+
+    handle = register_optimizer_step_pre_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+# AdamW whose step is a smooth function of the gradient, lr g / (|g| + 1). At the usual eps the first step is lr times
+# the sign of g, so that a gradient that is zero but for rounding moves its weight by lr either way, on every CPU anew.
+SMOOTH = {"lr": 0.03, "eps": 1.0}
+
+
+def assert_same_sums(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Gradients, or what depends on them smoothly, that are sums of the same float32 numbers in another order.
+
+    Each of some thousand additions rounds by 6e-8 of what has been summed so far: 1e-4 of the tensor's largest entry
+    leaves room for all of them on one side.
+    """
+    assert len(ours) == len(others)
+    for a, b in zip(ours, others, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()) + 1e-9, rtol=0)
 
 
 @pytest.fixture

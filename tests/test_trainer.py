@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import problems, small_policy
+from conftest import SMOOTH, assert_same_sums, problems, recorded_gradients, small_policy
 
 from gspo.advantages import GroupMean
 from gspo.aggregation import Aggregation
@@ -54,6 +54,7 @@ def trainer(
     aggregation=None,
     parts=None,
     old_pass="always",
+    eps=1e-15,
     **settings,
 ) -> Trainer:
     """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
@@ -68,7 +69,7 @@ def trainer(
         policy,
         source,
         algorithm,
-        OptimSettings(lr=lr, warmup_updates=1),
+        OptimSettings(lr=lr, warmup_updates=1, eps=eps),
         TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5, "aggregation": aggregation} | settings),
         PolicySettings(routing_replay=replay, old_pass=old_pass),
         seed,
@@ -111,14 +112,21 @@ def test_with_lr_zero_policy_metrics_and_routing_stay_put(replay):
         assert metrics["routing/changed_any_layer"] == 0
 
 
-def test_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
+def test_gradients_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
     results = []
     for size in (1, 3, 32):
-        t = trainer(GSPO(clip_low=0.01, clip_high=0.01), micro_batch_size=size)
-        results.append((steps(t, 1)[0], weights(t)))
-    for metrics, tensors in results[1:]:
-        for a, b in zip(tensors, results[0][1], strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+        t = trainer(GSPO(clip_low=0.01, clip_high=0.01), micro_batch_size=size, **SMOOTH)
+        before = weights(t)
+        with recorded_gradients() as gradients:
+            metrics = steps(t, 1)[0]
+        moved = [a - b for a, b in zip(weights(t), before, strict=True)]
+        results.append((metrics, gradients, moved))
+    assert results[0][0]["clip/token_active"] > 0, "the updates after the first are off policy"
+    for metrics, gradients, moved in results[1:]:
+        assert len(gradients) == 4
+        for ours, others in zip(gradients, results[0][1], strict=True):
+            assert_same_sums(ours, others)
+        assert_same_sums(moved, results[0][2])
         for name, value in results[0][0].items():
             if not name.startswith(("time", "throughput", "compute/seconds")):
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -135,10 +143,10 @@ def test_rows_without_advantage_change_nothing_in_the_gradient():
                 response.score = Score(1.0, "correct")
         backwards = []
         t.policy.model.lm_head.register_full_backward_hook(lambda *_, seen=backwards: seen.append(1))
-        t.train_step(1, rollout)
-        results.append((weights(t), len(backwards)))
-    for a, b in zip(results[0][0], results[1][0], strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+        with recorded_gradients() as gradients:
+            t.train_step(1, rollout)
+        results.append((gradients[0], len(backwards)))
+    assert_same_sums(results[0][0], results[1][0])
     assert results[0][1] <= 3 < 8, "five of eight groups should have had no backward pass"
 
 
