@@ -17,6 +17,8 @@ addresses printed; without one, the JSON that W&B would be sent is written and t
 
 from __future__ import annotations
 
+import gspo.interrupt  # isort: split  # noqa: F401
+
 import re
 import shlex
 import sys

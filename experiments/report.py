@@ -6,6 +6,8 @@ run goes on.
 
 from __future__ import annotations
 
+import gspo.interrupt  # isort: split  # noqa: F401
+
 import sys
 from pathlib import Path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gspo.interrupt  # isort: split  # noqa: F401
+
 import hydra
 from omegaconf import DictConfig, OmegaConf
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gspo.interrupt  # isort: split  # noqa: F401
+
 import shutil
 import signal
 from contextlib import closing, suppress
@@ -15,13 +17,13 @@ from omegaconf import DictConfig
 
 from gspo.assembly import assemble
 from gspo.checks import warnings
-from gspo.config import Settings, register_schemas, resumed_settings, to_settings
+from gspo.config import Settings, register_schemas, resumed_settings, to_settings, write_settings
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
-from gspo.runs import claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
+from gspo.runs import ENDED, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
 from gspo.tracking import Progress, Tracker, supersede
@@ -73,7 +75,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         back.forget()
     if finished(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        if said(folder).get("how") not in ("finished", "collapsed"):  # killed between its last checkpoint and its end
+        if said(folder).get("how") not in ENDED:  # killed between its last checkpoint and its end
             write_report(folder, "finished")
             say(folder, "finished", settings.steps)
         return "finished"
@@ -117,11 +119,14 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
 
 
 def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool) -> Trainer:
-    """The trainer; where it cannot be built, a folder that holds nothing yet is taken away again."""
+    """The trainer; where it cannot be built, the folder of a run that is new is taken away again."""
+    new = not (folder / "settings.yaml").exists()
+    if new:
+        write_settings(settings, folder)  # so that a run which is killed in its cold start can be resumed
     try:
         return build(settings, checkpoint, alone)
     except ValueError:
-        if not (folder / "settings.yaml").exists():
+        if new:
             shutil.rmtree(folder)
         raise
 

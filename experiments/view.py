@@ -13,6 +13,8 @@ Reads files only: safe while runs go on. What the page keeps lies in a temporary
 
 from __future__ import annotations
 
+import gspo.interrupt  # isort: split  # noqa: F401
+
 import contextlib
 import io
 import os

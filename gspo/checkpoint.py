@@ -202,7 +202,9 @@ def latest_checkpoint(run: Path) -> Path | None:
             return folder
         wrong.append(f"{folder} is damaged: {problem}")
     if found:
-        raise ValueError(f"{'; '.join(wrong)}; no whole checkpoint is left: move {found[0].parent} away to start over")
+        raise ValueError(
+            f"{'; '.join(wrong)}; no whole checkpoint is left: move {run} away to start it from the beginning"
+        )
     return None
 
 

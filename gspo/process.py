@@ -23,6 +23,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from gspo import interrupt
+
 COLLAPSED = 4
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -166,6 +168,7 @@ UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: 
 
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, and leave with its exit code."""
+    interrupt.end()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once

@@ -24,16 +24,23 @@ from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
-from gspo.run_files import LOCK, STATUS, replace_text
+from gspo.run_files import LOCK, STATUS, read_rows, replace_text, said
+
+ENDED = ("finished", "collapsed")  # how a run ended that has nothing left to do
 
 
 def find(settings: Settings, in_sweep: bool) -> Path:
-    """The run's directory. Writes nothing. Raises ValueError if it holds results that may not be continued."""
+    """The run's directory. Writes nothing. Raises ValueError if it holds results that may not be continued.
+
+    With on_existing=auto the same command continues a run that was interrupted or failed; one that has ended is refused
+    (in a sweep it is passed over, by `attempt` of experiments/train.py).
+    """
     folder = Path(settings.resume) if settings.resume else run_directory(settings)
     if (folder / "metrics.jsonl").exists():
-        may = settings.resume or settings.on_existing == "resume" or (settings.on_existing == "auto" and in_sweep)
-        if not may:
-            raise ValueError(f"{folder} exists already; continue it with resume={folder}, or remove it")
+        how = said(folder).get("how", "interrupted")
+        goes_on = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
+        if not (settings.resume or settings.on_existing == "resume" or goes_on):
+            raise ValueError(f"{folder} exists already ({how}); continue it with resume={folder}, or remove it")
         difference = same_result(settings, read_settings(folder))
         if difference:
             raise ValueError(f"{folder} was made with other settings: {difference}")
@@ -57,14 +64,23 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def to_go_on_from(settings: Settings, folder: Path) -> Path | None:
-    """The run's newest checkpoint; None to start from the beginning. Raises ValueError if it is foreign, or missing
-    although the user asked to resume."""
+    """The run's newest checkpoint; None to start from the beginning, which a run does that was killed before its first.
+
+    Raises ValueError if the checkpoint is another run's, or if none is there although the rows go beyond two of them.
+    """
     checkpoint = latest_checkpoint(folder)
     if checkpoint:
         check_belongs(checkpoint, settings_hash(settings))
-    elif settings.resume:
-        raise ValueError(f"resume={settings.resume} has no checkpoint; start it again with on_existing=resume")
-    return checkpoint
+        return checkpoint
+    last = max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=-1)
+    if last >= 0 and last >= 2 * (every := read_settings(folder).checkpoint.every):  # the first was whole by then
+        raise ValueError(
+            f"{folder} has no checkpoint, although it has rows up to step {last} and checkpoint.every={every}: "
+            "put its checkpoints back, or move it away to start it from the beginning"
+        )
+    if settings.resume or last >= 0:
+        print(f"{folder} was interrupted before its first checkpoint: it starts from the beginning")
+    return None
 
 
 def claim(settings: Settings, folder: Path) -> None:

@@ -137,10 +137,10 @@ def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen) -> Non
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
-def interrupted(folder: Path, number: int) -> subprocess.Popen:
+def interrupted(folder: Path, number: int, *overrides: str) -> subprocess.Popen:
     """A run of 200 steps that got a signal once step 3 was in its metrics."""
     process = subprocess.Popen(
-        command(*SMALL, "steps=200"),
+        command(*SMALL, "steps=200", *overrides),
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -183,7 +183,8 @@ def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(s
     assert (run / "checkpoints" / "latest").read_text() == f"step_{last:06d}", "nothing that was computed is lost"
     assert [row["step"] for row in wandb_rows(run)] == list(range(last + 1))
     assert last < 12, "the signal came too late to show anything"
-    assert train(tmp_path, f"resume={run}", "steps=12").returncode == 0
+    again = SMALL if number == signal.SIGINT else [f"resume={run}", "steps=12"]  # the same command does it too
+    assert train(tmp_path, *again).returncode == 0
     assert comparable(run) == comparable(straight)
     assert same_weights(run, straight)
 
@@ -215,7 +216,7 @@ def test_a_run_that_was_evaluated_goes_on(tmp_path):
         assert evaluate(run).returncode == 0
         done = train(tmp_path, *again)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert [p.name[:12] for p in (run / "evaluations").glob(f"step_{step:06d}-*")] == [f"step_{step:06d}"]
+        assert len(list((run / "evaluations").glob(f"step_{step:06d}-*"))) == 1
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(9))
     assert not (run / "superseded").exists()
     (run / "checkpoints" / "latest").write_text("step_000006")
@@ -237,7 +238,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
     assert done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr
     shutil.rmtree(run / "checkpoints")
     done = train(tmp_path, f"resume={run}", "steps=20")
-    assert done.returncode == 2 and f"resume={run} has no checkpoint" in done.stderr
+    assert done.returncode == 2 and f"{run} has no checkpoint, although it has rows up to step 12" in done.stderr
     assert (run / "metrics.jsonl").read_text() == before
 
 
@@ -338,3 +339,51 @@ def test_an_unknown_architecture_is_trained_by_its_own_forward_which_is_said(tmp
     assert refused.returncode == 2 and "policy.checkpointing=true" in refused.stderr
     done = train(tmp_path, *small)
     assert done.returncode == 0 and "GPT2LMHeadModel" in done.stderr and "known architecture" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["resume", "the same command"])
+def test_a_run_killed_before_its_first_checkpoint_starts_over(straight, tmp_path, again):
+    process = interrupted(tmp_path, signal.SIGKILL, "checkpoint.every=1000")
+    assert process.returncode == -signal.SIGKILL
+    run = only_run(tmp_path)
+    assert not list(run.glob("checkpoints/step_*"))
+    done = train(tmp_path, *([f"resume={run}", "steps=12", "checkpoint.every=2"] if again == "resume" else SMALL))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "was interrupted before its first checkpoint: it starts from the beginning" in done.stdout
+    assert comparable(run) == comparable(straight)
+    assert same_weights(run, straight)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_cold_start_can_be_resumed(tmp_path):
+    process = subprocess.Popen(command(*SMALL, "cold_start.steps=100000"), cwd=tmp_path, env=environment())
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/small/*/settings.yaml")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    run = only_run(tmp_path)
+    written = (run / "settings.yaml").read_text()
+    (run / "settings.yaml").write_text(written.replace("steps: 100000", "steps: 4"))  # as if it had been a short one
+    done = train(tmp_path, f"resume={run}", "steps=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
+def test_ctrl_c_while_the_libraries_load_is_one_line(tmp_path, script):
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", str(ROOT / "experiments" / script)],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if line.rstrip().endswith(("numpy", "torch._C", "yaml", "omegaconf")):  # some library has begun to load
+            break
+    process.send_signal(signal.SIGINT)
+    said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert process.wait(60) == 130 and "".join(said).strip() == "stopped before it had begun; nothing was written"
+    assert not list(tmp_path.iterdir())
