@@ -17,7 +17,9 @@ addresses printed; without one, the JSON that W&B would be sent is written and t
 
 from __future__ import annotations
 
-import gspo.interrupt  # isort: split  # noqa: F401
+import gspo.interrupt  # noqa: F401
+
+# isort: split
 
 import re
 import shlex

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gspo.interrupt  # isort: split  # noqa: F401
+import gspo.interrupt  # noqa: F401
+
+# isort: split
 
 import json
 import sys

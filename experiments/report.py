@@ -6,7 +6,9 @@ run goes on.
 
 from __future__ import annotations
 
-import gspo.interrupt  # isort: split  # noqa: F401
+import gspo.interrupt  # noqa: F401
+
+# isort: split
 
 import sys
 from pathlib import Path

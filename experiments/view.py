@@ -13,7 +13,9 @@ Reads files only: safe while runs go on. What the page keeps lies in a temporary
 
 from __future__ import annotations
 
-import gspo.interrupt  # isort: split  # noqa: F401
+import gspo.interrupt  # noqa: F401
+
+# isort: split
 
 import contextlib
 import io
