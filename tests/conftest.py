@@ -1,5 +1,6 @@
 """Small real models and batches that several test files use."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from gspo.records import Problem, Response
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n", "9-1=?"]
 

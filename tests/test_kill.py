@@ -1,4 +1,7 @@
-"""SIGKILL in every phase of a run, again and again; its end is that of a run that was left alone, to the last bit."""
+"""SIGKILL in every phase of a run, again and again; its end is that of a run that was left alone, to the last bit.
+
+That is promised for one machine, one build of the program and its libraries, and one number of threads.
+"""
 
 import subprocess
 import sys
@@ -75,7 +78,7 @@ def same(killed: Path, straight: Path) -> None:
     rows = comparable(straight)
     assert len({row["policy/entropy"] for row in rows[1:]}) == STEPS, "the test means nothing if the weights stay put"
     assert sum(row["optim/grad_norm"] > 0 for row in rows[1:]) > STEPS / 2
-    assert max(row["reward/mean"] for row in rows[1:]) > 0.5
+    assert max(row["reward/mean"] for row in rows[1:]) > 0.2, "the policy earns something"
     seen = wandb_rows(killed)
     assert [row["step"] for row in seen] == list(range(STEPS + 1)), "one W&B run, whole"
     assert len({p.name.rsplit("-", 1)[1] for p in killed.glob("wandb/offline-run-*")}) == 1, "of one id"

@@ -1,5 +1,7 @@
 """Everything that a run remembers beside its weights survives SIGKILL: the whole is bit-identical to no interruption.
 
+On one machine, with one build of the program and its libraries and one number of threads.
+
 Critic, refreshed reference policy, adaptive KL coefficient, running reward statistics, pass rates of a curriculum.
 """
 
