@@ -114,7 +114,7 @@ class Settings:
     allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
     threads: int = 0  # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
     runs: str = "runs"  # where run directories go
-    on_existing: str = "auto"  # a run directory that is there already: refuse | resume | auto (resume an unfinished run)
+    on_existing: str = "auto"  # a run directory that is there: refuse | resume | auto (resume an unfinished run)
     resume: str = ""  # continue this run directory with its own settings; CHANGEABLE_ON_RESUME may be given
 
     def __post_init__(self):
