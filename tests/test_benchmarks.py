@@ -360,6 +360,17 @@ def test_math_scores(tmp_path):
     task.close()
 
 
+def test_a_math_gold_that_cannot_be_read_gives_no_reward_and_spoils_no_other(tmp_path):
+    path = write(tmp_path / "math.jsonl", [{"problem": "P", "answer": "$$"}, {"problem": "Q", "answer": "5"}])
+    task = Math500(path=str(path))
+    p, q = (task.problem(0, "math500", i) for i in range(2))
+    scores = task.score([(q, r"\boxed{5}", True), (p, r"\boxed{5}", True), (p, "", False), (q, r"\boxed{6}", True)])
+    assert [(score.reward, score.verdict) for score in scores] == [
+        (1, "correct"), (None, "unreadable-gold"), (None, "unreadable-gold"), (0, "wrong")
+    ]  # fmt: skip
+    task.close()
+
+
 def test_code_scores(tmp_path):
     path = write(tmp_path / "HumanEval.jsonl.gz", [HUMANEVAL])
     task = HumanEval(path=str(path))

@@ -38,7 +38,8 @@ def test_the_last_box_is_the_answer():
 def test_what_is_no_box_or_no_clean_one():
     assert [refusal(text) for text in ("", "42", r"\boxed{}", r"\boxed{ }", r"\boxedx{7}")] == ["no-answer"] * 5
     unclean = [r"\boxed{7} \boxed{8", r"\boxed{8\boxed{7}}", r"\boxed{\boxed{7}\boxed{8}}", r"\boxed{\}", r"\boxed"]
-    unclean += ["\\boxed{7\0}", "\\boxed{\ud800}", "\\boxed{\u202e7}", "\\boxed{７}", "\\boxed{٧}", "\\boxed{7\u200b}"]
+    unclean += ["\\boxed{7\0}", "\\boxed{\ud800}", "\\boxed{\u202e7}", "\\boxed{⑦}", "\\boxed{٧}", "\\boxed{7\u200b}"]
+    unclean += ["\\boxed{７⁷}", "\\boxed{Ａ}", "\\boxed{10⁴}", r"\boxed{" + "（" * 20 + "7" + "）" * 20 + "}"]
     unclean += ["\\boxed{" + "7" * (ANSWER_CHARACTERS + 1) + "}", r"\boxed{" + "(" * 20 + "7" + ")" * 20 + "}"]
     assert [refusal(text) for text in unclean] == ["malformed"] * len(unclean)
 
@@ -65,6 +66,14 @@ def test_one_normal_form():
     assert {normal(text) for text in same} == {r"\frac{1}{2}"}
     assert normal(r"10{,}000") == normal(r"10,\!000") == "10,000"
     assert normal(r"\left( 3, \frac\pi2 \right)".replace(r"\pi", "x")) == r"( 3, \frac{x}{2} )"
+    cases = {
+        r"{1 \over 2}": r"\frac{1}{2}", r"{1\over2}": r"\frac{1}{2}", r"1 \over 2": r"\frac{1}{2}",
+        r"\sqrt{1 \over 2}": r"\sqrt{\frac{1}{2}}", r"{1 \over {2 \over 3}}": r"\frac{1}{{\frac{2}{3}}}",
+        r"1 \over 2 \over 3": r"1 \over 2 \over 3", r"x = 1 \over 2": r"x = 1 \over 2",
+        "３．５。": "3.5", "7，": "7", "7。5": "7。5", "7...": "7...", "3×10⁴": r"3\times 10^{4}",
+        "2·10⁻³": r"2\cdot 10^{-3}", "（１，２）": "(1,2)", "｛1、2｝": r"\{1, 2\}",
+    }  # fmt: skip
+    assert {text: normal(text) for text in cases} == cases
     assert normal(r"\textbf{7}") == normal("**7**") == normal(r"\( 7 \)") == "7"
 
 

@@ -54,8 +54,8 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
     outcomes: dict[int, Outcome] = {}
     for form, verifier in verifiers.items():
         mine = [i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")]
-        said = judged(verifier, [(str(rows[i]["prediction"]), str(rows[i]["gold"])) for i in mine])
-        for i, verdict in zip(mine, said, strict=True):
+        said = verifier.verify([(str(rows[i]["prediction"]), str(rows[i]["gold"])) for i in mine])
+        for i, verdict in zip(mine, (found.verdict for found in said), strict=True):
             if rows[i]["expected"] not in (True, False, None):
                 raise ValueError(
                     f"pairs={path}, id {rows[i]['id']!r}: expected={rows[i]['expected']!r}; true, false or null"
@@ -64,17 +64,6 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
             agrees = expected is None or (verdict == "correct") == (expected == "correct")
             outcomes[i] = Outcome(str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ())))
     return [outcomes[i] for i in range(len(rows))]
-
-
-def judged(verifier: MathVerifier, items: list[tuple[str, str]]) -> list[str]:
-    """The verdicts; a gold that the verifier refuses to compare with anything is "unreadable-gold"."""
-    try:
-        return [verdict.verdict for verdict in verifier.verify(items)]
-    except ValueError:
-        if len(items) == 1:
-            return ["unreadable-gold"]
-        half = len(items) // 2
-        return judged(verifier, items[:half]) + judged(verifier, items[half:])
 
 
 def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:

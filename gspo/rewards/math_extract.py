@@ -8,8 +8,10 @@ answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Mi
 A response is never searched for the last number: "I do not know. 1 2 3" would be an answer.
 
 The normal form removes what has no meaning: dollar signs, \left and \right, fonts, spaces within formulas, spellings of
-the same command. What could hide a second reading is refused at once, before anything is parsed: control and invisible
-characters, digits of other scripts, full-width letters, surrogates, more than 300 characters.
+the same command. Full-width digits and marks, which models trained on Chinese text write, are mapped one by one, and
+superscripts only as the exponent of a power of ten that multiplies (3×10⁴). What could hide a second reading is refused
+at once, before anything is parsed: control and invisible characters, digits of other scripts, circled digits,
+full-width letters, other superscripts, surrogates, more than 300 characters.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def extract(text: str, form: str) -> str:
         line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip().strip("*")
     if not found or not line.strip():
         raise Refused("no-answer")
-    return _unwrap(line.strip().strip("$.") if BOX.search(line) else line)
+    return _unwrap(line.strip().strip("$.。") if BOX.search(line) else line)
 
 
 def _last_box(text: str) -> str:
@@ -99,14 +101,15 @@ def _checked(answer: str) -> str:
         raise Refused("no-answer")
     if len(answer) > ANSWER_CHARACTERS:
         raise Refused("malformed")
-    for character in answer:
+    for character in _with_powers_of_ten(answer):
         if ord(character) < 128:
             if (character < " " and character not in "\t\n\r") or character == "\x7f":
                 raise Refused("malformed")
-        elif character not in SPELLINGS and not _harmless(character):
+        elif character not in MAPPED and not _harmless(character):
             raise Refused("malformed")
     depth = 0
     for character in answer:
+        character = MAPPED.get(character, character)[-1]
         depth += (character in "({[") - (character in ")}]")
         if depth > NESTING:
             raise Refused("malformed")
@@ -127,16 +130,32 @@ SPELLINGS = {
     "∅": r"\emptyset ", "°": r"^\circ ", "²": "^{2}", "³": "^{3}", "\xa0": r"\,", "\u2009": r"\,", "\u202f": r"\,",
     "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "’": "'", "½": r"\frac{1}{2}",
     "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "θ": r"\theta ", "“": '"', "”": '"', "≈": r"\approx ",
-    "α": r"\alpha ", "β": r"\beta ",
+    "α": r"\alpha ", "β": r"\beta ", "∓": r"\mp ", "⁄": "/", "∕": "/", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
 }  # fmt: skip
+FULL_WIDTH = {chr(ord(mark) + 0xFEE0): mark for mark in "0123456789()[],.:;=+-/%<>"} | {
+    "｛": r"\{", "｝": r"\}", "、": ", ", "　": " ", "。": "。",  # a Chinese full stop ends an answer, or spoils it
+}  # fmt: skip
+MAPPED = SPELLINGS | FULL_WIDTH
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+POWER_OF_TEN = re.compile(r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１０))([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+
+
+def _with_powers_of_ten(answer: str) -> str:
+    """3×10⁴ with an exponent that cannot be taken for digits: 3×10^{4}."""
+    return POWER_OF_TEN.sub(lambda m: f"{m.group(1)}^{{{m.group(2).translate(SUPERSCRIPTS)}}}", answer)
+
 
 STEPS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
+        (r"(?<=\{)~", " "),
         (r"\\\$", r"\\dollar "),  # a currency sign; a bare $ is a delimiter
         (r"\$|(?<!\\)\\[()\[\]]", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:displaystyle|textstyle|left|right|[bB]igg?[lr]?|limits|mathstrut|bf|rm|it)(?![A-Za-z])\.?", ""),
+        (
+            r"\\(?:displaystyle|textstyle|[lL]arge|LARGE|[hH]uge|left|right|[bB]igg?[lr]?|limits|mathstrut|bf|rm|it)(?![A-Za-z])\.?",
+            "",
+        ),
         (r"(?:(?<!\\)\\[,;: ])?(?<!\\)\\(?:!\s*|/)", ""),
         (r"\{,\}", ","),
         (r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", r"\\,"),
@@ -149,7 +168,10 @@ STEPS = [
         (r"\\(?:varnothing)(?![A-Za-z])", r"\\emptyset "),
         (r"\\(?:lbrace|\{)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace|\})(?![A-Za-z])", r"\\}"),
+        (r"\\(?:mathrm|mathit|text|textrm|operatorname)(?:\s*\{\s*([ei])\s*\}|\s+([ei])(?![A-Za-z]))", r" \1\2"),
         (r"\\(?:mbox|textbf|textrm|textit|mathrm|mathbf|mathit|textnormal|hbox|operatorname)\s*\{", r"\\text{"),
+        (r"\\text\{\s*(\\(?:dollar|euro|pounds|yen)\s*[\d.,]*)\s*\}", r"\1"),
+        (r"\\text\{\s*([,;.。]?)\s*\}", r"\1 "),
         (r"\\degree(?:s)?(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\circ(?![A-Za-z])", r"\\deg "),
         (r"\\(?:ast)(?![A-Za-z])", "*"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
@@ -165,6 +187,8 @@ STEPS = [
         (r"\s+", " "),
     ]
 ]
+LAST_MARK = re.compile(r"(?<![.,。\s])\s*[.,。]\Z")  # one: an ellipsis says something else
+OVER = re.compile(r"\\over(?![A-Za-z])")
 PLAIN = re.compile(r"-?[0-9][0-9.,/]*(?<=[0-9])")  # most answers
 FONT = re.compile(r"\\text\{([^{}]*)\}\Z")
 
@@ -173,14 +197,13 @@ def normal(answer: str) -> str:
     r"""The normal form. Words stay in \text{}; spaces between words, numbers and letters stay, one at a time."""
     if PLAIN.fullmatch(answer):
         return answer
-    for character, replacement in SPELLINGS.items():
+    answer = _with_powers_of_ten(answer)
+    for character, replacement in MAPPED.items():
         if character in answer:
             answer = answer.replace(character, replacement)
     for pattern, replacement in STEPS:
         answer = pattern.sub(replacement, answer)
-    answer = answer.strip()
-    while len(answer) > 1 and answer[-1] == "." and not answer.endswith(".."):
-        answer = answer[:-1].rstrip()
+    answer = LAST_MARK.sub("", _over(answer.strip()))
     while answer.startswith("**") and answer.endswith("**") and len(answer) > 4:
         answer = answer[2:-2].strip()
     while answer.startswith("{") and _closing(answer, 0) == len(answer) - 1:
@@ -188,4 +211,20 @@ def normal(answer: str) -> str:
     whole = FONT.match(answer)
     if whole and re.fullmatch(r"[-+]?[\d.(\[].*|\([A-Z]\)|[A-Z]", whole.group(1).strip()):
         answer = whole.group(1).strip()  # a number in another font, a choice
+    return answer
+
+
+def _over(answer: str) -> str:
+    r"""{a \over b} as \frac{a}{b}, the inner ones first: what stands before and after it in its braces, as in TeX."""
+    for found in OVER.finditer(answer):
+        braces = (m.start() for m in BRACE.finditer(answer, 0, found.start()) if m.group() == "{")
+        around = [place for place in braces if _closing(answer, place) >= found.end()]
+        start, end = (around[-1], _closing(answer, around[-1])) if around else (-1, len(answer))
+        above, below = answer[start + 1 : found.start()].strip(), answer[found.end() : end].strip()
+        if OVER.search(above + below) or (not around and re.search(r"[=<>,;:&]", above + below)):
+            continue
+        before, fraction = answer[: max(start, 0)], rf"\frac{{{above}}}{{{below}}}"
+        if re.search(r"(?:\\[A-Za-z]+|[\]}^_])\s*\Z", before):  # it is the argument of \sqrt or ^: its braces stay
+            fraction = f"{{{fraction}}}"
+        return _over(before + fraction + answer[end + 1 :])
     return answer

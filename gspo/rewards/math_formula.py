@@ -2,7 +2,8 @@ r"""Formulas that are no plain numbers: which ones an expensive comparison may s
 
 A formula must stay in the vocabulary of the gold: the arithmetic signs, fractions and roots; functions only of a
 family the gold uses (so that \sin 60^\circ is no answer where \frac{\sqrt{3}}{2} is asked for); sums, products,
-integrals, limits, factorials, binomials only where the gold has them; variables only those of the gold. This keeps out
+integrals, limits, factorials, binomials only where the gold has them; variables only those of the gold. A complex gold
+may be answered by an exponential, and an exponential by \cos and \sin. This keeps out
 restatements of the question, and with the bounds on powers and digits what would take long to parse or to compute.
 """
 
@@ -42,10 +43,14 @@ def comparable(gold: str, answer: str) -> bool:
     for family in FAMILIES:
         if family & known:
             known |= family
+    names = letters(gold)
+    if "i" in names:  # a complex number, in either of its two forms
+        known |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
+        names |= set() if re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)) else {"e"}
     return (
         ALLOWED.fullmatch(answer) is not None
         and commands(answer) <= known
-        and letters(answer) <= letters(gold)
+        and letters(answer) <= names
         and answer.count("!") <= gold.count("!")
         and not re.search(rf"\d{{{FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!|[)}}]\s*!", answer)
         and not ("binom" in known and re.search(rf"binom.*\d{{{FACTORIAL_DIGITS + 1},}}", answer))
@@ -107,11 +112,12 @@ def _balanced(formula: str) -> bool:
 
 
 def rewrite(formula: str) -> str:
-    """The formula as the parser of math-verify reads it rightly.
+    r"""The formula as the parser of math-verify reads it rightly.
 
-    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and decimals as
-    rounded: they become products, subscripted variables and fractions.
+    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and
+    decimals as rounded: they become products, subscripted variables and fractions. It does not know \lg.
     """
+    formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
     formula = re.sub(r"(\d|\})\s*\(", r"\1\\cdot (", formula)
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)

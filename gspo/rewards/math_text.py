@@ -1,29 +1,18 @@
-r"""Rules of judgement for mathematical answers: what a gold and an answer are made of, and when they agree.
+r"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals, equations, formulas.
 
-1. A gold that is a number needs a number (see gspo.rewards.math_literal): exact, so a rounded decimal is wrong.
-2. One answer for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong unless the gold is one.
-   `x=7` answers 7 (one =, one variable on its left); where both name a variable, it must be the same.
-3. Lists and sets agree in any order, element by element, neither missing one nor having one too many; the braces of a
-   set may be left out. Tuples, points and intervals keep their order and brackets; unions agree in any order.
-   An inequality is its interval: x \le 3 is (-\infty,3]. Matrices agree entry by entry, whatever their brackets.
-4. Text answers agree letter by letter, case aside; a choice (B) is B.
-5. Other formulas agree if they are equal for all values of their variables (see gspo.rewards.math_formula for the words
-   an answer may use). Equations agree if they are multiples of each other, but x=5 is not answered by 2x=10.
-6. An answer that is written as the gold is, spaces aside, is correct.
+When two of them agree is said in gspo.rewards.math_agree.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gspo.rewards.math_formula import comparable, letters
-from gspo.rewards.math_literal import Literal, literal, split_unit
-
-Equal = Callable[[str, str, str], bool]  # (kind, gold, answer) -> whether two formulas or two equations are the same
+from gspo.rewards.math_formula import letters
+from gspo.rewards.math_literal import literal, split_unit
+from gspo.rewards.math_names import VARIABLE, combines_values, names_a_value, tuple_of_names
 
 
 @dataclass(frozen=True)
@@ -32,8 +21,9 @@ class Node:
 
     number    a Literal and the unit         words     nothing
     several   nodes in any order             ordered   opening bracket, nodes, closing bracket
-    named     variable, "=" or "in", node    equation  left and right text
+    named     name, "=" or "in", node        equation  left and right text
     matrix    rows of nodes                  formula   nothing
+    besides   nodes: all real numbers but these numbers and intervals
     """
 
     kind: str
@@ -46,12 +36,25 @@ class TooMany(ValueError):
 
 
 ELEMENTS = 40
-NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?'?(?:\([a-zA-Z](?:,[a-zA-Z])*\))?"
-NAMED = re.compile(rf"\s*({NAME})\s*(=|\\in(?![A-Za-z]))\s*(.+)\Z", re.DOTALL)
-VARIABLE = re.compile(rf"\s*{NAME}\s*\Z")
+ALONE = re.compile(rf"\s*{VARIABLE}\s*")
+MEMBER = re.compile(rf"\s*({VARIABLE})\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
+UNEQUAL = re.compile(rf"\s*({VARIABLE})\s*\\ne(?![A-Za-z])\s*(.+)\Z", re.DOTALL)
 COMPARISON = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<=|>=|<|>)")
-MATRIX = re.compile(r"\s*\\begin\s*\{([pbB]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}\s*\Z", re.DOTALL)
-OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|;")
+TABLE = re.compile(
+    r"([(\[]?)\s*\\begin\s*\{([pbB]?matrix|smallmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
+    r"(.*)\\end\s*\{\2\}\s*([)\]]?)\Z",
+    re.DOTALL,
+)
+SYSTEM = re.compile(
+    r"(?:\\begin\s*\{(cases)\}|\\\{\s*\\begin\s*\{(array)\}(?:\s*\{[lcr ]*\})?)([^&]*)\\end\s*\{(?:\1|\2)\}\Z",
+    re.DOTALL,
+)
+REALS = re.compile(
+    r"(?:\\mathbb\s*(?:\{\s*R\s*\}|R)|\(-\s*\\infty\s*,\s*\+?\\infty\s*\)(?=\s*\\))\s*"
+    r"(?:(?:\\(?:setminus|backslash)(?![A-Za-z])|-(?=\s*\\\{))(.+))?\Z",
+    re.DOTALL,
+)
+OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\.|.", re.DOTALL)
 INFINITY = Node("formula", r"\infty"), Node("formula", r"-\infty")
 WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*|[Nn]o(?: [^\W\d_]{3,})+|\([A-Z]\)")
@@ -78,13 +81,18 @@ def structure(text: str) -> Node:
     bare, unit = split_unit(text)
     if (number := literal(bare)) is not None:
         return Node("number", text, (number, unit))
-    if matrix := MATRIX.match(text):
-        rows = [row for row in split(matrix.group(2), ("\\\\",)) if row.strip()]
+    if (table := TABLE.match(text)) and bool(table.group(1)) == bool(table.group(4)):
+        rows = [row for row in split(table.group(3), ("\\\\",)) if row.strip()]
         return Node("matrix", text, tuple(tuple(structure(cell) for cell in split(row, ("&",))) for row in rows))
+    if system := SYSTEM.match(text):
+        lines = [structure(row.strip(" ,")) for row in split(system.group(3), ("\\\\",)) if row.strip(" ,")]
+        names = {line.parts[0] for line in lines if line.kind == "named" and line.parts[1] == "="}
+        return Node("several" if len(names) == len(lines) else "formula", text, tuple(lines))
+    written = text
     text = re.sub(r",\s*\\text\{\s*(?:and|or)\s*\}|,\s*(?:and|or)(?![A-Za-z])", ",", text)
-    for parts in (_alternatives(text), split(text, (",",)), split(text, ("\\cup",))):
+    for parts in (_alternatives(text), *(split(text, (sign,)) for sign in (";", ",", "\\cup"))):
         if len(parts) > 1:
-            return _several(text, parts)
+            return _several(written, parts)
     return _single(text)
 
 
@@ -108,7 +116,9 @@ def _several(text: str, parts: list[str]) -> Node:
     nodes: list[Node] = []
     for part in parts:
         node = structure(part)
-        nodes += node.parts if node.kind == "several" and not part.strip().startswith("\\{") else [node]
+        # the empty set is an element; so is a set with braces of its own
+        flat = node.kind == "several" and node.parts and not part.strip().startswith("\\{")
+        nodes += node.parts if flat else [node]
         if len(nodes) > ELEMENTS:
             raise TooMany
     return Node("several", text, tuple(nodes))
@@ -119,19 +129,26 @@ def _single(text: str) -> Node:
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
-    if (named := NAMED.match(text)) and "=" not in named.group(3):
-        sign = "=" if named.group(2) == "=" else "in"
-        return Node("named", text, (squeeze(named.group(1)), sign, structure(named.group(3))))
-    if text.count("=") == 1 and "\\ne" not in text and "\\approx" not in text:
-        return Node("equation", text, tuple(text.split("=")))
+    sides = split(text, ("=",))
+    if len(sides) == 2 and "\\ne" not in text and "\\approx" not in text:
+        return _equation(text, *sides)
+    if (member := MEMBER.match(text)) and not MEMBER.match(member.group(2)):
+        return Node("named", text, (squeeze(member.group(1)), "in", structure(member.group(2))))
+    if (unequal := UNEQUAL.match(text)) and not UNEQUAL.match(unequal.group(2)):
+        return Node("named", text, (squeeze(unequal.group(1)), "in", _besides(text, unequal.group(2))))
+    if reals := REALS.match(text):
+        return _besides(text, reals.group(1))
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
         return Node("several", text)
     if text.startswith("\\{") and text.endswith("\\}"):
         return _several(text, split(text[2:-2], (",", ";")))
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _encloses(text):
-        inside = split(text[1:-1], (",",))
+        inside = split(text[1:-1], (";",) if ";" in text else (",",))
         if len(inside) > 1:
             return Node("ordered", text, (text[0], *map(structure, inside), text[-1]))
+    if "\\mp" in text and text.count("\\pm") < 2:  # alone it is \pm; beside it, the other sign
+        upper = ("+", "-") if "\\pm" in text else ("-", "+")
+        return _several(text, [text.replace("\\pm", pm).replace("\\mp", mp) for pm, mp in (upper, upper[::-1])])
     if "\\pm" in text and text.count("\\pm") < 4 and "\\mp" not in text:
         return _several(text, [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
     if squeeze(text) in ("\\infty", "+\\infty", "-\\infty"):
@@ -139,12 +156,45 @@ def _single(text: str) -> Node:
     return Node("formula", re.sub(r"^\s*\+", "", text).strip())
 
 
+def _equation(text: str, left: str, right: str) -> Node:
+    """A name and what it is worth, on either side; else an equation. A name whose worth has it in is to be solved."""
+    if names_a_value(right) and not names_a_value(left):
+        left, right = right, left
+    if names := tuple_of_names(left):
+        value = structure(right)
+        if value.kind == "ordered" and value.parts[0] == "(" and len(value.parts) == len(names) + 2:
+            return Node("named", text, (f"({','.join(names)})", "=", value))
+    elif names_a_value(left):
+        value = structure(right)
+        name = squeeze(left)
+        if len(name) > 1 or value.kind != "formula" or name not in letters(re.sub(r"\w_|\\text\{[^}]*\}", "", right)):
+            return Node("named", text, (name, "=", value))
+    return Node("equation", text, (left, right))
+
+
+def worth(node: Node) -> Node | None:
+    """The value that an equation gives for several names together, as in m+n = 16; None if there is none."""
+    for names, value in (node.parts, node.parts[::-1]) if node.kind == "equation" else ():
+        if combines_values(names) and not letters(value):
+            return structure(value)
+    return None
+
+
+def _besides(text: str, left_out: str | None) -> Node:
+    """The real numbers but those."""
+    node = structure(left_out) if left_out else Node("several", "")
+    parts = node.parts if node.kind == "several" else (node,)
+    return Node(
+        "besides", text, tuple(p for part in parts for p in (part.parts if part.kind == "several" else (part,)))
+    )
+
+
 def _inequality(text: str, sides: list[str]) -> Node:
     """An interval for x < b, a < x or a < x < b; otherwise a formula, which only its own spelling equals."""
     terms, signs = sides[::2], [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]]
     if signs and all(sign[0] == ">" for sign in signs):  # read it from right to left
         terms, signs = terms[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
-    names = [place for place, term in enumerate(terms) if VARIABLE.match(term) and "infty" not in term]
+    names = [place for place, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term]
     if len(names) != 1 or len(terms) > 3 or any(sign[0] != "<" for sign in signs) or len(terms) - names[0] > 2:
         return Node("formula", text)
     place = names[0]
@@ -183,98 +233,6 @@ def _encloses(text: str) -> bool:
     return False
 
 
-def agree(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Whether an answer agrees with a gold. `equal` is asked about formulas and equations of different spelling."""
-    if squeeze(gold.text) == squeeze(answer.text):
-        return True
-    if gold.kind == "words" or re.fullmatch(r"[A-E]", gold.text):
-        return fold(gold.text) == fold(answer.text)
-    if gold.kind == "named" or answer.kind == "named":
-        return _agree_named(gold, answer, equal)
-    if gold.kind == "equation" and answer.kind == "equation":
-        return _same_equation(gold, answer, equal)
-    if gold.kind == "several" and answer.kind == "number" and "," in answer.text:  # 100,200 is no number here
-        answer = _several(answer.text, split(answer.text, (",",)))
-    if gold.kind == "number":
-        return answer.kind == "number" and _same_number(gold, answer)
-    if gold.kind == "formula":
-        return answer.kind in ("number", "formula") and _same_formula(gold, answer, equal)
-    if gold.kind != answer.kind or len(gold.parts) != len(answer.parts):
-        return False
-    if gold.kind == "several":
-        return _same_elements(gold.parts, answer.parts, equal)
-    if gold.kind == "ordered":
-        pairs = zip(gold.parts[1:-1], answer.parts[1:-1], strict=True)
-        return gold.parts[0] == answer.parts[0] and gold.parts[-1] == answer.parts[-1] and _all(pairs, equal)
-    rows = list(zip(gold.parts, answer.parts, strict=True))
-    same_shape = all(len(one) == len(other) for one, other in rows)
-    return same_shape and _all([pair for one, other in rows for pair in zip(one, other, strict=True)], equal)
-
-
-def _all(pairs: Any, equal: Equal) -> bool:
-    return all(agree(one, other, equal) for one, other in pairs)
-
-
-def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
-    if gold.kind == answer.kind == "named":
-        if gold.parts[0] == answer.parts[0]:
-            return agree(gold.parts[2], answer.parts[2], equal)
-        return _same_equation(gold, answer, equal)
-    if gold.kind == "named" and answer.kind == "equation":
-        return _same_equation(gold, answer, equal)
-    if gold.kind == "equation":
-        return answer.kind == "named" and _same_equation(gold, answer, equal)
-    return agree(gold.parts[2], answer, equal) if gold.kind == "named" else agree(gold, answer.parts[2], equal)
-
-
-def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Multiples of each other. A gold that gives a variable its value is not answered by another equation."""
-    if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
-        return False
-    sides = [side for text in (gold.text, answer.text) for side in text.split("=")]
-    if len(sides) != 4 or not all(comparable(gold.text.replace("=", "+"), side) for side in sides[2:]):
-        return False
-    return equal("equation", gold.text, answer.text)
-
-
-def _same_number(gold: Node, answer: Node) -> bool:
-    (value, unit), (other, other_unit) = gold.parts, answer.parts
-    unit, other_unit = unit or "%" * value.percent, other_unit or "%" * other.percent
-    return (unit == other_unit or not unit or not other_unit) and value.equals(other)
-
-
-def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
-    (text, unit), (other, other_unit) = split_unit(gold.text), split_unit(answer.text)
-    if unit and other_unit and unit != other_unit:
-        return False
-    if squeeze(text) == squeeze(other):
-        return True
-    if answer.kind == "number":
-        number: Literal = answer.parts[0]
-        if "infty" in text or len(number.value.as_integer_ratio().__str__()) > 120:
-            return False
-        value = f"({number.value.numerator})/({number.value.denominator})"
-        return not number.percent and _plain(text) and equal("formula", text, value)
-    return "infty" not in text + other and _plain(text) and comparable(text, other) and equal("formula", text, other)
-
-
-def _plain(gold: str) -> bool:
-    """Whether a gold is a formula that can be computed at all: no words, relations or bases of number systems."""
-    number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
-    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", gold) and not number_system
-
-
-def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:
-    """A partner for every element, each used once."""
-    left = list(answers)
-    for gold in golds:
-        partner = next((place for place, answer in enumerate(left) if agree(gold, answer, equal)), None)
-        if partner is None:
-            return False
-        del left[partner]
-    return not left
-
-
 def spelling(node: Node) -> str:
     """One spelling for answers that are the same number, list of numbers or text, for majority votes."""
     if node.kind == "number":
@@ -283,6 +241,8 @@ def spelling(node: Node) -> str:
         return fold(node.text)
     if node.kind == "named":
         return spelling(node.parts[2])
+    if (value := worth(node)) is not None:
+        return spelling(value)
     if node.kind == "several" and node.parts:
         return "{" + ",".join(sorted(map(spelling, node.parts))) + "}"
     if node.kind == "ordered":

@@ -7,7 +7,8 @@ correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
 malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or invisible characters
 timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from the cache
-The rules of judgement are in gspo/rewards/math_text.py.
+unreadable-gold   the gold is empty, or no answer that could be compared with: no fault of the response
+The rules of judgement are in gspo/rewards/math_agree.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from gspo.rewards.math_agree import agree
 from gspo.rewards.math_extract import FORMS, TEXT_CHARACTERS, Refused, extract, normal
-from gspo.rewards.math_text import Node, TooMany, agree, spelling, structure
+from gspo.rewards.math_text import Node, TooMany, spelling, structure
 
 WORKER = Path(__file__).with_name("math_worker.py")
 CPU_SHARE = 0.4  # of `seconds`: a question's CPU time; the rest is for ending the worker and starting the next one
@@ -89,7 +91,7 @@ class MathVerifier:
         self.close()
 
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
-        """Verdicts in the order of `items` = (response text, gold). Raises ValueError for a gold that is empty."""
+        """Verdicts in the order of `items` = (response text, gold)."""
         if self._owner != os.getpid():  # a forked copy: the workers belong to the process that started them
             self._start_over()
         tasks = [_read(text[-TEXT_CHARACTERS:], gold, self.form) for text, gold in items]
@@ -176,7 +178,8 @@ class MathVerifier:
 
 def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
     """The pieces of gold and answer, or the verdict where there is nothing to compare."""
-    wanted = gold_structure(gold)
+    if (wanted := gold_structure(gold)) is None:
+        return MathVerdict("unreadable-gold")
     try:
         answer = normal(extract(text, form))
         if not answer:
@@ -189,17 +192,13 @@ def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
 
 
 @lru_cache(maxsize=16384)
-def gold_structure(gold: str) -> Node:
-    """The pieces of a gold. Raises ValueError if there are none."""
+def gold_structure(gold: str) -> Node | None:
+    """The pieces of a gold; None if there are none."""
     try:
-        if "\\boxed" in gold:
-            gold = extract(gold, "boxed")
-        text = normal(gold)
-        if text:
-            return structure(text)
+        text = normal(extract(gold, "boxed") if "\\boxed" in gold else gold)
+        return structure(text) if text else None
     except (Refused, TooMany):
-        pass
-    raise ValueError(f"gold={gold[:100]!r} is no answer that could be compared with")
+        return None
 
 
 class _Worker:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 DIGITS = 100
 TOLERANCE = 80  # digits in which two values must agree
-SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points: multiples of these, different for each variable
+SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points: about these, different for each variable
 LONGEST_LINE = 65536
 
 
@@ -106,11 +106,11 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
 
 
 def points(symbols: list) -> Iterator[dict]:
-    for above, below in SCALES if symbols else SCALES[:1]:
-        numerators = (above * (37 + 10 * place) for place in range(len(symbols)))
+    """No two points lie on one line through the origin, where y = 3x and x = 3y are in constant proportion."""
+    for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
         yield {
-            symbol: sympy.Rational(numerator, below * (31 + place))
-            for place, (symbol, numerator) in enumerate(zip(symbols, numerators, strict=True))
+            symbol: sympy.Rational(above * (37 + 10 * place + number * place * place), below * (31 + place))
+            for place, symbol in enumerate(symbols)
         }
 
 

@@ -12,7 +12,7 @@ chat or stays plain text is not the task's matter: that is `prompt.format`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 from gspo.records import Problem, Score
@@ -66,14 +66,15 @@ class MathBenchmark(Benchmark):
         return ""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Correct or not; a response that was cut off scores 0, whatever it says so far."""
-        whole = [(text, problem.answer) for problem, text, ended in answers if ended]
-        verdicts = iter(self._verifier.verify(whole))
+        """Correct or not; a response that was cut off scores 0, whatever it says so far. Where the gold cannot be read
+        there is no reward."""
+        found = self._verifier.verify([(text if ended else "", problem.answer) for problem, text, ended in answers])
         scores = []
-        for _, _, ended in answers:
-            if ended:
-                found = next(verdicts)
-                scores.append(Score(float(found.verdict == "correct"), found.verdict, found.answer))
+        for (_, _, ended), (verdict, answer) in zip(answers, map(astuple, found), strict=True):
+            if verdict == "unreadable-gold":
+                scores.append(Score(None, verdict))
+            elif ended:
+                scores.append(Score(float(verdict == "correct"), verdict, answer))
             else:
                 scores.append(Score(0.0, "truncated"))
         return scores
