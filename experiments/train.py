@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gspo.assembly import assemble
-from gspo.checks import warnings
+from gspo.checks import check_training_set, warnings
 from gspo.config import Settings, register_schemas, resumed_settings, to_settings
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
@@ -128,7 +128,7 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
 
 def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     """Policy, engine, source and trainer; from the checkpoint if there is one."""
-    settings.task.size("train")  # a file that is not there, or a task without training set: before a model loads
+    check_training_set(settings)
     layers = settings.task.ready()
     bar = Progress("cold start", settings.cold_start.steps, 0, alone)
 

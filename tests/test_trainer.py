@@ -30,6 +30,9 @@ class FirstCharacter:
 
     name: str = "first"
 
+    def size(self, split: str) -> None:
+        return None
+
     def problem(self, seed: int, split: str, index: int) -> Problem:
         return Problem("first", index, problems()[index % len(problems())].prompt, None)
 

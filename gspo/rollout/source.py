@@ -162,10 +162,10 @@ class OnPolicySource:
     def position(self, step: int, refill: int) -> tuple[int | str, ...]:
         """Where the random numbers of a round stand; the engine adds task, problem and sample.
 
-        In the unbounded stream the problem's index occurs once in a run and says all. In a query set it comes again in
-        every epoch, and must not meet the random numbers of its last visit.
+        Where the problem's index occurs once in a run it says all. Where it comes again, in every epoch of a query set
+        or after a refill round over a finite set, it must not meet the random numbers of its last visit.
         """
-        return (self.seed, "rollout", step, refill) if self.settings.query_set else (self.seed, "rollout")
+        return (self.seed, "rollout", step, refill) if self.problems.revisits(refill) else (self.seed, "rollout")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must keep for the same problems to follow, ready for JSON; often empty."""
@@ -205,8 +205,10 @@ class DynamicSource(OnPolicySource):
         places = [i for i, group in enumerate(groups) if not has_signal(group)]
         refills, flat, rounds = [], [], 0
         while len(refills) < len(places) and rounds < self.settings.refill_rounds:
+            more = self.sample_round(step, rounds + 1)
+            if not more.groups:  # the training set has no problem left that the step has not met
+                break
             rounds += 1
-            more = self.sample_round(step, rounds)
             refills += [group for group in more.groups if has_signal(group)]
             flat += [group for group in more.groups if not has_signal(group)]
             rollout.ungraded += more.ungraded
