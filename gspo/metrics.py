@@ -144,6 +144,12 @@ METRICS = [
     Metric("optim/lr", "1", "learning rate of the step's last update"),
     Metric("optim/updates", "updates", "optimizer updates so far"),
     Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
+    Metric(
+        "optim/missing_updates",
+        "updates",
+        "updates of the step that were left out: too few groups could be graded to make every mini-batch",
+        "max",
+    ),
     # what the monitor says
     Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
     Metric("monitor/fallen", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"),

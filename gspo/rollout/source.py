@@ -63,9 +63,9 @@ class OnPolicySource:
     """Samples each step's batch from the current weights; the sampler says which problems (by default the stream's).
 
     A response that could not be graded (a failure of the sandbox, not of the response) is left out of its group, so
-    groups may differ in size. `filtered` counts such responses as "ungraded", and as "prompt_too_long" the problems
-    that were replaced, if there is a limit on prompts. With `behaviour` the responses keep what the trainer makes of
-    them under the weights that sampled.
+    groups may differ in size, and a group without any is gone. `filtered` counts such responses as "ungraded", and as
+    "prompt_too_long" the problems that were replaced, if there is a limit on prompts. With `behaviour` the responses
+    keep what the trainer makes of them under the weights that sampled.
     """
 
     def __init__(
@@ -101,8 +101,14 @@ class OnPolicySource:
         return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
-        """The scored groups of a step."""
+        """The scored groups of a step. Raises RuntimeError if no response of it could be graded."""
         rollout = self.sample(step)
+        if not rollout.groups:
+            verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))
+            raise RuntimeError(
+                f"step {step}: no response of the batch could be graded ({verdicts}), so there is nothing to train on; "
+                "what its verifier said is in train.log"
+            )
         rollout.synced = self.synced
         if self.settings.routes:
             routing = self.engine.policy.routing
@@ -206,7 +212,7 @@ class DynamicSource(OnPolicySource):
         refills, flat, rounds = [], [], 0
         while len(refills) < len(places) and rounds < self.settings.refill_rounds:
             more = self.sample_round(step, rounds + 1)
-            if not more.groups:  # the training set has no problem left that the step has not met
+            if not more.groups and not more.ungraded:  # the training set has no problem left that the step has not met
                 break
             rounds += 1
             refills += [group for group in more.groups if has_signal(group)]
@@ -232,11 +238,8 @@ class DynamicSource(OnPolicySource):
 
 
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
-    """The groups with their graded responses alone. Raises RuntimeError if there is none at all."""
+    """The groups with their graded responses alone; those without any are gone."""
     graded = [[r for r in group if r.score.reward is not None] for group in groups]
-    if not any(graded):
-        verdicts = sorted({r.score.verdict for group in groups for r in group})
-        raise RuntimeError(f"no response of the batch could be graded ({', '.join(verdicts)}): see train.log")
     return [group for group in graded if group]
 
 
