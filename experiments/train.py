@@ -83,8 +83,10 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
     claim(settings, folder)
     warn(warnings(settings))
+    kind = type(trainer.policy.model).__name__
+    if trainer.policy.active_parameters is None:
+        warn([f"{kind}: how many parameters a token passes through cannot be told, so there is no compute/flops"])
     if not trainer.policy.network:
-        kind = type(trainer.policy.model).__name__
         warn([f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"])
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
     tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]

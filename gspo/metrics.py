@@ -184,7 +184,10 @@ METRICS = [
     Metric("compute/tokens", "tokens", "tokens generated so far (of responses that were cut: once they have ended)"),
     Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
     Metric(
-        "compute/flops", "FLOPs", "so far: 2 per active parameter and generated or scored token, 6 per trained token"
+        "compute/flops",
+        "FLOPs",
+        "so far: 2 per active parameter and generated or scored token, 6 per trained token; left out where the active "
+        "parameters cannot be told",
     ),
     Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out"),
     Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
