@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from gspo.assembly import assemble
 from gspo.checks import check_training_set, warnings
 from gspo.config import Settings, register_schemas, resumed_settings, to_settings
+from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
@@ -83,11 +84,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
     claim(settings, folder)
     warn(warnings(settings))
-    kind = type(trainer.policy.model).__name__
-    if trainer.policy.active_parameters is None:
-        warn([f"{kind}: how many parameters a token passes through cannot be told, so there is no compute/flops"])
-    if not trainer.policy.network:
-        warn([f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"])
+    warn(about_the_model(trainer.policy))
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
     tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
     tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
@@ -118,6 +115,16 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     return how
 
 
+def about_the_model(policy: Policy) -> list[str]:
+    """Warnings."""
+    kind, found = type(policy.model).__name__, []
+    if policy.active_parameters is None:
+        found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
+    if not policy.network:
+        found.append(f"{kind} as configured here is not a known architecture: its own forward is used, which is slower")
+    return found
+
+
 def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool) -> Trainer:
     """The trainer; where it cannot be built, a folder that holds nothing yet is taken away again."""
     try:
@@ -143,6 +150,8 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     finally:
         bar.close()
     say_layers(layers)
+    if settings.rollout.dtype != "float32":
+        print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
     return trainer
 
 

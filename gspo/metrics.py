@@ -44,7 +44,11 @@ METRICS = [
     Metric("filter/surplus", "groups", "groups dropped by dynamic sampling because the batch was full"),
     Metric("filter/filled", "groups", "groups without signal that were trained on because the refill rounds ran out"),
     Metric("filter/refill_rounds", "rounds", "further rounds that dynamic sampling took in this step"),
-    Metric("filter/prompt_too_long", "problems", "problems replaced because their prompt was too long"),
+    Metric(
+        "filter/prompt_too_long",
+        "problems",
+        "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for the response",
+    ),
     Metric("filter/ungraded", "responses", "responses left out because their verifier failed (twice), not they"),
     Metric("filter/truncated", SEQUENCE, "responses left out of the loss because they hit the limit"),
     # held-out evaluation
@@ -57,6 +61,11 @@ METRICS = [
     Metric("eval/*/truncated", SEQUENCE, "held-out responses that hit the token limit"),
     Metric("eval/*/tokens", "tokens", "mean length of held-out responses"),
     Metric("eval/*/ungraded", "responses", "held-out responses that could not be graded and are left out of the rest"),
+    Metric(
+        "eval/*/prompt_too_long",
+        "problems",
+        "held-out problems left out because prompt and response together exceed the model's positions",
+    ),
     Metric(
         "eval/elo",
         "Elo points",

@@ -173,7 +173,8 @@ VIEWS = (
                 _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"), _panel("eval/*/stderr"),
                 _panel("eval/elo"), _panel("eval/elo_stderr"),
             )),
-            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"))),
+            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
+                           _panel("eval/*/prompt_too_long"))),
         ),
     ),
     View(

@@ -18,6 +18,7 @@ from gspo.batch import NOT_RECORDED, TrainBatch
 from gspo.policy.cost import active_parameters
 from gspo.policy.critic import ValueHead
 from gspo.policy.kernels import TokenLogProbs
+from gspo.policy.models import positions
 from gspo.policy.network import Network, known
 from gspo.policy.prompts import PromptFormat
 from gspo.policy.routing import Routing
@@ -61,6 +62,11 @@ class Policy:
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of prompt and response together; None: no bound."""
+        return positions(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -68,7 +68,7 @@ class PartialSource(OnPolicySource):
             if not self.waiting:
                 self.drawn += 1
                 self.waiting = self.problems.take(self.drawn)
-                if self.settings.max_prompt_tokens is not None:
+                if self.problems.max_prompt_tokens is not None:
                     skipped = self.problems.skipped(self.waiting)
                     rollout.filtered["prompt_too_long"] = rollout.filtered.get("prompt_too_long", 0) + skipped
             begun.append((self.drawn, self.waiting.pop(0)))

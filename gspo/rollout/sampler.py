@@ -162,6 +162,7 @@ class TrainingProblems:
     refresh_every: int = 0  # steps after which the next query set takes over; 0: never
     max_prompt_tokens: int | None = None
     prompt_length: Callable[[str], int] = len  # in tokens; read only with max_prompt_tokens
+    limited_by: str = ""  # what sets max_prompt_tokens, for messages; "": the setting of that name
     pass_rates: dict[int, float] = field(default_factory=dict)  # by place: running mean reward of its groups
     epoch_rates: dict[int, float] = field(default_factory=dict)  # the same as of the epoch's start: the sampler's view
     _known: dict[int, Problem] = field(default_factory=dict, repr=False)  # of the current query set, by place
@@ -224,9 +225,10 @@ class TrainingProblems:
                 if self.query_set_size:  # a place of the unbounded stream is visited once
                     self._known[place] = problem
                 return problem
+        limited_by = self.limited_by or f"rollout.max_prompt_tokens={self.max_prompt_tokens}"
         raise ValueError(
-            f"rollout.max_prompt_tokens={self.max_prompt_tokens}: {MAX_REPLACEMENTS} problems of "
-            f"task={self.task.name} in a row have longer prompts"
+            f"{limited_by}: {MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer prompts, so "
+            "there is nothing to train on"
         )
 
     def skipped(self, problems: list[Problem]) -> int:

@@ -83,6 +83,7 @@ class OnPolicySource:
         self.record_experts = settings.routes
         self.policy_step = 0  # the step whose weights the engine has
         self.synced: dict[str, float] = {}  # metrics of their hand-over
+        longest, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
             seed,
@@ -90,8 +91,9 @@ class OnPolicySource:
             settings.prompts_per_step,
             settings.query_set,
             settings.refresh_every,
-            settings.max_prompt_tokens,
+            longest,
             prompt_length=lambda prompt: len(engine.policy.encode_prompt(prompt)),
+            limited_by=limited_by,
         )
 
     @property
@@ -161,7 +163,7 @@ class OnPolicySource:
         self.problems.record(groups)
         rollout = Rollout(groups, seconds.sampling, seconds.waited, self.settings.limit(step), ungraded=ungraded)
         rollout.filtered["ungraded"] = len(ungraded)
-        if self.settings.max_prompt_tokens is not None:
+        if self.problems.max_prompt_tokens is not None:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)
         return rollout
 
@@ -235,6 +237,16 @@ class DynamicSource(OnPolicySource):
             "refill_rounds": rounds,
         }
         return rollout
+
+
+def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | None, str]:
+    """The largest number of tokens of a training prompt, None for no bound, and what sets it: the user's limit, or the
+    room that the longest response leaves in the engine's positions."""
+    wanted, limit, positions = settings.max_prompt_tokens, settings.longest_limit, engine.positions
+    if positions is None or (wanted is not None and wanted + limit <= positions):
+        return wanted, ""
+    room = positions - limit
+    return room, f"rollout.max_new_tokens={limit} leaves {room} of {positions} positions for a prompt"
 
 
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
