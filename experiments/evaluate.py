@@ -18,9 +18,10 @@ from hydra.core.override_parser.types import ChoiceSweep
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from gspo.assembly import local_engine
 from gspo.commands import EvaluateCommand
 from gspo.config import register_schemas
-from gspo.evaluation import HeldOut, held_out_sets
+from gspo.evaluation import HeldOut, held_out_sets, with_room
 from gspo.evaluation_files import Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
@@ -38,14 +39,14 @@ CONF = Path(__file__).parent.parent / "conf"
 class Subject:
     """What is evaluated, and on what."""
 
-    policy: Policy
+    engine: LocalEngine
     sets: list[HeldOut]
     step: int  # of training; 0 for a model
     limit: int  # response tokens
-    batch_rows: int
-    identity: dict  # its part of the evaluation's settings
+    identity: dict  # its part of the evaluation's settings; with the precision that it is sampled in
     name: str  # as the user calls it
     folder: str  # of the result, but for the hash
+    why: str = ""  # in words, why this precision
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
@@ -55,33 +56,34 @@ def main(config: DictConfig) -> None:
     command: EvaluateCommand = OmegaConf.to_object(config)
     subject = of_run(command) if command.run else of_model(command)
     say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
-    longest = getattr(subject.policy.model.config, "max_position_embeddings", None)
-    if longest and subject.limit >= longest:
-        raise ValueError(f"max_new_tokens={subject.limit} leaves no room for a prompt in {longest} positions")
+    policy, sets = subject.engine.policy, [with_room(s, subject.engine, subject.limit) for s in subject.sets]
     settings = {
         **subject.identity,
-        "weights": fingerprint(subject.policy.model),
-        "prompt": asdict(subject.policy.prompts),
+        "weights": fingerprint(policy.model),
+        "prompt": asdict(policy.prompts),
         "samples": command.k,
         "temperature": command.temperature,
         "max_new_tokens": subject.limit,
         "seed": command.seed,
-        "sets": {s.name: describe(s) for s in subject.sets},
+        "sets": {s.name: describe(s) for s in sets},
     }
     path = Path(command.out or f"{subject.folder}-{digest(settings)}")
     with exclusive(path):
         folder = Folder(path, settings)
         try:
-            results = sample(command, subject, folder)
+            results = sample(command, subject, sets, folder)
         except KeyboardInterrupt:
             print(f"stopped; the same command goes on from what is in {path}", file=sys.stderr)
             sys.exit(130)
         finally:
-            for held_out in subject.sets:
+            for held_out in sets:
                 held_out.task.close()
         code = {key: value for key, value in code_state().items() if key in ("commit", "python", "versions")}
         written = folder.finish(results, code)
-    print(f"{subject.name}: {command.k} samples a problem at temperature {command.temperature:g}")
+    print(
+        f"{subject.name}: {command.k} samples a problem at temperature {command.temperature:g}, "
+        f"computed in {subject.identity['dtype']}{subject.why}"
+    )
     print(table(results, command.k))
     print(f"numbers in {written}, responses beside it")
 
@@ -100,12 +102,10 @@ def find_data(config: DictConfig) -> None:
         task.path = str(files[0] if files else folder)
 
 
-def sample(command: EvaluateCommand, subject: Subject, folder: Folder) -> dict[str, dict]:
+def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], folder: Folder) -> dict[str, dict]:
     """Sample, score and summarise, with a progress bar."""
-    engine, sampling = LocalEngine(subject.policy, subject.batch_rows), Sampling(command.temperature, subject.limit)
-    with tqdm(
-        total=sum(len(s.problems) for s in subject.sets), unit="problem", dynamic_ncols=True, disable=None
-    ) as bar:
+    sampling, total = Sampling(command.temperature, subject.limit), sum(len(s.problems) for s in sets)
+    with tqdm(total=total, unit="problem", dynamic_ncols=True, disable=None) as bar:
 
         def report(name: str, problems: int, sampled: bool) -> None:
             bar.set_description(name)
@@ -115,11 +115,11 @@ def sample(command: EvaluateCommand, subject: Subject, folder: Folder) -> dict[s
                 bar.initial += problems  # they took no time, so they say nothing of the time that is left
             bar.update(problems)
 
-        return evaluate_into(folder, engine, subject.sets, command.k, sampling, command.seed, subject.step, report)
+        return evaluate_into(folder, subject.engine, sets, command.k, sampling, command.seed, subject.step, report)
 
 
 def of_run(command: EvaluateCommand) -> Subject:
-    """A run's checkpoint, on benchmarks or on its own task."""
+    """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
     settings, checkpoint = recorded(command.run, command.step)
     sets = all_sets(command, command.tasks or {settings.task.name: settings.task})
     if command.prompt != PromptFormat():
@@ -129,10 +129,13 @@ def of_run(command: EvaluateCommand) -> Subject:
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
     step = json.loads((checkpoint / "state.json").read_text())["step"]
     limit = command.max_new_tokens or settings.rollout.longest_limit
-    rows = command.batch_rows or settings.rollout.batch_rows
-    identity = {"run": Path(command.run).resolve().name, "step": step}
-    folder = f"{command.run}/evaluations/step_{step:06d}"
-    return Subject(policy, sets, step, limit, rows, identity, f"{command.run}, step {step}", folder)
+    engine = local_engine(policy, settings.rollout, command.batch_rows)
+    identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}
+    folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
+    why = " as during training (rollout.dtype)"
+    if settings.rollout.name != "local":
+        why = f" (rollout.dtype); during training by {settings.rollout.name}, whose sums round otherwise"
+    return Subject(engine, sets, step, limit, identity, name, folder, why)
 
 
 def of_model(command: EvaluateCommand) -> Subject:
@@ -141,11 +144,10 @@ def of_model(command: EvaluateCommand) -> Subject:
     model, tokenizer = command.model.make()
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     policy = Policy(model.to(auto if command.device == "auto" else command.device), tokenizer, prompts=command.prompt)
-    identity = {"model": asdict(command.model)}
+    identity = {"model": asdict(command.model), "dtype": "float32"}
     name = getattr(command.model, "path", command.model.name)
-    rows = command.batch_rows or 256
-    folder = f"evaluations/{Path(name).name}"
-    return Subject(policy, sets, 0, command.max_new_tokens or 2048, rows, identity, name, folder)
+    engine, folder = LocalEngine(policy, command.batch_rows or 256), f"evaluations/{Path(name).name}"
+    return Subject(engine, sets, 0, command.max_new_tokens or 2048, identity, name, folder)
 
 
 def all_sets(command: EvaluateCommand, tasks: dict[str, Task]) -> list[HeldOut]:

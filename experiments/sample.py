@@ -9,11 +9,11 @@ import gspo.interrupt  # noqa: F401
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from gspo.assembly import local_engine
 from gspo.commands import SampleCommand
 from gspo.config import register_schemas
-from gspo.evaluation import SEED
+from gspo.evaluation import SEED, HeldOut, with_room
 from gspo.process import command_line, one_line
-from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
 from gspo.runs import open_policy, recorded
@@ -29,12 +29,17 @@ def main(config: DictConfig) -> None:
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
-    engine = LocalEngine(open_policy(settings, checkpoint, report=lambda *_: None))
+    engine = local_engine(open_policy(settings, checkpoint, report=lambda *_: None), settings.rollout)
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
     sampling = Sampling(command.temperature, settings.rollout.longest_limit)
+    chosen = with_room(HeldOut(command.set, settings.task, problems), engine, sampling.max_new_tokens)
+    if chosen.left_out:
+        print(
+            f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"
+        )
     try:
-        groups = engine.generate(problems, command.samples, sampling, (seed, "sample", command.set))
+        groups = engine.generate(chosen.problems, command.samples, sampling, (seed, "sample", command.set))
         score(settings.task, [r for group in groups for r in group])
     finally:
         settings.task.close()

@@ -18,8 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gspo.assembly import assemble
-from gspo.checks import warnings
+from gspo.checks import check_training_set, warnings
 from gspo.config import Settings, register_schemas, resumed_settings, to_settings, write_settings
+from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
 from gspo.run_files import said
@@ -87,9 +88,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
     claim(settings, folder)
     warn(warnings(settings))
-    if not trainer.policy.network:
-        kind = type(trainer.policy.model).__name__
-        warn([f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"])
+    warn(about_the_model(trainer.policy))
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
     tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
     tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
@@ -120,6 +119,16 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     return how
 
 
+def about_the_model(policy: Policy) -> list[str]:
+    """Warnings."""
+    kind, found = type(policy.model).__name__, []
+    if policy.active_parameters is None:
+        found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
+    if not policy.network:
+        found.append(f"{kind} as configured here is not a known architecture: its own forward is used, which is slower")
+    return found
+
+
 def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool) -> Trainer:
     """The trainer; where it cannot be built, the folder of a run that is new is taken away again."""
     new = not (folder / "settings.yaml").exists()
@@ -135,7 +144,7 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
 
 def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     """Policy, engine, source and trainer; from the checkpoint if there is one."""
-    settings.task.size("train")  # a file that is not there, or a task without training set: before a model loads
+    check_training_set(settings)
     layers = settings.task.ready()
     bar = Progress("cold start", settings.cold_start.steps, 0, alone)
 
@@ -148,6 +157,8 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
     finally:
         bar.close()
     say_layers(layers)
+    if settings.rollout.dtype != "float32":
+        print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
     return trainer
 
 

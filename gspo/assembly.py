@@ -15,7 +15,7 @@ from gspo.rollout.ahead import StaleSource, make_source
 from gspo.rollout.behaviour import Behaviour
 from gspo.rollout.engine import Engine, LocalEngine
 from gspo.rollout.held import load_held
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.settings import RolloutSettings, VLLMRollout
 from gspo.rollout.source import OnPolicySource
 from gspo.runs import open_policy, open_reference
 from gspo.trainer import Trainer
@@ -66,14 +66,20 @@ def make_engine(policy: Policy, settings: Settings) -> Engine:
         from gspo.rollout.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout)
-    return LocalEngine(policy, rollout.batch_rows, getattr(torch, rollout.dtype))
+    return local_engine(policy, rollout)
+
+
+def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
+    """The in-process engine in the precision of a run's rollouts: what its held-out problems are sampled by too, during
+    training and afterwards. `batch_rows` 0: the run's."""
+    return LocalEngine(policy, batch_rows or rollout.batch_rows, getattr(torch, rollout.dtype))
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
     """The run's own engine; beside one that samples while the trainer works, an in-process one of the same precision,
     which must be handed the current weights before it is used."""
     if settings.rollout.overlap:
-        return LocalEngine(trainer.policy, settings.rollout.batch_rows, getattr(torch, settings.rollout.dtype))
+        return local_engine(trainer.policy, settings.rollout)
     return trainer.source.engine
 
 

@@ -43,6 +43,16 @@ def check(s: Settings) -> None:
         )
 
 
+def check_training_set(s: Settings) -> None:
+    """What reading the training set shows, before a model loads. Raises ValueError if it is not there, or too small."""
+    size = s.task.size("train")
+    if size and s.rollout.query_set > size:
+        raise ValueError(
+            f"rollout.query_set={s.rollout.query_set} exceeds the {size} training problems of task={s.task.name}: some "
+            f"would be in it twice; use at most {size}, or 0 for all of them epoch by epoch"
+        )
+
+
 def has_sequence_ratio(objective: Objective) -> bool:
     return objective.sequence_level or (isinstance(objective, SAPO) and objective.level == "sequence")
 

@@ -123,8 +123,9 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Call
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     """Mean reward of one sampled response to each of 512 training problems: where reinforcement learning starts."""
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
-    sampling = Sampling(max_new_tokens=CHECKED_TOKENS)
-    groups = LocalEngine(policy).generate(problems, 1, sampling, (seed, "cold start"))
+    engine = LocalEngine(policy)
+    sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
+    groups = engine.generate(problems, 1, sampling, (seed, "cold start"))
     score(task, [r for group in groups for r in group])
     rewards = [group[0].score.reward for group in groups if group[0].score.reward is not None]
     return sum(rewards) / len(rewards)
@@ -140,4 +141,10 @@ def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step
         text = task.demonstration(problem, settings.wrong_step_rate, rng)
         answer_ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         rows.append((policy.encode_prompt(problem.prompt), [*answer_ids, policy.tokenizer.eos_token_id]))
+    longest = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in rows)
+    if policy.positions and longest > policy.positions:
+        raise ValueError(
+            f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the model's "
+            f"{policy.positions} positions; use a model with more of them, or cold_start.steps=0"
+        )
     return layout(rows, policy.tokenizer.pad_token_id)

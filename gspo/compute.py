@@ -16,9 +16,11 @@ def account(
     """Add the step to the run's counters; the metrics of both.
 
     A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times, a
-    backward pass counting as two. Groups that were sampled and dropped cost their generation.
+    backward pass counting as two. Groups that were sampled and dropped cost their generation. There is no
+    `compute/flops` for a model whose active parameters cannot be told.
     """
-    flops, generated = policy.forward_flops, 0
+    known, generated = policy.active_parameters is not None, 0
+    flops = policy.forward_flops if known else lambda lengths: 0.0
     for group in rollout.sampled:
         prompt = torch.tensor([len(group[0].prompt_ids)])
         lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
@@ -35,10 +37,9 @@ def account(
     if rollout.waited_s is not None:  # the rest was hidden behind training
         sampling_s = rollout.waited_s
     state.seconds += sampling_s + train_s
-    return {
+    return ({"compute/flops": state.flops} if known else {}) | {
         "compute/tokens": state.tokens,
         "compute/dropped_tokens": generated - trained,
-        "compute/flops": state.flops,
         "compute/seconds": state.seconds,
         "optim/updates": state.updates,
         "time/rollout_s": rollout.rollout_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class HeldOut:
     name: str
     task: Task
     problems: list[Problem]
+    left_out: int = 0  # problems whose prompts leave no room for a response
 
 
 def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[HeldOut]:
@@ -73,16 +74,30 @@ def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int 
     return sets
 
 
+def with_room(held_out: HeldOut, engine: Engine, max_new_tokens: int) -> HeldOut:
+    """The set without the problems whose prompts leave no room for a response in the engine's positions. Raises
+    ValueError if none is left."""
+    kept = [problem for problem in held_out.problems if engine.fits(problem, max_new_tokens)]
+    if not kept:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for any prompt of the set {held_out.name} in "
+            f"{engine.positions} positions; lower it"
+        )
+    return replace(held_out, problems=kept, left_out=len(held_out.problems) - len(kept))
+
+
 def evaluate(
     engine: Engine, task: Task, settings: EvaluationSettings, max_new_tokens: int, step: int
 ) -> tuple[dict[str, float], list[list[Response]]]:
     """Metrics of every set, and the scored responses behind them."""
     metrics, everything = {}, []
     sampling = Sampling(settings.temperature, max_new_tokens)
-    for held_out in held_out_sets(task, settings.sets, settings.problems):
+    for whole in held_out_sets(task, settings.sets, settings.problems):
+        held_out = with_room(whole, engine, max_new_tokens)
         position = (SEED, "evaluation", held_out.name)
         groups, _ = sample_and_score(engine, task, held_out.problems, settings.samples, sampling, position, step)
         metrics |= as_metrics(held_out.name, summarise([rows(group) for group in groups], [settings.samples]))
+        metrics[f"eval/{held_out.name}/prompt_too_long"] = float(held_out.left_out)
         everything += groups
     return metrics, everything
 

@@ -21,6 +21,7 @@ import torch
 
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
+from gspo.records import Problem
 from gspo.rollout.engine import Engine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
@@ -49,7 +50,7 @@ class Folder:
     def responses(self, name: str) -> Path:
         return self.path / "responses" / f"{name}.jsonl"
 
-    def kept(self, name: str, samples: int, chunk: int, problems: int) -> list[list[dict]]:
+    def kept(self, name: str, samples: int, chunk: int, problems: list[Problem]) -> list[list[dict]]:
         """The rows of the problems that are done, in whole chunks of `chunk` problems; anything after them is removed.
 
         Raises ValueError for a file that is not a beginning of what would be written here.
@@ -61,10 +62,12 @@ class Folder:
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # a kill cut it short
-                found.append(self._row(path, line, divmod(len(found), samples)))
+                number, sample = divmod(len(found), samples)
+                index = problems[number].index if number < len(problems) else -1
+                found.append(self._row(path, line, (index, sample)))
                 ends.append(ends[-1] + len(line))
         whole = len(found) // samples
-        whole = whole if whole >= problems else whole - whole % chunk
+        whole = whole if whole >= len(problems) else whole - whole % chunk
         os.truncate(path, ends[whole * samples])
         return [found[i : i + samples] for i in range(0, whole * samples, samples)]
 
@@ -108,13 +111,13 @@ def evaluate_into(
     """
     results, chunk = {}, at_once(engine, samples)
     for held_out in sets:
-        groups = folder.kept(held_out.name, samples, chunk, len(held_out.problems))
+        groups = folder.kept(held_out.name, samples, chunk, held_out.problems)
         report(held_out.name, len(groups), False)
         for new in new_chunks(engine, held_out, len(groups), samples, sampling, seed, step):
             folder.append(held_out.name, new)
             report(held_out.name, len(new), True)
             groups += [[slim(row) for row in group] for group in new]
-        results[held_out.name] = summarise(groups, powers(samples))
+        results[held_out.name] = summarise(groups, powers(samples)) | {"prompt_too_long": held_out.left_out}
     return results
 
 
@@ -194,6 +197,9 @@ def table(results: dict[str, dict], samples: int) -> str:
 def _remarks(results: dict[str, dict]) -> list[str]:
     lines = []
     for name, r in results.items():
+        if r.get("prompt_too_long"):
+            left_out = f"{r['prompt_too_long']} problems left out"
+            lines.append(f"{name}: {left_out}, whose prompt and response exceed the model's positions")
         if r["ungraded"]:
             left_out = r["problems_left_out"]
             lines.append(f"{name}: {r['ungraded']} responses could not be graded; {left_out} problems left out")

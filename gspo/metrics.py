@@ -44,7 +44,11 @@ METRICS = [
     Metric("filter/surplus", "groups", "groups dropped by dynamic sampling because the batch was full"),
     Metric("filter/filled", "groups", "groups without signal that were trained on because the refill rounds ran out"),
     Metric("filter/refill_rounds", "rounds", "further rounds that dynamic sampling took in this step"),
-    Metric("filter/prompt_too_long", "problems", "problems replaced because their prompt was too long"),
+    Metric(
+        "filter/prompt_too_long",
+        "problems",
+        "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for the response",
+    ),
     Metric("filter/ungraded", "responses", "responses left out because their verifier failed (twice), not they"),
     Metric("filter/truncated", SEQUENCE, "responses left out of the loss because they hit the limit"),
     # held-out evaluation
@@ -57,6 +61,11 @@ METRICS = [
     Metric("eval/*/truncated", SEQUENCE, "held-out responses that hit the token limit"),
     Metric("eval/*/tokens", "tokens", "mean length of held-out responses"),
     Metric("eval/*/ungraded", "responses", "held-out responses that could not be graded and are left out of the rest"),
+    Metric(
+        "eval/*/prompt_too_long",
+        "problems",
+        "held-out problems left out because prompt and response together exceed the model's positions",
+    ),
     Metric(
         "eval/elo",
         "Elo points",
@@ -144,6 +153,12 @@ METRICS = [
     Metric("optim/lr", "1", "learning rate of the step's last update"),
     Metric("optim/updates", "updates", "optimizer updates so far"),
     Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
+    Metric(
+        "optim/missing_updates",
+        "updates",
+        "updates of the step that were left out: too few groups could be graded to make every mini-batch",
+        "max",
+    ),
     # what the monitor says
     Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
     Metric("monitor/fallen", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"),
@@ -178,7 +193,10 @@ METRICS = [
     Metric("compute/tokens", "tokens", "tokens generated so far (of responses that were cut: once they have ended)"),
     Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
     Metric(
-        "compute/flops", "FLOPs", "so far: 2 per active parameter and generated or scored token, 6 per trained token"
+        "compute/flops",
+        "FLOPs",
+        "so far: 2 per active parameter and generated or scored token, 6 per trained token; left out where the active "
+        "parameters cannot be told",
     ),
     Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out"),
     Metric("time/rollout_s", "s", "seconds of the step spent in generation"),

@@ -21,7 +21,7 @@ from gspo.checkpoint import check_belongs, damage, latest_checkpoint
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
-from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE
+from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
 from gspo.run_files import LOCK, STATUS, read_rows, replace_text, said
@@ -95,7 +95,7 @@ def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[i
         check_room(settings, POSITIONS)  # before a cold start that would be in vain
     folder = checkpoint or starting_folder(settings, report)
     model, tokenizer = opened(settings, folder)
-    check_room(settings, getattr(model.config, "max_position_embeddings", None))
+    check_room(settings, positions(model))
     if folder and not checkpoint:
         reward = json.loads((folder / "cold_start.json").read_text())["reward"]
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
@@ -111,11 +111,11 @@ def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[i
     )
 
 
-def check_room(settings: Settings, positions: int | None) -> None:
-    """Raises ValueError if responses leave no room for a prompt in the model's positions."""
+def check_room(settings: Settings, available: int | None) -> None:
+    """Raises ValueError if responses leave no room for any prompt in the model's positions."""
     limit = settings.rollout.longest_limit
-    if positions and limit >= positions:
-        raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {positions} positions")
+    if available and limit >= available:
+        raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions")
 
 
 def open_reference(

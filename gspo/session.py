@@ -49,6 +49,7 @@ class Session:
         self.ending = ""  # why the monitor ends it: collapsed, or rolled back
         self.target = -1  # the step that it goes back to
         self.spent: dict[str, float] = {}  # seconds that the next row will hold
+        self.said: set[str] = set()  # metrics of left-out prompts that were spoken of
 
     def run(self) -> str:
         """Train to the last step, or until somebody or the monitor ends it; says how it ended: finished, stopped,
@@ -92,10 +93,22 @@ class Session:
         for event in events:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
+        self.say_left_out(step, metrics)
         if step == min(10, settings.steps):  # the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
         if rollout:
             self.progress(step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0))
+
+    def say_left_out(self, step: int, metrics: dict[str, float]) -> None:
+        """Once: that prompts are too long, in training or in a held-out set."""
+        for name, count in metrics.items():
+            if name.endswith("/prompt_too_long") and count and name not in self.said:
+                self.said.add(name)
+                positions, limit = self.engine.positions, self.settings.rollout.longest_limit
+                room = f"{limit} response tokens in {positions} positions" if positions else "max_prompt_tokens"
+                what = f"{count:g} problems have prompts that are too long for {room} and are "
+                what += "left out" if name.startswith("eval/") else "replaced by others; more may follow"
+                warn([f"{self.settings.label()}, step {step}: {name}: {what}"])
 
     def fallen(self, step: int) -> None:
         """Do what the settings say."""

@@ -123,7 +123,9 @@ class Trainer:
         update = 0
         for epoch in range(self.settings.epochs):
             order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
-            for chosen in order.chunk(self.settings.minibatches):
+            count = min(self.settings.minibatches, len(groups))  # fewer where too many groups could not be graded
+            tally.count("optim/missing_updates", self.settings.minibatches - count)
+            for chosen in order.tensor_split(count):
                 update += 1
                 self.update(batch.rows(torch.cat([groups[i] for i in chosen])), update, tally)
         if self.coefficient:  # after the updates: they used the coefficient that was logged

@@ -79,7 +79,7 @@ VIEWS = (
             ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
             ("Policy and gradient", (
                 _panel("policy/entropy"), _panel("optim/: grad_norm grad_norm_max", log=True),
-                _panel("optim/skipped"), _panel("optim/loss"), _panel("optim/lr"),
+                _panel("optim/: skipped missing_updates"), _panel("optim/loss"), _panel("optim/lr"),
                 _panel("advantage/: mean std abs_max"),
             )),
             ("Ratios", (
@@ -173,7 +173,8 @@ VIEWS = (
                 _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"), _panel("eval/*/stderr"),
                 _panel("eval/elo"), _panel("eval/elo_stderr"),
             )),
-            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"))),
+            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
+                           _panel("eval/*/prompt_too_long"))),
         ),
     ),
     View(

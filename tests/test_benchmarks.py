@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gspo.rollout.sampler import REFILL, REPLACEMENT, TrainingProblems, Uniform
-from gspo.tasks.benchmark import ROUND, fingerprint
+from gspo.rollout.sampler import REPLACEMENT, TrainingProblems, Uniform
+from gspo.tasks.benchmark import fingerprint
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.programs import last_code_block, with_preamble
@@ -217,11 +217,11 @@ def test_training_is_epochs_of_permutations_by_seed(gsm8k):
 def test_refill_rounds_of_a_step_meet_other_problems(gsm8k):
     task = GSM8K(path=str(gsm8k))
     problems = TrainingProblems(task, seed=5, sampler=Uniform(), count=4)
-    for step in (1, 2, 5):  # a batch within an epoch of 25
-        seen = [problem.prompt for refill in range(3) for problem in problems.take(step, refill)]
-        assert len(set(seen)) == 12
-    assert ROUND == REFILL
-    places = {task.problem(5, "train", 2 + far).prompt for far in (0, REFILL, 2 * REFILL, REPLACEMENT)}
+    for step in (1, 2, 5, 6, 7, 13):  # the epochs have 25 problems: the batches of steps 7 and 13 lie on a border
+        own, *more = [[problem.prompt for problem in problems.take(step, refill)] for refill in range(8)]
+        seen = [*set(own), *(prompt for prompts in more for prompt in prompts)]
+        assert len(seen) == len(set(seen)) == 25 and more[-1] == []
+    places = {task.problem(5, "train", 2 + far).prompt for far in range(0, 9 * REPLACEMENT, REPLACEMENT)}
     assert len(places) >= 3
 
 

@@ -1,5 +1,6 @@
 """Settings: every option file composes, experiments do not leak into objectives, bad input is one clear line."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from gspo.checks import check, warnings, warnings_after
+from gspo.checks import check, check_training_set, warnings, warnings_after
 from gspo.config import (
     CHOICES,
     read_settings,
@@ -421,6 +422,18 @@ def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_s
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
     with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
         open_policy(chosen, None, report=lambda *_: pytest.fail("the cold start began"))
+
+
+def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
+    for name, first, count in (("test", 0, 3), ("train", 3, 40)):
+        rows = [{"question": f"{i} apples?", "answer": f"#### {i}"} for i in range(first, first + count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["task=gsm8k", f"task.path={tmp_path}", "model=hf", "model.path=x", "cold_start.steps=0"]
+    message = r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
+    with pytest.raises(ValueError, match=message):
+        check_training_set(settings(*options, "rollout.query_set=64"))
+    check_training_set(settings(*options, "rollout.query_set=32"))
+    check_training_set(settings("rollout.query_set=64"))  # problems are made without end
 
 
 def test_check_runs_on_plain_dataclasses_too():

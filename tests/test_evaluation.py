@@ -39,6 +39,9 @@ class Demonstrator:
             finished([r for group in groups for r in group])
         return groups
 
+    def fits(self, problem, new_tokens):
+        return True
+
     def respond(self, problem, sample, position, step):
         text = self.task.demonstration(problem, self.slips, generator(*position))
         return Response(problem, sample, [1], [2] * len(text), np.zeros(len(text)), "stop", text, step)

@@ -1,5 +1,6 @@
 """The gap between engine and trainer: another precision, other experts, older weights; and what replays it away."""
 
+import copy
 import time
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from gspo.policy.models import TinyDense
 from gspo.rollout.ahead import make_source
 from gspo.rollout.behaviour import Behaviour, check_engine
 from gspo.rollout.engine import LocalEngine
+from gspo.rollout.held import load_held, save_held
 from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
@@ -394,23 +396,57 @@ def test_what_fails_beside_the_training_is_raised_in_it():
     t.source.close()
 
 
-def test_a_batch_that_failed_ahead_does_not_keep_the_finished_steps_from_being_saved():
-    t = gap_trainer(old="behaviour", staleness=2, overlap=True)
-    t.train_step(1, t.source.next(1))  # 2, 3 and 4 are under way
+class FailsOnce(FirstCharacter):
+    """The verifier fails on the first batch that holds the problem of this index, and on no later one."""
 
-    def broken(answers):
-        raise OSError("the verifier is gone")
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
 
-    t.source.held()
-    t.source.inner.task.score = broken
-    t.train_step(2, t.source.next(2))  # 5 fails
-    assert t.source.state() == {} and list(t.source.held().rollouts) == [3, 4]
-    t.train_step(3, t.source.next(3))
-    assert list(t.source.held().rollouts) == [4], "what follows a failed batch is left out too"
-    t.source.next(4)
+    def score(self, answers):
+        if any(problem.index == self.index for problem, _, _ in answers):
+            self.index = -1
+            raise OSError("the verifier is gone")
+        return super().score(answers)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_weights(overlap, tmp_path):
+    """No checkpoint is made without it: going on from one, it would be sampled from newer weights."""
+    options = dict(lr=1e-2, old="behaviour", staleness=2, overlap=overlap)
+    whole = gap_trainer(**options)
+    expected = [flat(rollout.groups) for rollout in trained(whole, 6)]
+    t, saved = gap_trainer(**options), None
+    t.source.inner.task = FailsOnce(8 * 4)  # of step 5's batch, which is due to the weights of step 2
     with pytest.raises(OSError, match="the verifier is gone"):
-        t.source.next(5)
-    t.source.close()
+        for _ in trained(t, 6):
+            state, held = t.source.state(), t.source.held()
+            folder = tmp_path / f"{overlap}{t.state.step}"
+            folder.mkdir()
+            save_held(held, folder)
+            weights_now, moments = copy.deepcopy((t.policy.model.state_dict(), t.optimizer.state_dict()))
+            saved = t.state.step, weights_now, moments, state, folder
+    again = gap_trainer(**options)
+    again.policy.model.load_state_dict(saved[1])
+    again.optimizer.load_state_dict(saved[2])
+    again.state.step = again.state.updates = saved[0]
+    again.source.load_state(saved[3], saved[0])
+    again.source.inner.engine.policy.load_tensors(again.policy.named_tensors())
+    again.source.take_back(load_held(saved[4], lambda index: t.source.task.problem(1, "train", index)))
+    rollouts = list(trained(again, 6))
+    assert [flat(rollout.groups) for rollout in rollouts] == expected[saved[0] :]
+    assert {r.policy_step for r in rollouts[5 - 1 - saved[0]].responses} == {2}
+    assert saved[0] == (1 if overlap else 2), "the newest checkpoint has every batch that was due"
+    for one in (whole, t, again):
+        one.source.close()
+
+
+def trained(t, last: int):
+    """The rollouts of the steps up to `last`, each after it was trained on."""
+    for step in range(t.state.step + 1, last + 1):
+        rollout = t.source.next(step)
+        t.train_step(step, rollout)
+        yield rollout
 
 
 def test_the_time_that_a_checkpoint_waits_for_a_batch_is_counted():

@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 
 from gspo.records import Problem, Response, Score
 from gspo.rollout.sampler import REFILL, REPLACEMENT, Grouped, QuerySet, TrainingProblems, Uniform
+from gspo.seeding import permutation
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.mixture import Mixture
 
@@ -40,6 +42,26 @@ def group(problem: Problem, rewards: list[float]) -> list[Response]:
 
 def stream(sampler=None, task=None, count: int = 4, size: int = 24, **options) -> TrainingProblems:
     return TrainingProblems(task or ChainArithmetic(), 7, sampler or Uniform(), count, size, **options)
+
+
+@dataclass
+class Finite:
+    """A task whose training set has `count` problems; epoch e is a permutation by (seed, e), as of any benchmark."""
+
+    count: int = 512
+    name: str = "finite"
+
+    def size(self, split: str) -> int:
+        return self.count
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        epoch, place = divmod(index % REPLACEMENT, self.count)
+        number = permutation(self.count, seed, epoch)[place] if index < REPLACEMENT else index // REPLACEMENT
+        return Problem("finite", index, f"{number}" + "!" * (9 if number % 10 == 3 else 0), None)
+
+
+def prompts(problems: list[Problem]) -> list[str]:
+    return [problem.prompt for problem in problems]
 
 
 def indices(problems: list[Problem]) -> list[int]:
@@ -78,6 +100,34 @@ def test_refill_rounds_of_a_step_see_different_problems(sampler):
     for step in (1, 3, 6):
         rounds = [sampler.choose(1, step, 4, query_set(), {}, refill) for refill in range(6)]
         assert len({place for batch in rounds for place in batch}) == 24
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+@pytest.mark.parametrize("count", [512, 100, 97])
+def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more(count, limit):
+    """Whatever the step's place in its epoch, also across the border of two epochs."""
+    problems = stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit)
+    own = stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit)
+    everything = prompts([Finite(count).problem(7, "train", i) for i in range(count)])
+    usable = {prompt for prompt in everything if len(prompt) <= (limit or 99)}
+    for step in (1, 2, 5, 6, 7, 32, 33):
+        rounds = [problems.take(step, refill) for refill in range(12)]
+        assert rounds[0] == own.take(step), "the step's own batch is that of a run without refill"
+        more = prompts([problem for taken in rounds[1:] for problem in taken])
+        assert len(more) == len(set(more)) and not set(more) & set(prompts(rounds[0]))
+        unused = usable - set(prompts(rounds[0]))
+        assert set(more) <= unused and len(more) == min(11 * 16, len(unused))
+        assert rounds[3] == stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit).take(step, 3)
+    random_numbers = {problems.revisits(refill) for refill in (1, 2)}
+    assert random_numbers == {True} and not problems.revisits(0), "a refilled problem comes again at its own step"
+
+
+def test_query_sets_of_a_finite_set_hold_no_problem_twice():
+    problems = stream(task=Finite(100), count=8, size=40, refresh_every=5)
+    for number in range(6):
+        steps = range(5 * number + 1, 5 * number + 6)
+        assert len({p for step in steps for p in prompts(problems.take(step))}) == 40
+    assert indices(problems.take(6)) == [40 + i for i in permutation(40, 7, "problems", 1, 0)[:8]]
 
 
 def test_batches_hold_like_problems():

@@ -18,7 +18,7 @@ from gspo.policy.models import TinyDense
 from gspo.records import Problem, Score
 from gspo.rollout.ahead import make_source
 from gspo.rollout.engine import LocalEngine
-from gspo.rollout.sampler import Uniform
+from gspo.rollout.sampler import REFILL, Uniform
 from gspo.rollout.settings import RolloutSettings
 from gspo.tally import Tally
 from gspo.trainer import OptimSettings, PolicySettings, Trainer, TrainerSettings
@@ -29,6 +29,9 @@ class FirstCharacter:
     """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a lower-case letter."""
 
     name: str = "first"
+
+    def size(self, split: str) -> None:
+        return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         return Problem("first", index, problems()[index % len(problems())].prompt, None)
@@ -204,6 +207,51 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     row = t.train_step(1, rollout)
     assert t.state.updates == 3 and all(lookup(name) for name in row)
     assert row["compute/tokens"] == sum(len(r.token_ids) for r in [*rollout.responses, *rollout.ungraded])
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("groups, updates", [(8, 4), (7, 4), (6, 4), (5, 4), (4, 4), (3, 3), (1, 1)])
+def test_vanished_groups_cost_no_update_while_there_is_one_for_each(groups, updates, epochs):
+    t = trainer(GRPO(), epochs=epochs)
+    rollout, seen = t.source.next(1), []
+    rollout.ungraded = [r for group in rollout.groups[groups:] for r in group]
+    del rollout.groups[groups:]
+    update = t.update
+    t.update = lambda batch, *rest: (seen.append(len(batch)), update(batch, *rest))
+    row = t.train_step(1, rollout)
+    assert t.state.updates == len(seen) == updates * epochs
+    assert sum(seen) == 4 * groups * epochs and max(seen) - min(seen) <= 4, "every group once an epoch, evenly"
+    assert row["optim/missing_updates"] == (4 - updates) * epochs
+
+
+class Ungraded(FirstCharacter):
+    """The verifier fails on the problems of these indices."""
+
+    def __init__(self, *lost: int):
+        super().__init__()
+        self.lost = lost
+
+    def score(self, answers) -> list[Score]:
+        scores = super().score(answers)
+        lost = [not self.lost or problem.index in self.lost for problem, _, _ in answers]
+        return [Score(None, "sandbox-error") if gone else s for s, gone in zip(scores, lost, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"refill_rounds": 1}, {"token_budget": 4, "in_flight": 6}])
+def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
+    t = trainer(rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options))
+    t.source.task = Ungraded()
+    with pytest.raises(RuntimeError, match=r"step 3: no response of the batch could be graded \(sandbox-error\)"):
+        t.source.next(3)
+
+
+def test_a_refill_round_that_nothing_could_grade_fills_no_place():
+    settings = RolloutSettings(prompts_per_step=8, group_size=2, max_new_tokens=10, refill_rounds=1)
+    t = trainer(rollout=settings)
+    t.source.task = Ungraded(*range(REFILL, REFILL + 8))
+    rollout = t.source.next(1)
+    assert len(rollout.groups) == 8 and len(rollout.ungraded) == 16 and rollout.filtered["ungraded"] == 16
+    assert rollout.filtered["filled"] > 0 and rollout.filtered["refill_rounds"] == 1
 
 
 def test_replay_is_what_makes_the_arms_differ():

@@ -258,7 +258,7 @@ def test_what_cannot_work_is_refused_in_one_line(engines, monkeypatch):
             VLLMEngine(policy, settings)
         assert "\n" not in str(caught.value)
     engine = engines("dense-in")
-    with pytest.raises(ValueError, match=r"rollout\.max_model_len=2048 is too small .* raise it"):
+    with pytest.raises(ValueError, match=r"up to 2048 of the response exceed the 2048 positions"):
         run(engine, Sampling(1.0, 2048))
     with pytest.raises(ValueError, match=r"set rollout\.routes=true"):
         run(engine, Sampling(1.0, 5), experts=True)

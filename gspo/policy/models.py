@@ -129,6 +129,14 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     return model, tokenizer
 
 
+def positions(model: PreTrainedModel) -> int | None:
+    """Tokens of prompt and response together that a model can take; None where its configuration has no bound."""
+    config = model.config.get_text_config()
+    # transformers maps n_positions of GPT-2 and others to the first
+    names = ("max_position_embeddings", "max_seq_len")
+    return next((found for name in names if (found := getattr(config, name, None))), None)
+
+
 def save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.batch import NOT_RECORDED, TrainBatch
+from gspo.policy.cost import active_parameters
 from gspo.policy.critic import ValueHead
 from gspo.policy.kernels import TokenLogProbs
+from gspo.policy.models import positions
 from gspo.policy.network import Network, known
 from gspo.policy.prompts import PromptFormat
 from gspo.policy.routing import Routing
@@ -60,6 +62,11 @@ class Policy:
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of prompt and response together; None: no bound."""
+        return positions(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -180,25 +187,21 @@ class Policy:
         return PolicyOutput(logp_BT, None, experts_BSLK, values_BT if self.value_head else None)
 
     @cached_property
-    def active_parameters(self) -> int:
-        """Parameters that one token passes through: of E experts K count, the input embedding's look-up does not."""
-        total = sum(p.numel() for p in self.model.parameters())
-        if not self.model.config.tie_word_embeddings:
-            total -= self.model.get_input_embeddings().weight.numel()
-        for name, module in self.model.named_modules():
-            if name.split(".")[-1] == "experts" and self.routing.layers:
-                share = self.routing.top_k / self.routing.experts
-                total -= round((1 - share) * sum(p.numel() for p in module.parameters()))
-        return total
+    def active_parameters(self) -> int | None:
+        """Parameters that one token passes through; None if it cannot be told."""
+        return active_parameters(self.model)
 
     def forward_flops(self, lengths: Tensor) -> float:
         """FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus attention.
 
         Attention: scores and weighted values are 2 multiply-adds per head dimension and pair of positions, half of the
         pairs being masked: 2 * layers * heads * head_dim * length^2 per sequence. A backward costs twice a forward.
+        Only where `active_parameters` is known.
         """
-        config = self.model.config
+        config = self.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        scores = getattr(config, "qk_head_dim", None) or head_dim  # latent attention: keys are wider than values
+        values = getattr(config, "v_head_dim", None) or head_dim
+        attention = 1.0 * config.num_hidden_layers * config.num_attention_heads * (scores + values)
         lengths = lengths.double()
         return float(2.0 * self.active_parameters * lengths.sum() + attention * lengths.square().sum())

@@ -68,7 +68,7 @@ class PartialSource(OnPolicySource):
             if not self.waiting:
                 self.drawn += 1
                 self.waiting = self.problems.take(self.drawn)
-                if self.settings.max_prompt_tokens is not None:
+                if self.problems.max_prompt_tokens is not None:
                     skipped = self.problems.skipped(self.waiting)
                     rollout.filtered["prompt_too_long"] = rollout.filtered.get("prompt_too_long", 0) + skipped
             begun.append((self.drawn, self.waiting.pop(0)))
@@ -205,18 +205,10 @@ class StaleSource:
         self.inner.take_back(held)
 
     def _whole(self) -> dict[int, Rollout]:
-        """The batches that are there once what is under way has ended; those before the first that failed.
-
-        A failed one is sampled again after a resume, and raised by `next` here. Where sampling leaves traces (partial
-        rollouts, pass rates) it could not be the same again: there it raises at once.
-        """
-        started, whole = time.perf_counter(), {}
-        for step, rollout in sorted(self.pending.items()):
-            if isinstance(rollout, Future) and rollout.exception():
-                if self.inner.settings.token_budget or self.inner.problems.sampler.reads_pass_rates:
-                    rollout.result()
-                break
-            whole[step] = _result(rollout)
+        """The batches that are there once what is under way has ended. Raises here what sampling one of them raised: a
+        checkpoint without it would have it sampled again from newer weights."""
+        started = time.perf_counter()
+        whole = {step: _result(rollout) for step, rollout in sorted(self.pending.items())}
         self.waited += time.perf_counter() - started
         return whole
 

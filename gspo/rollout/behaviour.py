@@ -63,7 +63,7 @@ def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step
     if engine.shares_weights:
         return None
     policy = engine.policy
-    sampling = Sampling(policy.temperature, GUARD_TOKENS)
+    sampling = Sampling(policy.temperature, engine.room(problems, GUARD_TOKENS))
     groups = engine.generate(problems, GUARD_SAMPLES, sampling, (0, "sync"), step)
     batch = pack([r for group in groups for r in group], policy.tokenizer.pad_token_id)
     own_BT = policy.score(batch, len(batch)).logp_BT

@@ -38,6 +38,22 @@ class Engine(ABC):
     batch_rows: int  # at most this many responses at once (one group at least)
     shares_weights: bool  # it computes with the policy's own tensors: there is nothing to load
 
+    @property
+    def positions(self) -> int | None:
+        """Tokens of prompt and response together that it can hold; None: no bound."""
+        return self.policy.positions
+
+    def fits(self, problem: Problem, new_tokens: int) -> bool:
+        """Whether a problem's prompt leaves room for so many response tokens."""
+        return self.room([problem], new_tokens) == new_tokens
+
+    def room(self, problems: list[Problem], new_tokens: int) -> int:
+        """How many response tokens, at most so many, all of these problems leave room for."""
+        if self.positions is None:
+            return new_tokens
+        longest = max(len(self.policy.encode_prompt(problem.prompt)) for problem in problems)
+        return min(new_tokens, self.positions - longest)
+
     def generate(
         self,
         problems: list[Problem],
@@ -53,16 +69,28 @@ class Engine(ABC):
         With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
         of its routes, and a comparison with the trainer's, start from. `finished` is handed responses that have ended
         while others are still being sampled, each of them once, from time to time and in no order.
+
+        Raises ValueError for a prompt that leaves no room for the response: who chooses problems asks `fits` before.
         """
         at_once = max(1, self.batch_rows // group_size)
         responses = []
         for start in range(0, len(problems), at_once):
             rows = new_rows(self.policy, problems[start : start + at_once], group_size, sampling)
+            self._check_room(rows)
             made: dict[int, Response] = {}
             ended = partial(self._respond, rows, made, sampling, policy_step, finished)
             self._sample(rows, group_size, sampling, seed, record_experts, ended)
             responses += [made[i] for i in range(len(rows))]
         return grouped(responses, group_size)
+
+    def _check_room(self, rows: list[Row]) -> None:
+        for row in rows if self.positions is not None else ():
+            if len(row.prefix_ids) + row.limit > self.positions:
+                raise ValueError(
+                    f"problem {row.problem.index} of task {row.problem.task!r}: its prompt of {len(row.prefix_ids)} "
+                    f"tokens and up to {row.limit} of the response exceed the {self.positions} positions of model and "
+                    "engine; leave it out, or lower max_new_tokens"
+                )
 
     def _respond(
         self,

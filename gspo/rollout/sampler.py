@@ -4,6 +4,9 @@ The training split is an endless stream; a place of it is an index of `Task.prob
 chooses places: in the order of the stream, or from a query set, a stretch of it that is visited epoch after epoch and
 may be replaced by the next one. The choice is a pure function of (seed, step, refill round) and, by difficulty alone,
 of pass rates that belong to a run's state. Refill rounds are the further problems that dynamic sampling asks for.
+
+The stream of a finite training set of n problems is its epochs end to end: the places e*n ... e*n + n - 1 hold every
+problem once. Refill rounds stay within the epoch of their step, and query sets never cross a border of epochs.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ from gspo.records import Problem, Response
 from gspo.seeding import permutation
 from gspo.tasks.base import Task
 
-# Both are primes, so that a task that takes indices modulo its number of rows does not meet the same rows again.
-REFILL = 2**40 + 15  # refill round r of an unbounded stream takes places from r * REFILL on, far from any step's own
+REFILL = 2**40 + 15  # refill round r of a stream without end takes places from r * REFILL on, far from any step's own
 REPLACEMENT = 2**50 + 55  # the a-th replacement of a problem with too long a prompt lies a * REPLACEMENT further on
 MAX_REFILLS = REPLACEMENT // REFILL - 1
 MAX_REPLACEMENTS = 1000
@@ -65,9 +67,10 @@ class Sampler(Protocol):
 class Uniform:
     """Every problem as often as every other.
 
-    Unbounded stream: step s (from 1) takes the places P*(s-1) ... P*s - 1. Query set: epochs over it, each a
-    permutation by (seed, set, epoch). Refill round r of a step takes the batch r places further on in the same epoch,
-    cyclically: all rounds of a step see different problems, and a refilled problem is met again at its own step.
+    Stream: step s (from 1) takes the places P*(s-1) ... P*s - 1. Query set: epochs over it, each a permutation by
+    (seed, set, epoch). Refill round r of a step takes the batch r places further on in the same epoch, cyclically: all
+    rounds of a step see different problems, and a refilled problem is met again at its own step. So it is in a stream
+    over a finite set too (TrainingProblems); a stream without end has other problems for refill rounds.
     """
 
     name: str = "uniform"
@@ -159,6 +162,7 @@ class TrainingProblems:
     refresh_every: int = 0  # steps after which the next query set takes over; 0: never
     max_prompt_tokens: int | None = None
     prompt_length: Callable[[str], int] = len  # in tokens; read only with max_prompt_tokens
+    limited_by: str = ""  # what sets max_prompt_tokens, for messages; "": the setting of that name
     pass_rates: dict[int, float] = field(default_factory=dict)  # by place: running mean reward of its groups
     epoch_rates: dict[int, float] = field(default_factory=dict)  # the same as of the epoch's start: the sampler's view
     _known: dict[int, Problem] = field(default_factory=dict, repr=False)  # of the current query set, by place
@@ -166,6 +170,8 @@ class TrainingProblems:
 
     def take(self, step: int, refill: int = 0) -> list[Problem]:
         """The problems of a step's refill round; round 0 is the step's own batch, and must be asked for first."""
+        if refill and self.revisits(refill) and not self.query_set_size:
+            return self._unused(step, refill)
         query_set = self.query_set(step)
         if self.sampler.reads_pass_rates and refill == 0 and query_set.position(step, self.count)[1] == 0:
             places = range(query_set.start, query_set.start + query_set.size)
@@ -174,13 +180,40 @@ class TrainingProblems:
         places = self.sampler.choose(self.seed, step, self.count, query_set, self.epoch_rates, refill)
         return [self.problem(place) for place in places]
 
+    def revisits(self, refill: int) -> bool:
+        """Whether the problems of such a round are met again in the run, at the same places."""
+        return bool(self.query_set_size or (refill and self.task.size("train")))
+
+    def _unused(self, step: int, refill: int) -> list[Problem]:
+        """A refill round over a finite set: the next problems of the step's epoch, cyclically, that the step has not
+        met yet and that fit. Fewer, and at last none, where there are no more."""
+        size = self.task.size("train")
+        epoch = self.count * (step - 1) // size
+        met, found = {problem.prompt for problem in self.take(step)}, []
+        for further in range(size):
+            place = epoch * size + (self.count * step + further) % size
+            problem = self.task.problem(self.seed, "train", place)
+            if problem.prompt not in met and self._fits(problem):
+                met.add(problem.prompt)
+                found.append(problem)
+                if len(found) == refill * self.count:
+                    break
+        return found[(refill - 1) * self.count :]
+
     def query_set(self, step: int) -> QuerySet:
         """The set that a step takes its problems from."""
         size, every = self.query_set_size, self.refresh_every
         number = (step - 1) // every if every else 0
         if number != self._number:
             self._known, self._number = {}, number
-        return QuerySet(number * size, size, number, number * every + 1, self.problem)
+        start, available = number * size, self.task.size("train") if number else None
+        if available:
+            epoch, within = divmod(number, available // size)
+            start = epoch * available + within * size
+        return QuerySet(start, size, number, number * every + 1, self.problem)
+
+    def _fits(self, problem: Problem) -> bool:
+        return self.max_prompt_tokens is None or self.prompt_length(problem.prompt) <= self.max_prompt_tokens
 
     def problem(self, place: int) -> Problem:
         """The problem at a place. Raises ValueError if no replacement has a prompt that fits."""
@@ -188,13 +221,14 @@ class TrainingProblems:
             return self._known[place]
         for index in range(place, place + MAX_REPLACEMENTS * REPLACEMENT, REPLACEMENT):
             problem = self.task.problem(self.seed, "train", index)
-            if self.max_prompt_tokens is None or self.prompt_length(problem.prompt) <= self.max_prompt_tokens:
+            if self._fits(problem):
                 if self.query_set_size:  # a place of the unbounded stream is visited once
                     self._known[place] = problem
                 return problem
+        limited_by = self.limited_by or f"rollout.max_prompt_tokens={self.max_prompt_tokens}"
         raise ValueError(
-            f"rollout.max_prompt_tokens={self.max_prompt_tokens}: {MAX_REPLACEMENTS} problems of "
-            f"task={self.task.name} in a row have longer prompts"
+            f"{limited_by}: {MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer prompts, so "
+            "there is nothing to train on"
         )
 
     def skipped(self, problems: list[Problem]) -> int:

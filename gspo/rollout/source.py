@@ -63,9 +63,9 @@ class OnPolicySource:
     """Samples each step's batch from the current weights; the sampler says which problems (by default the stream's).
 
     A response that could not be graded (a failure of the sandbox, not of the response) is left out of its group, so
-    groups may differ in size. `filtered` counts such responses as "ungraded", and as "prompt_too_long" the problems
-    that were replaced, if there is a limit on prompts. With `behaviour` the responses keep what the trainer makes of
-    them under the weights that sampled.
+    groups may differ in size, and a group without any is gone. `filtered` counts such responses as "ungraded", and as
+    "prompt_too_long" the problems that were replaced, if there is a limit on prompts. With `behaviour` the responses
+    keep what the trainer makes of them under the weights that sampled.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class OnPolicySource:
         self.record_experts = settings.routes
         self.policy_step = 0  # the step whose weights the engine has
         self.synced: dict[str, float] = {}  # metrics of their hand-over
+        longest, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
             seed,
@@ -90,8 +91,9 @@ class OnPolicySource:
             settings.prompts_per_step,
             settings.query_set,
             settings.refresh_every,
-            settings.max_prompt_tokens,
+            longest,
             prompt_length=lambda prompt: len(engine.policy.encode_prompt(prompt)),
+            limited_by=limited_by,
         )
 
     @property
@@ -101,8 +103,14 @@ class OnPolicySource:
         return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
-        """The scored groups of a step."""
+        """The scored groups of a step. Raises RuntimeError if no response of it could be graded."""
         rollout = self.sample(step)
+        if not rollout.groups:
+            verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))
+            raise RuntimeError(
+                f"step {step}: no response of the batch could be graded ({verdicts}), so there is nothing to train on; "
+                "what its verifier said is in train.log"
+            )
         rollout.synced = self.synced
         if self.settings.routes:
             routing = self.engine.policy.routing
@@ -155,17 +163,17 @@ class OnPolicySource:
         self.problems.record(groups)
         rollout = Rollout(groups, seconds.sampling, seconds.waited, self.settings.limit(step), ungraded=ungraded)
         rollout.filtered["ungraded"] = len(ungraded)
-        if self.settings.max_prompt_tokens is not None:
+        if self.problems.max_prompt_tokens is not None:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)
         return rollout
 
     def position(self, step: int, refill: int) -> tuple[int | str, ...]:
         """Where the random numbers of a round stand; the engine adds task, problem and sample.
 
-        In the unbounded stream the problem's index occurs once in a run and says all. In a query set it comes again in
-        every epoch, and must not meet the random numbers of its last visit.
+        Where the problem's index occurs once in a run it says all. Where it comes again, in every epoch of a query set
+        or after a refill round over a finite set, it must not meet the random numbers of its last visit.
         """
-        return (self.seed, "rollout", step, refill) if self.settings.query_set else (self.seed, "rollout")
+        return (self.seed, "rollout", step, refill) if self.problems.revisits(refill) else (self.seed, "rollout")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must keep for the same problems to follow, ready for JSON; often empty."""
@@ -205,8 +213,10 @@ class DynamicSource(OnPolicySource):
         places = [i for i, group in enumerate(groups) if not has_signal(group)]
         refills, flat, rounds = [], [], 0
         while len(refills) < len(places) and rounds < self.settings.refill_rounds:
+            more = self.sample_round(step, rounds + 1)
+            if not more.groups and not more.ungraded:  # the training set has no problem left that the step has not met
+                break
             rounds += 1
-            more = self.sample_round(step, rounds)
             refills += [group for group in more.groups if has_signal(group)]
             flat += [group for group in more.groups if not has_signal(group)]
             rollout.ungraded += more.ungraded
@@ -229,12 +239,19 @@ class DynamicSource(OnPolicySource):
         return rollout
 
 
+def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | None, str]:
+    """The largest number of tokens of a training prompt, None for no bound, and what sets it: the user's limit, or the
+    room that the longest response leaves in the engine's positions."""
+    wanted, limit, positions = settings.max_prompt_tokens, settings.longest_limit, engine.positions
+    if positions is None or (wanted is not None and wanted + limit <= positions):
+        return wanted, ""
+    room = positions - limit
+    return room, f"rollout.max_new_tokens={limit} leaves {room} of {positions} positions for a prompt"
+
+
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
-    """The groups with their graded responses alone. Raises RuntimeError if there is none at all."""
+    """The groups with their graded responses alone; those without any are gone."""
     graded = [[r for r in group if r.score.reward is not None] for group in groups]
-    if not any(graded):
-        verdicts = sorted({r.score.verdict for group in groups for r in group})
-        raise RuntimeError(f"no response of the batch could be graded ({', '.join(verdicts)}): see train.log")
     return [group for group in graded if group]
 
 

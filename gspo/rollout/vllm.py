@@ -48,13 +48,17 @@ class VLLMEngine(Engine):
         self.settings = settings
         self.batch_rows = settings.batch_rows
         config = policy.model.config
-        self.max_model_len = settings.max_model_len or config.max_position_embeddings
+        self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
         self.asleep = False
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_start(settings, head_dim)
         self._check()
         self.llm = self._start()
+
+    @property
+    def positions(self) -> int:
+        return self.max_model_len
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ValueError for names or shapes that are not those of the policy's model: vLLM would only warn."""
@@ -103,13 +107,6 @@ class VLLMEngine(Engine):
         """One request per row: vLLM finds equal prefixes by itself."""
         if record_experts and not self.settings.routes:
             raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
-        for row in rows:
-            if len(row.prefix_ids) + row.limit > self.max_model_len:
-                raise ValueError(
-                    f"rollout.max_model_len={self.max_model_len} is too small for problem {row.problem.index} of task "
-                    f"{row.problem.task!r}: {len(row.prefix_ids)} tokens and up to {row.limit} more; raise it or set "
-                    "rollout.max_prompt_tokens"
-                )
         self.wake()
         prompts = [{"prompt_token_ids": row.prefix_ids} for row in rows]
         params = [self._params(row, sampling, seed) for row in rows]

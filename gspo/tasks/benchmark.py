@@ -22,9 +22,7 @@ from gspo.seeding import permutation
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.records_file import Row, Source
 
-# Further rounds of dynamic sampling take places from multiples of this on (gspo.rollout.sampler.REFILL). They belong to
-# the epoch of their step, and so meet other problems than the step's own batch.
-ROUND = 2**40 + 15
+FAR = 2**40 + 15  # replacements of problems with too long prompts lie further on than this: their epoch is kept small
 SEPARATORS = re.compile(r"[\W_]+")
 
 
@@ -97,7 +95,7 @@ class Benchmark:
 
     def _place(self, seed: int, split: str, index: int, count: int) -> int:
         """Which item stands at a place of the training stream."""
-        epoch = index % ROUND // count
+        epoch = index % FAR // count
         key = (seed, split, epoch)
         if key not in self._orders:
             if len(self._orders) > 8:  # a stream moves on; a handful serves a batch across a border
