@@ -56,7 +56,7 @@ class MonitorSettings:
     """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
 
     # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
-    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x its peak; or stop
+    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x the largest; or stop
     action: str = "warn"
     rollbacks: int = 2  # at most so many
     rollback_lr: float = 0.5  # what each of them multiplies the learning rate by
@@ -97,7 +97,7 @@ class Monitor:
         self.active: set[str] = set()
         self.steps = self.fallen_steps = 0
         # the last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
-        # reward above 0.9 x its running peak
+        # reward above 0.9 x the largest so far
         self.healthy = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
