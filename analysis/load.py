@@ -45,6 +45,7 @@ NOT_THE_ARM = (
     "on_existing",
     "resume",
     "threads",
+    "prompt_used",
 )
 # What makes the arms different on purpose; any other difference between compared arms goes into the caption.
 MAKES_THE_ARM = ("objective", "policy.routing_replay")

@@ -130,7 +130,7 @@ def new_chunks(
 
 def slim(row: dict) -> dict:
     """A row without its texts, which nothing more is done with."""
-    return {key: value for key, value in row.items() if key not in ("prompt", "response")}
+    return {key: value for key, value in row.items() if key not in ("prompt", "rendered", "response")}
 
 
 def fingerprint(model: torch.nn.Module) -> str:
