@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -28,6 +28,8 @@ from gspo.tasks.base import Task
 
 register_schemas()
 CONF = Path(__file__).parent.parent / "conf"
+LONGEST = 2048  # tokens of a response, where neither the command, the benchmark nor a run says how many
+TRUNCATED = 0.2  # share of a set's responses that may be cut off unsaid
 
 
 @dataclass
@@ -37,7 +39,6 @@ class Subject:
     policy: Policy
     sets: list[HeldOut]
     step: int  # of training; 0 for a model
-    limit: int  # response tokens
     batch_rows: int
     identity: dict  # its part of the evaluation's settings
     name: str  # as the user calls it
@@ -52,15 +53,19 @@ def main(config: DictConfig) -> None:
     subject = of_run(command) if command.run else of_model(command)
     say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
     longest = getattr(subject.policy.model.config, "max_position_embeddings", None)
-    if longest and subject.limit >= longest:
-        raise ValueError(f"max_new_tokens={subject.limit} leaves no room for a prompt in {longest} positions")
+    for s in subject.sets:
+        if longest and s.limit >= longest:
+            raise ValueError(
+                f"max_new_tokens={s.limit} for {s.name} leaves no room for a prompt in {longest} positions; say "
+                "a smaller max_new_tokens=..."
+            )
     settings = {
         **subject.identity,
         "weights": fingerprint(subject.policy.model),
-        "prompt": asdict(subject.policy.prompts),
+        "prompt": asdict(subject.policy.prompts) | {"used": subject.policy.prompts_are},
         "samples": command.k,
         "temperature": command.temperature,
-        "max_new_tokens": subject.limit,
+        "max_new_tokens": {s.name: s.limit for s in subject.sets},
         "seed": command.seed,
         "sets": {s.name: describe(s) for s in subject.sets},
     }
@@ -79,7 +84,22 @@ def main(config: DictConfig) -> None:
         written = folder.finish(results, code)
     print(f"{subject.name}: {command.k} samples a problem at temperature {command.temperature:g}")
     print(table(results, command.k))
+    for warning in cut_short(results, subject.sets):
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"numbers in {written}, responses beside it")
+
+
+def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
+    """What is to be said of sets that a longer limit would score otherwise."""
+    found = []
+    for s in sets:
+        share = results[s.name]["verdicts"].get("truncated", 0.0)
+        if share > TRUNCATED:
+            found.append(
+                f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and count as wrong; say "
+                f"max_new_tokens={2 * s.limit} or more"
+            )
+    return found
 
 
 def find_data(config: DictConfig) -> None:
@@ -98,7 +118,7 @@ def find_data(config: DictConfig) -> None:
 
 def sample(command: EvaluateCommand, subject: Subject, folder: Folder) -> dict[str, dict]:
     """Sample, score and summarise, with a progress bar."""
-    engine, sampling = LocalEngine(subject.policy, subject.batch_rows), Sampling(command.temperature, subject.limit)
+    engine, sampling = LocalEngine(subject.policy, subject.batch_rows), Sampling(command.temperature)
     with tqdm(
         total=sum(len(s.problems) for s in subject.sets), unit="problem", dynamic_ncols=True, disable=None
     ) as bar:
@@ -117,18 +137,18 @@ def sample(command: EvaluateCommand, subject: Subject, folder: Folder) -> dict[s
 def of_run(command: EvaluateCommand) -> Subject:
     """A run's checkpoint, on benchmarks or on its own task."""
     settings, checkpoint = recorded(command.run, command.step)
-    sets = all_sets(command, command.tasks or {settings.task.name: settings.task})
+    own = {settings.task.name: settings.task}
+    sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():
         settings.prompt = command.prompt
     if command.device != "auto":
         settings.policy.device = command.device
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
     step = json.loads((checkpoint / "state.json").read_text())["step"]
-    limit = command.max_new_tokens or settings.rollout.longest_limit
     rows = command.batch_rows or settings.rollout.batch_rows
     identity = {"run": Path(command.run).resolve().name, "step": step}
     folder = f"{command.run}/evaluations/step_{step:06d}"
-    return Subject(policy, sets, step, limit, rows, identity, f"{command.run}, step {step}", folder)
+    return Subject(policy, sets, step, rows, identity, f"{command.run}, step {step}", folder)
 
 
 def of_model(command: EvaluateCommand) -> Subject:
@@ -140,12 +160,14 @@ def of_model(command: EvaluateCommand) -> Subject:
     identity = {"model": asdict(command.model)}
     name = getattr(command.model, "path", command.model.name)
     rows = command.batch_rows or 256
-    folder = f"evaluations/{Path(name).name}"
-    return Subject(policy, sets, 0, command.max_new_tokens or 2048, rows, identity, name, folder)
+    return Subject(policy, sets, 0, rows, identity, name, f"runs/evaluations/{Path(name).name}")
 
 
-def all_sets(command: EvaluateCommand, tasks: dict[str, Task]) -> list[HeldOut]:
-    """The chosen sets of all tasks. Raises ValueError for one that no task has, or two have."""
+def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[HeldOut]:
+    """The chosen sets of all tasks, each with its responses' limit: the command's, the benchmark's own, or `limit`.
+
+    Raises ValueError for a set that no task has, or two have.
+    """
     known = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in known]
     if unknown:
@@ -157,7 +179,9 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task]) -> list[HeldOut]:
     for task in tasks.values():
         names = [name for name in task.evaluation_sets() if not command.sets or name in command.sets]
         if names:
-            sets += held_out_sets(task, names, command.problems or None, command.seed)
+            own = command.max_new_tokens or task.max_new_tokens or limit
+            found = held_out_sets(task, names, command.problems or None, command.seed)
+            sets += [replace(held_out, limit=own) for held_out in found]
     return sets
 
 

@@ -53,6 +53,7 @@ class HeldOut:
     name: str
     task: Task
     problems: list[Problem]
+    limit: int = 0  # tokens of a response; 0: the caller's
 
 
 def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[HeldOut]:

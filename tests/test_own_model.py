@@ -4,14 +4,37 @@ The model is a small Qwen3 with random weights and a real byte-level BPE tokeniz
 as `transformers` writes it; problems come from the real GSM8K file where it is there.
 """
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from test_config import options, settings
+from test_runs import environment, train
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gspo.checks import nothing_to_learn
 from gspo.monitor import report
+from gspo.policy.models import HFModel, save
+from gspo.policy.policy import Policy
+from gspo.policy.prompts import PromptFormat
+from gspo.records import Problem, Score
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.rows import Sampling
+from gspo.tracking import rollout_row
 
+ROOT = Path(__file__).parent.parent
+GSM8K = Path(os.environ.get("GSPO_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
+CHATML = (
+    "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n{{ turn['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 HF = ("model=hf", "model.path=some/folder", "task=gsm8k")
 
 
@@ -99,3 +122,108 @@ def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, overri
     assert len(found) == len(lines) and all(re.search(line, text) for line, text in zip(lines, found, strict=True)), (
         found
     )
+
+
+# a real folder, in real processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Qwen3 of 30,000 parameters with a byte-level BPE and ChatML, and four problems of GSM8K's format."""
+    folder = tmp_path_factory.mktemp("own")
+    questions = [f"Tom has {n} apples and buys {n + 1} more. How many apples does he have?" for n in range(4)]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(questions, vocab_size=400, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML,
+        additional_special_tokens=["<|im_start|>"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=8, intermediate_size=32, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    save(Qwen3ForCausalLM(config), tokenizer, folder / "model")
+    (folder / "gsm8k").mkdir()
+    lines = [json.dumps({"question": q, "answer": f"So.\n#### {2 * n + 1}"}) for n, q in enumerate(questions)]
+    (folder / "gsm8k" / "train.jsonl").write_text("\n".join(lines[1:]) + "\n")
+    (folder / "gsm8k" / "test.jsonl").write_text(lines[0] + "\n")
+    return folder
+
+
+SMALL = ["model=hf", "model.path=model", "task=gsm8k", "steps=1", "study=own", "rollout.prompts_per_step=2",
+         "rollout.group_size=2", "trainer.minibatches=2", "rollout.max_new_tokens=8", "evaluation.samples=1",
+         "tracking.wandb=disabled", "threads=1"]  # fmt: skip
+
+
+def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
+    model, tokenizer = HFModel(path=str(folder / "model")).make()
+    for prompts, text in (
+        (PromptFormat(), "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            PromptFormat(system="Think."),
+            "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (PromptFormat("plain"), "1+1?"),
+    ):
+        policy = Policy(model, tokenizer, prompts=prompts)
+        assert policy.prompts_are == ("plain" if prompts.format == "plain" else "chat")
+        engine, seed = LocalEngine(policy), (1, "rollout")
+        ((response,),) = engine.generate([Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed)
+        assert response.rendered == text and response.finish_reason == "budget"
+        (longer,) = engine.extend([response], Sampling(1.0, 8), seed)
+        assert longer.rendered == text, "also where a response is continued"
+        longer.score = Score(0.0, "truncated")
+        assert rollout_row(longer)["rendered"] == text and rollout_row(longer)["prompt"] == "1+1?"
+
+
+@pytest.mark.slow
+def test_what_the_model_saw_and_that_nothing_can_be_learned(folder):
+    """Train one step, sample, evaluate: the run says chat, shows the rendered prompt, and why it cannot learn."""
+    done = train(folder, *SMALL, "task.path=gsm8k")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "100.0% of the responses were cut off at rollout.max_new_tokens=8" in done.stderr
+    assert "step 1: every response earned 0" in done.stderr and "prompt.format=auto: chat" in done.stderr
+    assert "keep rising? No: no signal" in done.stdout and "reasonable range? No: no signal" in done.stdout
+    (run,) = (folder / "runs" / "own").glob("gspo-seed1-*")
+    recorded = yaml.safe_load((run / "settings.yaml").read_text())
+    assert (recorded["prompt"]["format"], recorded["prompt_used"]) == ("auto", "chat")
+    assert recorded["objective"]["clip_low"] == 3e-4
+    row = first_row(run)
+    assert row["rendered"] == f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    assert "&lt;|im_start|&gt;user" in (run / "report.html").read_text()
+    again = train(folder, f"resume={run}", "steps=2")
+    assert again.returncode == 0 and "step 1:" not in again.stderr, again.stderr[-2000:]
+    look = run_script(folder, "sample.py", f"run={run}", "problems=1", "samples=1")
+    assert "prompt.format=auto: chat" in look.stdout and "<|im_start|>user\nTom has" in look.stdout, look.stderr
+    scored = run_script(folder, "evaluate.py", "model=hf", "model.path=model", "benchmark=gsm8k", "data=.", "k=1",
+                        "max_new_tokens=9")  # fmt: skip
+    assert scored.returncode == 0, scored.stderr[-2000:]
+    assert "warning: gsm8k: 100.0% of the responses were cut off at 9 tokens" in scored.stderr
+    (result,) = (folder / "runs" / "evaluations").glob("model-*/result.json")
+    kept = json.loads(result.read_text())["settings"]
+    assert kept["max_new_tokens"] == {"gsm8k": 9} and kept["prompt"]["used"] == "chat"
+    assert not (folder / "evaluations").exists()
+    long = run_script(folder, "evaluate.py", f"run={run}", "k=1")
+    assert long.returncode == 2 and "max_new_tokens=2048 for gsm8k leaves no room" in long.stderr, "its own, not 8"
+
+
+def first_row(run: Path) -> dict:
+    with open(run / "rollouts" / "step_000001.jsonl") as file:
+        return json.loads(file.readline())
+
+
+def run_script(cwd: Path, name: str, *arguments: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, str(ROOT / "experiments" / name), *arguments]
+    return subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K's files are not here")
+def test_plain_prompts_are_said_too(folder):
+    done = train(folder, *SMALL, f"task.path={GSM8K}", "prompt.format=plain", "study=plain")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (run,) = (folder / "runs" / "plain").glob("gspo-seed1-*")
+    assert yaml.safe_load((run / "settings.yaml").read_text())["prompt_used"] == "plain"
+    row = first_row(run)
+    assert row["rendered"] == row["prompt"] and "prompt.format=plain: plain" in done.stderr
