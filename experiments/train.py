@@ -81,8 +81,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
-    settings.prompt_used = trainer.policy.prompts_are
-    claim(settings, folder)
+    claim(settings, folder, trainer.policy.prompts_are)
     warn(warnings(settings))
     if not trainer.policy.network:
         kind = type(trainer.policy.model).__name__
