@@ -45,6 +45,7 @@ NOT_THE_ARM = (
     "on_existing",
     "resume",
     "threads",
+    "prompt_used",
 )
 # What makes the arms different on purpose; any other difference between compared arms goes into the caption.
 MAKES_THE_ARM = ("objective", "policy.routing_replay")
@@ -130,7 +131,8 @@ def die(message: str) -> NoReturn:
 
 
 def load(paths: list[Path | str]) -> Data:
-    """All runs of these sources, labelled; dies if there are none, or if two are the same arm and seed."""
+    """All runs of these sources, labelled, in the order of the sources and within each by path; dies if there are none,
+    or if two are the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -138,13 +140,13 @@ def load(paths: list[Path | str]) -> Data:
             found = sources.records(path)
         except (OSError, ValueError) as error:
             die(str(error))
-        for record in found:
+        for record in sorted(found, key=lambda record: (record.path.resolve(), str(record.settings.get("study")))):
             if (run := as_run(record, notes)) is not None:
                 key = record.path.resolve(), str(record.settings.get("study"))
                 if key in runs and runs[key].id != run.id:
                     notes.append(f"{run.path}: two W&B runs, {runs[key].id} and {run.id}; the newer one counts")
                 runs[key] = run
-    runs = [run for _, run in sorted(runs.items())]
+    runs = list(runs.values())
     if not runs:
         die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
     label(runs, notes)

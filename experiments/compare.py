@@ -1,4 +1,4 @@
-"""Runs side by side in the terminal: `python experiments/compare.py runs/STUDY/A runs/STUDY/B ...`
+"""Runs side by side in the terminal, in the order given: `python experiments/compare.py runs/STUDY/A runs/STUDY/B ...`
 
 Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
 run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped

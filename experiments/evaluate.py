@@ -8,7 +8,7 @@ import gspo.interrupt  # noqa: F401
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -33,6 +33,8 @@ from gspo.tasks.base import Task
 
 register_schemas()
 CONF = Path(__file__).parent.parent / "conf"
+LONGEST = 2048  # tokens of a response, where neither the command, the benchmark nor a run says how many
+TRUNCATED = 0.2  # share of a set's responses that may be cut off unsaid
 
 
 @dataclass
@@ -42,7 +44,6 @@ class Subject:
     engine: LocalEngine
     sets: list[HeldOut]
     step: int  # of training; 0 for a model
-    limit: int  # response tokens
     identity: dict  # its part of the evaluation's settings; with the precision that it is sampled in
     name: str  # as the user calls it
     folder: str  # of the result, but for the hash
@@ -56,14 +57,14 @@ def main(config: DictConfig) -> None:
     command: EvaluateCommand = OmegaConf.to_object(config)
     subject = of_run(command) if command.run else of_model(command)
     say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
-    policy, sets = subject.engine.policy, [with_room(s, subject.engine, subject.limit) for s in subject.sets]
+    policy, sets = subject.engine.policy, [with_room(s, subject.engine, s.limit) for s in subject.sets]
     settings = {
         **subject.identity,
         "weights": fingerprint(policy.model),
-        "prompt": asdict(policy.prompts),
+        "prompt": asdict(policy.prompts) | {"used": policy.prompts_are},
         "samples": command.k,
         "temperature": command.temperature,
-        "max_new_tokens": subject.limit,
+        "max_new_tokens": {s.name: s.limit for s in sets},
         "seed": command.seed,
         "sets": {s.name: describe(s) for s in sets},
     }
@@ -85,7 +86,22 @@ def main(config: DictConfig) -> None:
         f"computed in {subject.identity['dtype']}{subject.why}"
     )
     print(table(results, command.k))
+    for warning in cut_short(results, subject.sets):
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"numbers in {written}, responses beside it")
+
+
+def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
+    """What is to be said of sets that a longer limit would score otherwise."""
+    found = []
+    for s in sets:
+        share = results[s.name]["verdicts"].get("truncated", 0.0)
+        if share > TRUNCATED:
+            found.append(
+                f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and count as wrong; say "
+                f"max_new_tokens={2 * s.limit} or more"
+            )
+    return found
 
 
 def find_data(config: DictConfig) -> None:
@@ -104,7 +120,7 @@ def find_data(config: DictConfig) -> None:
 
 def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], folder: Folder) -> dict[str, dict]:
     """Sample, score and summarise, with a progress bar."""
-    sampling, total = Sampling(command.temperature, subject.limit), sum(len(s.problems) for s in sets)
+    sampling, total = Sampling(command.temperature), sum(len(s.problems) for s in sets)
     with tqdm(total=total, unit="problem", dynamic_ncols=True, disable=None) as bar:
 
         def report(name: str, problems: int, sampled: bool) -> None:
@@ -121,21 +137,21 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], fold
 def of_run(command: EvaluateCommand) -> Subject:
     """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
     settings, checkpoint = recorded(command.run, command.step)
-    sets = all_sets(command, command.tasks or {settings.task.name: settings.task})
+    own = {settings.task.name: settings.task}
+    sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():
         settings.prompt = command.prompt
     if command.device != "auto":
         settings.policy.device = command.device
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
     step = json.loads((checkpoint / "state.json").read_text())["step"]
-    limit = command.max_new_tokens or settings.rollout.longest_limit
     engine = local_engine(policy, settings.rollout, command.batch_rows)
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
     why = " as during training (rollout.dtype)"
     if settings.rollout.name != "local":
         why = f" (rollout.dtype); during training by {settings.rollout.name}, whose sums round otherwise"
-    return Subject(engine, sets, step, limit, identity, name, folder, why)
+    return Subject(engine, sets, step, identity, name, folder, why)
 
 
 def of_model(command: EvaluateCommand) -> Subject:
@@ -146,12 +162,15 @@ def of_model(command: EvaluateCommand) -> Subject:
     policy = Policy(model.to(auto if command.device == "auto" else command.device), tokenizer, prompts=command.prompt)
     identity = {"model": asdict(command.model), "dtype": "float32"}
     name = getattr(command.model, "path", command.model.name)
-    engine, folder = LocalEngine(policy, command.batch_rows or 256), f"evaluations/{Path(name).name}"
-    return Subject(engine, sets, 0, command.max_new_tokens or 2048, identity, name, folder)
+    engine = LocalEngine(policy, command.batch_rows or 256)
+    return Subject(engine, sets, 0, identity, name, f"runs/evaluations/{Path(name).name}")
 
 
-def all_sets(command: EvaluateCommand, tasks: dict[str, Task]) -> list[HeldOut]:
-    """The chosen sets of all tasks. Raises ValueError for one that no task has, or two have."""
+def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[HeldOut]:
+    """The chosen sets of all tasks, each with its responses' limit: the command's, the benchmark's own, or `limit`.
+
+    Raises ValueError for a set that no task has, or two have.
+    """
     known = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in known]
     if unknown:
@@ -163,7 +182,9 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task]) -> list[HeldOut]:
     for task in tasks.values():
         names = [name for name in task.evaluation_sets() if not command.sets or name in command.sets]
         if names:
-            sets += held_out_sets(task, names, command.problems or None, command.seed)
+            own = command.max_new_tokens or task.max_new_tokens or limit
+            found = held_out_sets(task, names, command.problems or None, command.seed)
+            sets += [replace(held_out, limit=own) for held_out in found]
     return sets
 
 

@@ -29,7 +29,8 @@ def main(config: DictConfig) -> None:
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
-    engine = local_engine(open_policy(settings, checkpoint, report=lambda *_: None), settings.rollout)
+    policy = open_policy(settings, checkpoint, report=lambda *_: None)
+    engine = local_engine(policy, settings.rollout)
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
     sampling = Sampling(command.temperature, settings.rollout.longest_limit)
@@ -43,9 +44,10 @@ def main(config: DictConfig) -> None:
         score(settings.task, [r for group in groups for r in group])
     finally:
         settings.task.close()
+    print(f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {policy.prompts_are}):")
     for group in groups:
         problem = group[0].problem
-        print(f"--- {problem.task} {problem.index} ({problem.family})\n{problem.prompt.rstrip()}")
+        print(f"--- {problem.task} {problem.index} ({problem.family})\n{group[0].rendered.rstrip()}")
         for r in group:
             mean_logp = r.logprobs.mean()
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"

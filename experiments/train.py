@@ -86,7 +86,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
-    claim(settings, folder)
+    claim(settings, folder, trainer.policy.prompts_are)
     warn(warnings(settings))
     warn(about_the_model(trainer.policy))
     warn(supersede(folder, trainer.state.step if checkpoint else -1))

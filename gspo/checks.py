@@ -19,6 +19,7 @@ from gspo.tasks.gym_problems import GymProblems
 if TYPE_CHECKING:
     from gspo.config import Settings
 
+NEARLY_ALL = 0.9  # of the responses
 WIDE_FOR_A_SEQUENCE = 0.05  # a clip range of a sequence ratio above this is a token ratio's
 
 
@@ -225,6 +226,34 @@ def warnings(s: Settings) -> list[str]:
     if late:
         found.append(
             f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and does not act"
+        )
+    return found
+
+
+def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
+    """Why the first step had nothing, or nearly nothing, to learn from: a line for each reason, with what to change."""
+    found, cut = [], metrics.get("length/truncated", 0.0)
+    if cut >= NEARLY_ALL:
+        found.append(
+            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(1)}, and a response "
+            "that is cut off earns nothing: raise it"
+        )
+    if metrics.get("group/zero_variance") != 1:
+        return found
+    first = f"rollouts/step_000001.jsonl shows them, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
+    if metrics["reward/mean"] == 0:
+        found.append(
+            f"every response earned 0, so there is nothing to learn from; {first}. If they are not cut off, change "
+            f"prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
+        )
+    elif metrics["reward/mean"] == 1:
+        found.append(
+            f"every response earned 1, so there is nothing to learn; choose harder problems than task={s.task.name}"
+        )
+    elif s.advantage.needs_group and s.rollout.group_size > 1:
+        found.append(
+            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards differ, so the step "
+            "had no gradient: raise it, or choose problems that the model solves sometimes"
         )
     return found
 

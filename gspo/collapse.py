@@ -40,18 +40,21 @@ class Smoothed:
 
 @dataclass
 class Level:
-    """The smoothed reward and its running peak, which begins anew with the tenth number: no lucky first batch."""
+    """The smoothed reward and its running peak, which begins anew with the tenth number: no lucky first batch.
+
+    `largest` does not begin anew: a run that fell in its first steps is not healthy because its peak was forgotten."""
 
     smooth: Smoothed = field(default_factory=Smoothed)
     count: int = 0
     now: float = math.nan
     peak: float = -math.inf
+    largest: float = -math.inf
 
     def push(self, value: float) -> float:
         self.now, self.count = self.smooth.push(value), self.count + 1
         if self.count == START:
             self.peak = -math.inf
-        self.peak = max(self.peak, self.now)
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, self.now)
         return self.now
 
     def fallen(self) -> bool:
@@ -59,8 +62,8 @@ class Level:
         return self.count >= START and self.peak > 0 and self.now < FALLEN * self.peak
 
     def healthy(self) -> bool:
-        """Above 0.9 x the peak; before the tenth number, of the largest so far."""
-        return self.now > RECOVERED * self.peak
+        """Above 0.9 x the largest level so far, the first numbers included."""
+        return self.now > RECOVERED * self.largest
 
 
 def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -24,12 +24,12 @@ class EvaluateCommand:
     problems: int = 0  # per set; 0: all of a finite set, 256 of one that is made without end
     k: int = 4  # samples per problem
     temperature: float = 1.0  # 0 is greedy, with k=1
-    max_new_tokens: int = 0  # 0: the run's longest limit, 2048 for a model
+    max_new_tokens: int = 0  # 0: each benchmark's own; for others the run's longest limit, 2048 for a model
     batch_rows: int = 0  # responses sampled at once; 0: the run's, 256 for a model
     prompt: PromptFormat = field(default_factory=PromptFormat)  # auto: as in the run, or a chat if there is a template
     seed: int = 0  # of the samples and of made problems; 0 is what training evaluates with
     device: str = "auto"  # auto | cpu | cuda
-    out: str = ""  # folder of the result; empty: in the run, or evaluations/<model>-<hash>
+    out: str = ""  # folder of the result; empty: in the run, or runs/evaluations/<model>-<hash>
 
     def __post_init__(self):
         for key, least in (("problems", 0), ("k", 1), ("max_new_tokens", 0), ("batch_rows", 0)):

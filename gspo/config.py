@@ -70,6 +70,7 @@ NOT_PART_OF_THE_RESULT = (
     "on_existing",
     "resume",
     "threads",
+    "prompt_used",
 )
 # left out as well: memory, speed and place; they move results by rounding at most
 ONLY_COST = (
@@ -98,6 +99,7 @@ class Settings:
     model: Any = MISSING
     task: Any = MISSING
     prompt: PromptFormat = field(default_factory=PromptFormat)
+    prompt_used: str = ""  # chat or plain: what prompt.format became with this model; the run writes it down
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
     rollout: Any = MISSING

@@ -54,6 +54,7 @@ class HeldOut:
     task: Task
     problems: list[Problem]
     left_out: int = 0  # problems whose prompts leave no room for a response
+    limit: int = 0  # tokens of a response; 0: the caller's
 
 
 def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[HeldOut]:

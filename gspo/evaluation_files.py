@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -127,13 +127,14 @@ def new_chunks(
     """Rows of the set's problems from `first` on, chunk by chunk."""
     position = (seed, "evaluation", held_out.name)
     problems = held_out.problems[first:]
+    sampling = replace(sampling, max_new_tokens=held_out.limit or sampling.max_new_tokens)
     for groups in scored_chunks(engine, held_out.task, problems, samples, sampling, position, step):
         yield [rows(group) for group in groups]
 
 
 def slim(row: dict) -> dict:
     """A row without its texts, which nothing more is done with."""
-    return {key: value for key, value in row.items() if key not in ("prompt", "response")}
+    return {key: value for key, value in row.items() if key not in ("prompt", "rendered", "response")}
 
 
 def fingerprint(model: torch.nn.Module) -> str:

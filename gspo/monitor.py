@@ -56,7 +56,7 @@ class MonitorSettings:
     """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
 
     # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
-    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x its peak; or stop
+    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x the largest; or stop
     action: str = "warn"
     rollbacks: int = 2  # at most so many
     rollback_lr: float = 0.5  # what each of them multiplies the learning rate by
@@ -97,7 +97,7 @@ class Monitor:
         self.active: set[str] = set()
         self.steps = self.fallen_steps = 0
         # the last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
-        # reward above 0.9 x its running peak
+        # reward above 0.9 x the largest so far
         self.healthy = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
@@ -164,6 +164,14 @@ def report(rows: list[dict], ended: str = "") -> str:
     return "\n".join([_reward(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
 
 
+def _silent(rows: list[dict]) -> bool:
+    """Whether nothing could be learned in any step: no gradient at all, or the same reward for every response."""
+    norms, rewards = _column(rows, "optim/grad_norm"), _column(rows, "reward/mean")
+    alike = _column(rows, "group/zero_variance")
+    same = len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
+    return bool(same or (len(norms) > 0 and norms.max() == 0))
+
+
 def _column(rows: list[dict], name: str) -> np.ndarray:
     """The numbers that the rows have of a metric."""
     return np.array([row[name] for row in rows if known(row.get(name))])
@@ -172,9 +180,12 @@ def _column(rows: list[dict], name: str) -> np.ndarray:
 def _reward(rows: list[dict], stopped: bool) -> str:
     question = "Does the reward keep rising? "
     rows = [row for row in rows if known(row.get("reward/mean"))]
+    rewards = _column(rows, "reward/mean")
+    if _silent(rows):
+        mean = rewards.mean()
+        return f"{question}No: no signal (none of {len(rows)} steps had a gradient from rewards; mean {mean:.3f})."
     if len(rows) < START:
         return question + f"Unknown: {len(rows)} rows have a reward."
-    rewards = _column(rows, "reward/mean")
     level = levels(rewards)[0]
     top, at, third = int(level.argmax()), collapse(rewards), len(rows) // 3
     before, after = rewards[-2 * third : -third], rewards[-third:]
@@ -198,10 +209,12 @@ def _gradient(rows: list[dict]) -> str:
     skipped = _column(rows, "optim/skipped").sum()
     if not len(norms) or not len(tops):
         return question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
-    spikes = int((SIGNALS["grad_spike"].score(tops) > 1).sum())
-    good = not skipped and not spikes
+    spikes, still = int((SIGNALS["grad_spike"].score(tops) > 1).sum()), int((norms == 0).sum())
+    verdict = "No" if skipped or spikes else "Yes"
+    if _silent(rows) or 2 * still > len(norms):
+        verdict = f"No: no signal, {still} of {len(norms)} steps had no gradient"
     return (
-        f"{question}{'Yes' if good else 'No'} (median {np.median(norms):.3g}, largest of an update {tops.max():.3g}; "
+        f"{question}{verdict} (median {np.median(norms):.3g}, largest of an update {tops.max():.3g}; "
         f"steps with ten times the norm of those before: {spikes}; updates left out as not finite: {skipped:.0f})."
     )
 
@@ -220,6 +233,7 @@ def _routing(rows: list[dict]) -> str:
     agreement = _column(rows, "routing/engine_agreement")
     engine = f"; the engine's experts are the trainer's to {agreement.mean():.4f}" if len(agreement) else ""
     verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
+    verdict = "It says nothing: no signal" if _silent(rows) else verdict
     return (
         f"{question}{verdict} (share of the old experts kept within a step: mean {kept.mean():.4f}, "
         f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."

@@ -46,6 +46,7 @@ class Response:
     policy_step: int  # the training step whose weights sampled it; of the first segment, if there are several
     experts: np.ndarray | None = None  # [prompt + T - 1, L, K]: the engine's, at every position that it was fed
     score: Score | None = None
+    rendered: str = ""  # the prompt as the policy saw it: after the chat template, special tokens included
     segments: list[tuple[int, int]] = field(default_factory=list)  # (policy step, tokens) in order; empty: one
     old_logprobs: np.ndarray | None = None  # [T] float32: by the trainer, under the weights that sampled
     old_experts: np.ndarray | None = None  # [prompt + T, L, K] int16: the same pass's experts

@@ -203,7 +203,8 @@ def _of_different_problems(responses: list[dict]) -> list[dict]:
 
 def _response(kind: str, response: dict) -> str:
     about = f"{response.get('verdict', '')}, {response.get('length', '?')} tokens, {response.get('finish_reason', '')}"
-    texts = f'<pre class="muted">{_e(response["prompt"])}</pre><pre>{_e(response["response"])}</pre>'
+    prompt = response.get("rendered") or response["prompt"]  # what the policy saw; older runs did not keep it
+    texts = f'<pre class="muted">{_e(prompt)}</pre><pre>{_e(response["response"])}</pre>'
     return f'<div class="{kind}"><b>{_e(response["reward"])}</b> {_e(about)}{texts}</div>'
 
 

@@ -83,8 +83,9 @@ def to_go_on_from(settings: Settings, folder: Path) -> Path | None:
     return None
 
 
-def claim(settings: Settings, folder: Path) -> None:
-    """Say in the directory what runs there."""
+def claim(settings: Settings, folder: Path, prompt_used: str) -> None:
+    """Say in the directory what runs there; the settings take up what prompt.format became."""
+    settings.prompt_used = prompt_used
     write_settings(settings, folder)
     replace_text(folder / "code.json", json.dumps(code_state(), indent=1))
 

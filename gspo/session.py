@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gspo.assembly import evaluation_engine
 from gspo.checkpoint import CheckpointWriter
-from gspo.checks import warnings_after
+from gspo.checks import nothing_to_learn, warnings_after
 from gspo.config import Settings, settings_hash
 from gspo.evaluation import evaluate
 from gspo.monitor import Monitor, as_lines, report
@@ -94,6 +94,8 @@ class Session:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
         self.say_left_out(step, metrics)
+        if rollout and step == 1:
+            warn([f"{settings.label()}, step 1: {line}" for line in nothing_to_learn(settings, metrics)])
         if step == min(10, settings.steps):  # the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
         if rollout:

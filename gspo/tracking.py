@@ -187,6 +187,7 @@ def rollout_row(response: Response) -> dict:
         "problem": response.problem.index,
         "sample": response.sample,
         "prompt": response.problem.prompt,
+        "rendered": response.rendered,
         "response": response.text,
         "reward": response.score.reward,
         "verdict": response.score.verdict,

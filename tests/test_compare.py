@@ -17,15 +17,14 @@ def test_settings_that_differ_and_what_the_runs_did(tmp_path):
     (collapsed / "status.json").write_text('{"how": "stopped"}')
     done = compare(healthy, collapsed)
     assert done.returncode == 0, done.stderr
-    first, second = sorted((healthy, collapsed))  # in the order of their names
-    assert done.stdout.splitlines()[:2] == [f"[1] {first}", f"[2] {second}"]
+    assert done.stdout.splitlines()[:2] == [f"[1] {healthy}", f"[2] {collapsed}"], "as they were given"
     rows = {line.split("  ")[0]: line.split("  ", 1)[1] for line in done.stdout.splitlines()[4:] if "  " in line}
     cells = {name: [cell.strip() for cell in row.split("  ") if cell.strip()] for name, row in rows.items()}
-    assert cells["optim.lr"] == ["0.5", "0.0001"] and cells["objective.name"] == ["grpo", "gspo"]
+    assert cells["optim.lr"] == ["0.0001", "0.5"] and cells["objective.name"] == ["gspo", "grpo"]
     assert not {"seed", "rollout.staleness", "trainer.minibatches"} & set(cells), "what is equal is left out"
-    assert cells["ended"][0].startswith("stopped; collapsed at step 3") and cells["ended"][1] == "finished"
-    assert cells["reward, last 10"] == ["0.100 [0.100, 0.100]", "0.500 [0.500, 0.500]"]
-    assert cells["clipped tokens"] == ["0.001", "0.2"] and cells["tokens of a response"] == ["14.0", "14.0"]
+    assert cells["ended"][1].startswith("stopped; collapsed at step 3") and cells["ended"][0] == "finished"
+    assert cells["reward, last 10"] == ["0.500 [0.500, 0.500]", "0.100 [0.100, 0.100]"]
+    assert cells["clipped tokens"] == ["0.2", "0.001"] and cells["tokens of a response"] == ["14.0", "14.0"]
     assert "entropy" not in cells, "nobody reported it"
 
 

@@ -15,12 +15,17 @@ from omegaconf import OmegaConf
 
 from gspo.commands import EvaluateCommand
 from gspo.config import CHOICES, register_schemas
+from gspo.evaluation import HeldOut
 from gspo.policy.models import TinyDense, save
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "experiments" / "evaluate.py"
+MBPP = json.dumps({
+    "task_id": 11, "text": "Add one.", "code": "def f(x):\n    return x + 1",
+    "test_list": ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"],
+})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,32 @@ def test_a_folder_of_data_finds_each_benchmark(script, tmp_path):
     assert own.tasks["gsm8k"].path == "mine.jsonl" and own.tasks["aime24"].path == str(tmp_path / "aime24.jsonl")
 
 
+def own_limits(script, *arguments: str) -> dict[str, int]:
+    got = command(script, "model=tiny_dense", "problems=1", *arguments)
+    return {s.name: s.limit for s in script.all_sets(got, got.tasks)}
+
+
+def test_an_evaluation_takes_each_benchmarks_own_length(script, tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "aime24.jsonl").write_text('{"problem": "1+2?", "answer": "3"}\n')
+    (tmp_path / "mbpp.jsonl").write_text(MBPP)
+    wanted = ["benchmark=[gsm8k,aime24,mbpp,math]", f"data={tmp_path}", "sets=[gsm8k,aime24,mbpp,rated]"]
+    assert own_limits(script, *wanted) == {"gsm8k": 2048, "aime24": 32768, "mbpp": 768, "rated": 2048}
+    assert set(own_limits(script, *wanted, "max_new_tokens=9").values()) == {9}
+    got = command(script, "run=x", *wanted)
+    assert [s.limit for s in script.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
+        "a run's own task: its limit"
+    )
+
+
+def test_an_evaluation_says_where_the_limit_decided(script):
+    sets = [HeldOut("gsm8k", None, [], 2048), HeldOut("aime24", None, [], 100)]
+    results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
+    (line,) = script.cut_short(results, sets)
+    assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line
+    assert script.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
+
+
 def run(cwd: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "model=hf", "model.path=model", "k=3", "problems=120", "batch_rows=12",
             "benchmark=[math]", "sets=[math_easy,rated]", "max_new_tokens=16", *overrides]  # fmt: skip
@@ -131,7 +162,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
     assert other.returncode == 2 and other.stderr.count("\n") == 1 and "temperature: 1.0 against 0.5" in other.stderr
     missing = subprocess.run(run(tmp_path, "model.path=gone"), **options)
     assert missing.returncode == 2 and "model.path='gone' cannot be loaded" in missing.stderr
-    assert not os.path.exists(tmp_path / "evaluations")
+    assert not os.path.exists(tmp_path / "runs" / "evaluations")
 
 
 def lines(path: Path) -> int:

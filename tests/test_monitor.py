@@ -81,6 +81,15 @@ def test_a_fall_is_said_after_twenty_steps_once():
     assert [event.kind for event in events].count("fallen") == 2, "a second one is said again"
 
 
+def test_a_run_that_fell_before_its_tenth_row_is_not_healthy_afterwards():
+    """The collapse rule's peak begins anew with the tenth number; what counts as healthy does not: the weights from
+    step 5 on are those of a run that has lost nearly everything."""
+    monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05))
+    assert monitor.healthy == 4, "the rollouts of step 5 came from these weights"
+    monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05) + rows(60))
+    assert monitor.healthy == 104, "back at its best level, it is healthy again"
+
+
 @pytest.mark.parametrize("hole", [None, float("nan"), float("inf")])
 def test_a_step_without_a_number_neither_crashes_nor_counts(hole):
     """The gradient explodes during the warm-up, and then there is none: every update was left out."""

@@ -106,9 +106,18 @@ class Policy:
         twin.load_tensors(self.named_tensors())
         return twin
 
+    @property
+    def prompts_are(self) -> str:
+        """chat or plain."""
+        return self.prompts.used(self.tokenizer)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt, in the policy's format."""
         return self.prompts.encode(self.tokenizer, text)
+
+    def rendered(self, prompt_ids: list[int]) -> str:
+        """A prompt's token ids as text again, special tokens included: what the policy sees."""
+        return self.tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
 
     def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
         """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any. 0 at padding."""

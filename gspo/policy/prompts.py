@@ -27,10 +27,14 @@ class PromptFormat:
         if tokenizer.chat_template is None and self.system:
             raise ValueError(f"prompt.system={self.system!r}: this model's tokenizer has no chat template to put it in")
 
+    def used(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """What auto becomes with this tokenizer: chat or plain."""
+        return "plain" if self.format == "plain" or tokenizer.chat_template is None else "chat"
+
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Token ids: plain with the begin-of-sequence token if the tokenizer adds one, never with an end; a chat up to
         where the assistant's turn begins."""
-        if self.format == "plain" or tokenizer.chat_template is None:
+        if self.used(tokenizer) == "plain":
             ids = tokenizer(text)["input_ids"]
             return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
         turns = [{"role": "system", "content": self.system}] if self.system else []

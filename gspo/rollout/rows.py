@@ -86,6 +86,7 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
     ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
     if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
         ended = "length"
+    rendered = before.rendered if before else policy.rendered(row.prefix_ids)
     return Response(
         problem=row.problem,
         sample=row.sample,
@@ -96,6 +97,7 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
         text=policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         policy_step=before.policy_step if before else policy_step,
         experts=experts,
+        rendered=rendered,
         segments=segments,
         old_logprobs=before.old_logprobs if before else None,
         old_experts=before.old_experts if before else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from gspo.records import Problem, Score
 
@@ -22,6 +22,7 @@ class Task(Protocol):
     """A source of verifiable problems. `name` is what `Problem.task` and the metric `reward/<name>` say."""
 
     name: str
+    max_new_tokens: ClassVar[int]  # a response's in published evaluations; 0: there is no such number
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Problem `index` of a split: "train", "cold_start" or one of `evaluation_sets()`. A pure function."""

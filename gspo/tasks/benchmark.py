@@ -52,6 +52,7 @@ class Benchmark:
     hub: str = ""
     hub_config: str = ""
 
+    max_new_tokens: ClassVar[int] = 0  # see gspo.tasks.base; each benchmark says whose evaluation it is
     hub_split: ClassVar[str] = "test"  # of the evaluation set
     hub_train_split: ClassVar[str] = ""  # "": the benchmark has no training set
     one_file: ClassVar[bool] = False  # training and evaluation problems are in the same file

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gspo.records import Problem, Score
 from gspo.seeding import generator
@@ -28,6 +29,7 @@ class ChainArithmetic:
     min_operands: int = 2
     max_operands: int = 6
     largest: int = 9
+    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
         check_range("min_operands", self.min_operands, 2, 20)

@@ -17,6 +17,7 @@ from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
 from gspo.tasks.records_file import Row, Source
 
+EVALPLUS = 768  # max_new_tokens of EvalPlus' models (evalplus/provider/base.py)
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
 
@@ -41,6 +42,7 @@ class HumanEval(CodeBenchmark):
     name: str = "humaneval"
     hub: str = "openai/openai_humaneval"
     wording: str = "instruct"  # instruct | completion
+    max_new_tokens: ClassVar[int] = EVALPLUS
     stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Mbpp(CodeBenchmark):
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6
     hub_train_split: ClassVar[str] = "train"
     one_file: ClassVar[bool] = True
+    max_new_tokens: ClassVar[int] = EVALPLUS
     stops: ClassVar[tuple[str, ...]] = MBPP_STOPS
 
     def __post_init__(self) -> None:

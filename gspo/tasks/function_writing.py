@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo.records import Problem, Score
 from gspo.rewards.code_grader import CodeGrader, FunctionCase, Submission
@@ -43,6 +43,7 @@ class FunctionWriting:
     wall_seconds: float = 2.0
     memory_mb: int = 256
     allow_weak_sandbox: bool = False
+    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
         check_range("slots", self.slots, 1, 64)

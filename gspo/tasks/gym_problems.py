@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo.records import Problem, Score
 from gspo.rewards.math_extract import Refused, extract
@@ -104,6 +104,7 @@ class GymProblems:
     config: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int = 200
     form: str = "tags"  # tags | boxed
+    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
         if self.dataset not in EXACT | NUMBERS | SHAPES.keys():

@@ -32,6 +32,8 @@ WORDINGS = {
 }
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")  # 025 and 27.0; some copies write 336^\circ
+QWEN_MATH = 2048  # max_tokens_per_call of Qwen2.5-Math's evaluation (evaluation/math_eval.py)
+DEEPSEEK_R1 = 32_768  # "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
 R1_MARKERS = re.compile(
     r".*?<｜User｜>(.*?)<｜Assistant｜>.*", re.DOTALL
 )  # DeepSeek-R1's chat, written into the prompt
@@ -94,6 +96,7 @@ class GSM8K(MathBenchmark):
     name: str = "gsm8k"
     hub: str = "openai/gsm8k"
     hub_config: str = "main"
+    max_new_tokens: ClassVar[int] = QWEN_MATH
     hub_train_split: ClassVar[str] = "train"
 
     def read(self, row: Row) -> tuple[str, str]:
@@ -115,6 +118,7 @@ class Math500(MathBenchmark):
 
     name: str = "math500"
     hub: str = "HuggingFaceH4/MATH-500"
+    max_new_tokens: ClassVar[int] = DEEPSEEK_R1
 
     def read(self, row: Row) -> tuple[str, str]:
         if "reference_solution" not in row.values:
@@ -136,6 +140,7 @@ class Math500(MathBenchmark):
 class Competition(MathBenchmark):
     """Competitions whose answers are numbers. For training, other golds are taken too."""
 
+    max_new_tokens: ClassVar[int] = DEEPSEEK_R1
     largest: ClassVar[int] = 999
 
     def item(self, row: Row, training: bool) -> Item:
@@ -171,6 +176,7 @@ class AMC23(Competition):
 
     name: str = "amc23"
     hub: str = "math-ai/amc23"
+    max_new_tokens: ClassVar[int] = QWEN_MATH
     largest: ClassVar[int] = 10**9
 
 

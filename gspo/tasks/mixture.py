@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gspo.records import Problem, Score
 from gspo.seeding import generator
@@ -20,6 +21,7 @@ class Mixture:
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
     code: FunctionWriting = field(default_factory=FunctionWriting)
     code_share: float = 0.5
+    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
         check_range("code_share", self.code_share, 0, 1)

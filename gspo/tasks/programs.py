@@ -52,6 +52,8 @@ class CodeBenchmark(Benchmark):
     memory_mb: int = 1024
     allow_weak_sandbox: bool = False
 
+    # "the maximum generation length is set to 32,768 tokens", DeepSeek-R1 on contests (arXiv:2501.12948, model card)
+    max_new_tokens: ClassVar[int] = 32_768
     stops: ClassVar[tuple[str, ...]] = ()  # where a completion ends
 
     def __post_init__(self) -> None:
