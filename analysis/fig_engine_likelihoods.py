@@ -314,4 +314,4 @@ def caption(data: Data) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -39,11 +39,10 @@ def draw_all(data: Data, out: Path) -> tuple[list[Path], list[str]]:
     """The figures that the runs permit: paths, and why the others were left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency):
-        why = load.lacking(data, figure.NEEDS)
-        if why is None:
+        try:
             paths += figure.draw(data, out)
-        else:
-            left_out.append(f"{figure.__name__} left out: {why}")
+        except load.Refused as error:
+            left_out.append(f"{figure.__name__} left out: {error}")
     if not data.metrics(fig_routing.PREFIX):
         left_out.append("fig_routing left out: no routing metrics in these runs")
     elif len(data.arms) > fig_routing.MOST:
@@ -117,4 +116,4 @@ def number(value: float, form: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -177,4 +177,4 @@ def local(run: Run, folder: Path) -> Link | str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -18,6 +18,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
 
 import load
+import script
 from load import Run
 from stats import START, WINDOW, block_bootstrap
 
@@ -139,4 +140,4 @@ def share_of_time(run: Run, name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    script.command(lambda: sys.exit(main(sys.argv[1:])))

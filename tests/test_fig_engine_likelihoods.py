@@ -182,24 +182,20 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
 def test_it_ends_in_one_line_without_arms_to_compare(tmp_path, capsys):
     write_run(tmp_path / "a", 1, "gspo", "step_start", "bfloat16", "none")
     write_run(tmp_path / "a", 2, "gspo", "engine", "bfloat16", "none")  # another seed: no pair
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"^fig_engine_likelihoods needs finished runs") as stop:
         read(tmp_path / "a")
-    error = capsys.readouterr().err
-    assert error.startswith("error: fig_engine_likelihoods needs finished runs") and error.count("\n") == 1
-    assert error.endswith("found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer\n")
+    assert str(stop.value).endswith("found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer")
     write_run(tmp_path / "b", 1, "gspo", "behaviour", "bfloat16", "none")
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"found: none$"):
         read(tmp_path / "b")
-    assert capsys.readouterr().err.endswith("found: none\n")
 
 
 def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path, capsys):
     write_run(tmp_path, 1, "gspo", "engine", "bfloat16", "none")
     other = write_run(tmp_path / "again", 1, "gspo", "engine", "bfloat16", "none") / "settings.yaml"
     other.write_text(yaml.safe_dump(yaml.safe_load(other.read_text()) | {"optim": {"lr": 1.0}}))
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)"):
         read(tmp_path)
-    assert "same arm and seed twice (GSPO, bfloat16, no replay, engine, seed 1)" in capsys.readouterr().err
 
 
 def test_the_program_prints_and_draws(whole, tmp_path, capsys, monkeypatch):
@@ -250,9 +246,8 @@ def test_runs_that_are_finished_but_too_short(tmp_path, capsys):
         settings, file = folder / "settings.yaml", folder / "metrics.jsonl"
         settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"steps": 14}))
         file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:15]))
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match="needs 15 batches of every run"):
         read(tmp_path)
-    assert "needs 15 batches of every run" in capsys.readouterr().err
 
 
 def test_the_metrics_are_those_of_the_package():
