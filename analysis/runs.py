@@ -78,9 +78,9 @@ class Run:
         at = collapse(rewards.tolist())
         return None if at is None else int(rewards.index[at])
 
-    def column(self, metric: str) -> pd.Series:
-        """A metric of the rollout batches by step, NaN left out; empty where it was not reported."""
-        rows = self.rows[self.rows["step"] > 0].sort_values("step").set_index("step")
+    def column(self, metric: str, first_step: int = 1) -> pd.Series:
+        """A metric by step, NaN left out; empty where it was not reported."""
+        rows = self.rows[self.rows["step"] >= first_step].sort_values("step").set_index("step")
         return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
 
 
