@@ -136,18 +136,31 @@ def test_the_gap_in_words(whole):
 @pytest.mark.parametrize(
     "gspo, words",
     [
-        ({1: -0.01, 2: -0.02, 3: -0.03}, "Told apart: GSPO loses less (or gains more) than GRPO."),
-        ({1: -0.21, 2: -0.22, 3: -0.23}, "Told apart: GSPO loses more (or gains less) than GRPO."),
+        (
+            {1: -0.01, 2: -0.02, 3: -0.03},
+            "Points to this: GSPO loses less (or gains more) than GRPO; p is not below 0.05",
+        ),
+        ({1: -0.21, 2: -0.22, 3: -0.23}, "Points to this: GSPO loses more (or gains less) than GRPO; p is not below"),
         ({1: 0.05, 2: -0.15, 3: -0.16}, "Not told apart: the interval includes 0, and any difference within it"),
         ({1: 0.05, 2: -0.25, 3: -0.26}, "Not told apart: the interval includes 0, and any difference within it"),
     ],
 )
-def test_the_answer_in_its_three_cases(tmp_path, gspo, words):
+def test_the_answer_of_three_seeds(tmp_path, gspo, words):
     data = read(write_all(tmp_path, losses={"gspo": gspo, "grpo": LOSS["grpo"]}))
     sentence = fig.answer(data, "bfloat16", "no replay")
-    assert words in sentence and sentence.count("old apart") == 1
+    assert words in sentence and sentence.count("old apart") == ("Not told" in words)
     assert "by -0.120 with GRPO" in sentence and "3 seeds cannot go below 0.25" in sentence
     assert "GSPO - GRPO +0.000" in fig.answer(data, "float32", "no replay")
+
+
+@pytest.mark.parametrize(("loss", "words"), [(-0.02, "GSPO loses less"), (-0.22, "GSPO loses more")])
+def test_six_seeds_are_told_apart(tmp_path, loss, words):
+    for seed, old in product(range(1, 7), ("step_start", "engine")):
+        engine = old == "engine"
+        write_run(tmp_path, seed, "gspo", old, "bfloat16", "none", engine * (loss + 0.01 * (seed % 2)))
+        write_run(tmp_path, seed, "grpo", old, "bfloat16", "none", engine * -0.12)
+    sentence = fig.answer(read(tmp_path), "bfloat16", "no replay")
+    assert f"exact sign-flip p = 0.031: 6 seeds cannot go below 0.031). Told apart: {words}" in sentence
 
 
 def test_one_seed_is_not_judged(tmp_path):
@@ -222,7 +235,7 @@ def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monk
             [x / half for x in (0.6, 0.6, 2e-3, 2e-3, *[0] * 4)]
         )
     assert [line.get_xdata()[0] for line in sequences.lines[-2:]] == pytest.approx([0.4, 0.5])
-    assert "Told apart: GSPO loses less" in caption
+    assert "Points to this: GSPO loses less" in caption
 
 
 def test_a_metric_that_is_not_reported_and_other_settings_that_differ(tmp_path):
