@@ -61,7 +61,14 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
     ]
     lines += ["Held-out scores: first -> last evaluation. Clipped tokens and kept experts: mean over all batches.", ""]
-    lines += ["## The paper's claims", ""]
+    lines += [
+        "## The paper's claims",
+        "",
+        "Intervals are 95 %. A verdict takes interval and exact p, so 6 seeds or more:",
+    ]
+    lines += ["fewer point to something (analysis/verdicts.py).", ""]
+    if not any(run.moe for run in data.runs):
+        lines += ["These models are dense: what the paper claims of MoE models and Routing Replay is not judged.", ""]
     for claim in claims.all_claims(data):
         lines += [f"- {claim.claim} ({claim.where})", f"  - here: {claim.found}", f"  - **{claim.verdict}**"]
     lines += ["", "## Figures", "", *(f"- {path}" for path in paths), *(f"- {why}" for why in left_out)]

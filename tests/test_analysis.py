@@ -207,6 +207,13 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     assert str(first) in message and str(again) in message and "twice" in message
 
 
+def test_every_script_says_what_it_refuses_in_one_line():
+    for file in ANALYSIS.glob("*.py"):
+        _, ends, last = file.read_text().partition('if __name__ == "__main__":')
+        assert not ends or "script.command(" in last, f"{file} shows a traceback for a folder that is not there"
+        assert file.name == "script.py" or "SystemExit" not in file.read_text(), f"{file}: raise load.Refused instead"
+
+
 def test_differing_settings_are_appended(tmp_path):
     write_run(tmp_path / "a", GSPO, 1, 0.2, 0.1, steps=5)
     write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=5, optim={"lr": 0.01})

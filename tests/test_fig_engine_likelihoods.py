@@ -192,7 +192,7 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
     assert "43 of 48 runs, 3 seeds (1, 2, 3)" in fig.draw(data, tmp_path)[0]
 
 
-def test_it_ends_in_one_line_without_arms_to_compare(tmp_path, capsys):
+def test_it_ends_in_one_line_without_arms_to_compare(tmp_path):
     write_run(tmp_path / "a", 1, "gspo", "step_start", "bfloat16", "none")
     write_run(tmp_path / "a", 2, "gspo", "engine", "bfloat16", "none")  # another seed: no pair
     with pytest.raises(load.Refused, match=r"^fig_engine_likelihoods needs finished runs") as stop:
@@ -203,7 +203,7 @@ def test_it_ends_in_one_line_without_arms_to_compare(tmp_path, capsys):
         read(tmp_path / "b")
 
 
-def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path, capsys):
+def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
     write_run(tmp_path, 1, "gspo", "engine", "bfloat16", "none")
     other = write_run(tmp_path / "again", 1, "gspo", "engine", "bfloat16", "none") / "settings.yaml"
     other.write_text(yaml.safe_dump(yaml.safe_load(other.read_text()) | {"optim": {"lr": 1.0}}))
@@ -253,7 +253,7 @@ def test_a_metric_that_is_not_reported_and_other_settings_that_differ(tmp_path):
     fig.verdict(data)
 
 
-def test_runs_that_are_finished_but_too_short(tmp_path, capsys):
+def test_runs_that_are_finished_but_too_short(tmp_path):
     for old in ("step_start", "engine"):
         folder = write_run(tmp_path, 1, "gspo", old, "bfloat16", "r3")
         settings, file = folder / "settings.yaml", folder / "metrics.jsonl"

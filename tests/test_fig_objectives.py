@@ -120,7 +120,7 @@ def test_one_arm_that_always_clips_and_old_runs_without_weight(tmp_path, capsys,
     assert all((tmp_path / "out" / f"fig_objectives.{suffix}").is_file() for suffix in ("pdf", "png"))
 
 
-def test_all_runs_are_cut_to_the_batches_they_share(tmp_path, capsys):
+def test_all_runs_are_cut_to_the_batches_they_share(tmp_path):
     write_run(tmp_path, "gspo", 1, 0.1)
     write_run(tmp_path, "grpo", 1, 0.1, steps=16)
     numbers = fig_objectives.measure(load.load([tmp_path]))

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
 
 import fig_objectives
 import load
+import notebooks
 import sources
 
 from gspo.metrics import METRICS
@@ -95,6 +96,8 @@ def test_directory_and_offline_files_are_the_same_run(recorded, wandb_folder):
     assert directory.settings == offline.settings and offline.path.name == recorded.name and not offline.notes
     assert len(list(wandb_folder.glob("offline-run-*"))) == 2 and offline.rows["step"].tolist() == list(range(41))
     assert len(sources.records(recorded.parent)) == 1, "W&B's files in a run directory are not another run"
+    tables = [notebooks.load_runs(source).metric("reward/mean") for source in (recorded, wandb_folder)]
+    assert tables[0].equals(tables[1]) and len(tables[0]) == 40
     (single,) = sources.records(sorted(wandb_folder.glob("offline-run-*/*.wandb"))[0])
     assert single.rows["step"].max() == 25
 

@@ -242,6 +242,7 @@ def test_dense_models_are_compared_with_grpo_and_asked_nothing_of_moe(tmp_path):
     text = "\n".join(reproduce.summary(data, paths, left_out))
     assert "GSPO trains to a higher reward than GRPO at equal compute (as in Fig. 1, top, where the rival has" in text
     assert "reward difference +0.050 [+0.050, +0.050]" in text
+    assert "These models are dense: what the paper claims of MoE models and Routing Replay is not judged." in text
     assert "MoE model stably" not in text and not re.search(r"\bnan\b", text)
 
 
