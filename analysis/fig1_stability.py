@@ -18,8 +18,6 @@ import script
 import style
 from load import GRPO_R2, GSPO, Data
 
-NEEDS = (GSPO, GRPO_R2)
-
 
 def judged(data: Data) -> list[claims.Claim]:
     """The claims that this figure speaks to."""
@@ -28,32 +26,33 @@ def judged(data: Data) -> list[claims.Claim]:
 
 def draw(data: Data, out: Path) -> list[Path]:
     """Top: training reward against compute, the paper's curve beside it. Bottom: one panel per held-out score."""
-    load.require(data, "fig1", NEEDS)
+    arms = claims.contenders(data)
+    load.require(data, "fig1", arms)
     scores = claims.scores(data) + data.metrics("eval/elo")[:1]
     figure = style.canvas(5.9 if scores else 3.6)
     rows = figure.subfigures(2, 1, height_ratios=[1.45, 1]) if scores else [figure]
     big, companion = rows[0].subplots(1, 2, width_ratios=[1.75, 1])
-    panels.reward_against_compute(big, data, NEEDS)
+    panels.reward_against_compute(big, data, arms)
     big.set_title("Training reward, our runs")
-    panels.paper_rewards(companion, "fig1_reward", NEEDS)
+    panels.paper_rewards(companion, "fig1_reward", (GSPO, GRPO_R2))
     for ax, name in zip(rows[1].subplots(1, len(scores), squeeze=False)[0] if scores else [], scores, strict=True):
-        score_panel(ax, data, name)
+        score_panel(ax, data, name, arms)
     if scores:
         rows[1].supxlabel(big.get_xlabel(), fontsize=big.xaxis.label.get_fontsize())
     found = [claim.sentence() for claim in judged(data)]
     how = ", ".join(sorted({name.split("/")[-1] for name in scores if name != "eval/elo"}))
     bars = f" Held-out scores ({how}): mean over seeds, bars ±1 standard error over problems." if scores else ""
-    described = f"{load.describe(data, list(NEEDS))} {panels.how_drawn(data, NEEDS)}{bars}"
+    described = f"{load.describe(data, list(arms))} {panels.how_drawn(data, arms)}{bars}"
     caption = "\n".join([described, *found])
     return style.save(figure, out, "fig1_stability", caption)
 
 
-def score_panel(ax, data: Data, name: str) -> None:
+def score_panel(ax, data: Data, name: str, arms: tuple[str, ...]) -> None:
     """One held-out score against compute. Bars: standard error over problems, mean over seeds: the seeds share the
     problems, so averaging seeds does not shrink it."""
     largest = 0.0
     error_name = "eval/elo_stderr" if name == "eval/elo" else claims.stderr_of(name)
-    for arm in NEEDS:
+    for arm in arms:
         table = data.table(arm, name, first_step=0).dropna()
         flops = data.table(arm, "compute/flops", first_step=0).fillna(0).loc[table.index].mean(axis=1)
         errors = data.table(arm, error_name, first_step=0).loc[table.index].mean(axis=1).fillna(0)
@@ -67,4 +66,4 @@ def score_panel(ax, data: Data, name: str) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

@@ -23,8 +23,8 @@ from load import GRPO_R2, GSPO, Data
 from matplotlib.axes import Axes
 from stats import estimate
 
-NEEDS = (GSPO, GRPO_R2)
-PAPER_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0.27)}  # section 5.1
+PAPERS = (GSPO, GRPO_R2)  # the arms of the paper's figure
+PAPER_RANGES = paper.CLIP_RANGES
 
 
 def judged(data: Data) -> list[claims.Claim]:
@@ -34,13 +34,14 @@ def judged(data: Data) -> list[claims.Claim]:
 
 def draw(data: Data, out: Path) -> list[Path]:
     """Bars of our arms, the paper's bars, and the shares by mini-batch."""
-    load.require(data, "fig2", NEEDS)
+    arms = claims.contenders(data)
+    load.require(data, "fig2", arms)
     figure = style.canvas(1.5 + 0.55 * len(data.arms))
     bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
     share_bars(bars, data)
     paper_bars(companion)
     minibatch_lines(by_minibatch, data)
-    kind = "95 % over seeds" if len(data.seeds(*NEEDS)) > 1 else "95 % within the run"
+    kind = "95 % over seeds" if len(data.seeds(*arms)) > 1 else "95 % within the run"
     words = f"Share of response tokens, mean over all updates; lines on the bars: {kind}. Solid: the clip removed the "
     words += "gradient; pale: the ratio lies outside the band. Right: by mini-batch, axis linear below 0.0001."
     caption = (
@@ -82,12 +83,12 @@ def share_bars(ax: Axes, data: Data) -> None:
 
 def paper_bars(ax: Axes) -> None:
     """The paper's two bars."""
-    for row, arm in enumerate(NEEDS):
+    for row, arm in enumerate(PAPERS):
         value = paper.series("fig2_clipped", arm)[0]
         ax.barh(row, value, height=0.5, color=style.colour(arm))
         ax.annotate(f"{value:g}", (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_yticks(range(len(NEEDS)), ["GSPO", "GRPO"])
-    bar_axes(ax, list(NEEDS), 0.2)
+    ax.set_yticks(range(len(PAPERS)), ["GSPO", "GRPO"])
+    bar_axes(ax, list(PAPERS), 0.2)
     ax.set_title("The paper's Fig. 2")
 
 
@@ -120,4 +121,4 @@ def minibatch_lines(ax: Axes, data: Data) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

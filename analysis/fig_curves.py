@@ -126,4 +126,4 @@ def study(runs: list[Run]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

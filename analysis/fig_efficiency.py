@@ -17,11 +17,9 @@ import numpy as np
 import script
 import style
 from efficiency import Efficiency
-from load import GRPO_R2, GSPO, Data
+from load import GSPO, Data
 from matplotlib.axes import Axes
 from stats import WINDOW, Interval, trailing_mean
-
-NEEDS = (GSPO, GRPO_R2)
 
 
 def judged(data: Data) -> list[claims.Claim]:
@@ -31,24 +29,27 @@ def judged(data: Data) -> list[claims.Claim]:
 
 def draw(data: Data, out: Path) -> list[Path]:
     """Left: the curves and where they reach the level. Right: the ratios with their intervals."""
-    load.require(data, "fig_efficiency", NEEDS)
+    arms = claims.contenders(data)
+    load.require(data, "fig_efficiency", arms)
+    if any(table.isna().any(axis=None) for table in claims.reward_and_flops(data)):
+        load.die("fig_efficiency needs compute/flops of every run")
     result = claims.compute_ratio(data)
     figure = style.canvas(3.4)
     curves, ratios = figure.subplots(1, 2, width_ratios=[1.45, 1])
-    reaching(curves, data, result)
-    ratio_axis(ratios, result)
+    reaching(curves, data, arms, result)
+    ratio_axis(ratios, arms[1], result)
     words = f"Left: trailing mean of {WINDOW} batches, mean over seeds; dotted: mean of the rival's last {WINDOW} "
     words += "batches. Right: 95 % intervals, resampling seeds and blocks of batches."
-    caption = f"{load.describe(data, list(NEEDS))} {words}\n{judged(data)[0].sentence()}"
+    caption = f"{load.describe(data, list(arms))} {words}\n{judged(data)[0].sentence()}"
     return style.save(figure, out, "fig_efficiency", caption)
 
 
-def reaching(ax: Axes, data: Data, result: Efficiency) -> None:
+def reaching(ax: Axes, data: Data, arms: tuple[str, ...], result: Efficiency) -> None:
     """Trailing-mean rewards against compute; dots where they first reach the rival's final level."""
     ends, largest = [], 0.0
     reward, flops, rival, rival_flops = (table.mean(axis=1) for table in claims.reward_and_flops(data))
     curves = ((reward, flops, result.need), (rival, rival_flops, result.rival_need))
-    for arm, (batches, x, need) in zip(NEEDS, curves, strict=True):
+    for arm, (batches, x, need) in zip(arms, curves, strict=True):
         y, hue = trailing_mean(batches), style.colour(arm)
         ax.plot(x, y, color=hue, lw=2)
         if np.isfinite(need):
@@ -62,7 +63,7 @@ def reaching(ax: Axes, data: Data, result: Efficiency) -> None:
     style.label_ends(ax, ends)
 
 
-def ratio_axis(ax: Axes, result: Efficiency) -> None:
+def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
     """The like-for-like ratio, the ratio to the rival's whole run, and the paper's, on one axis; 1 = equal."""
     published = claims.paper_compute_ratio()
     rows = [
@@ -85,9 +86,9 @@ def ratio_axis(ax: Axes, result: Efficiency) -> None:
     ax.set_xlim(0, right)
     ax.grid(axis="y", visible=False)
     ax.tick_params(axis="y", length=0)
-    ax.set_xlabel("compute, GRPO + R2 / GSPO")
+    ax.set_xlabel(f"compute, {rival.replace('Routing Replay (R2)', 'R2')} / GSPO")
     ax.set_title("Ratio (over 1: GSPO cheaper)")
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

@@ -103,4 +103,4 @@ def draw(records: list[dict], out: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

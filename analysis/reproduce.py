@@ -39,11 +39,10 @@ def draw_all(data: Data, out: Path) -> tuple[list[Path], list[str]]:
     """The figures that the runs permit: paths, and why the others were left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency):
-        why = load.lacking(data, figure.NEEDS)
-        if why is None:
+        try:
             paths += figure.draw(data, out)
-        else:
-            left_out.append(f"{figure.__name__} left out: {why}")
+        except load.Refused as error:
+            left_out.append(f"{figure.__name__} left out: {error}")
     if not data.metrics(fig_routing.PREFIX):
         left_out.append("fig_routing left out: no routing metrics in these runs")
     elif len(data.arms) > fig_routing.MOST:
@@ -62,7 +61,14 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
     ]
     lines += ["Held-out scores: first -> last evaluation. Clipped tokens and kept experts: mean over all batches.", ""]
-    lines += ["## The paper's claims", ""]
+    lines += [
+        "## The paper's claims",
+        "",
+        "Intervals are 95 %. A verdict takes interval and exact p, so 6 seeds or more:",
+    ]
+    lines += ["fewer point to something (analysis/verdicts.py).", ""]
+    if not any(run.moe for run in data.runs):
+        lines += ["These models are dense: what the paper claims of MoE models and Routing Replay is not judged.", ""]
     for claim in claims.all_claims(data):
         lines += [f"- {claim.claim} ({claim.where})", f"  - here: {claim.found}", f"  - **{claim.verdict}**"]
     lines += ["", "## Figures", "", *(f"- {path}" for path in paths), *(f"- {why}" for why in left_out)]
@@ -117,4 +123,4 @@ def number(value: float, form: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def folder(name: str) -> Path:
 def arguments(doc: str) -> argparse.Namespace:
     """The command line of a script that has no other options."""
     return parser(doc).parse_args()
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2."""
+    try:
+        main()
+    except load.Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def run(doc: str, draw: Callable[[load.Data, Path], list[Path]], judge: Callable[[load.Data], list[Claim]]) -> None:

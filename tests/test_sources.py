@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
 
 import fig_objectives
 import load
+import notebooks
 import sources
 
 from gspo.metrics import METRICS
@@ -95,6 +96,8 @@ def test_directory_and_offline_files_are_the_same_run(recorded, wandb_folder):
     assert directory.settings == offline.settings and offline.path.name == recorded.name and not offline.notes
     assert len(list(wandb_folder.glob("offline-run-*"))) == 2 and offline.rows["step"].tolist() == list(range(41))
     assert len(sources.records(recorded.parent)) == 1, "W&B's files in a run directory are not another run"
+    tables = [notebooks.load_runs(source).metric("reward/mean") for source in (recorded, wandb_folder)]
+    assert tables[0].equals(tables[1]) and len(tables[0]) == 40
     (single,) = sources.records(sorted(wandb_folder.glob("offline-run-*/*.wandb"))[0])
     assert single.rows["step"].max() == 25
 
@@ -207,12 +210,11 @@ def test_the_cache_is_used_and_gives_way(recorded, monkeypatch, tmp_path):
     same(sources.records(copy)[0].rows, third.rows)
 
 
-def test_without_an_account_one_line_says_so(monkeypatch, capsys):
+def test_without_an_account_one_line_says_so(monkeypatch):
     for name, value in {"NETRC": "/nonexistent", "WANDB_API_KEY": ""}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"^wandb:entity/project: .*$"):
         load.load(["wandb:entity/project"])
-    assert capsys.readouterr().err.startswith("error: wandb:entity/project: ")
 
 
 @pytest.mark.slow
