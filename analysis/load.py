@@ -38,6 +38,7 @@ NOT_THE_ARM = (
     "seed",
     "steps",
     "study",
+    "options",
     "tracking",
     "checkpoint",
     "monitor",

@@ -38,7 +38,7 @@ def main(config: DictConfig) -> None:
     if config.resume:
         settings = resumed_settings(Path(config.resume), list(job.overrides.task))
     else:
-        settings = to_settings(config)
+        settings = to_settings(config, job.runtime.choices)
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()
@@ -87,7 +87,8 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         kind = type(trainer.policy.model).__name__
         warn([f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"])
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
-    tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
+    tags = [settings.objective_option(), settings.objective.name, f"replay-{settings.policy.routing_replay}"]
+    tags = list(dict.fromkeys([*tags, settings.model.name]))
     tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
     how, reason = "failed", ""
     say(folder, "running", trainer.state.step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ NOT_PART_OF_THE_RESULT = (
     "checkpoint",
     "monitor",
     "study",
+    "options",
     "runs",
     "on_existing",
     "resume",
@@ -90,6 +92,9 @@ class Settings:
     study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
     seed: int = 1
     steps: int = 100  # rollout batches
+    options: dict[str, str] = field(
+        default_factory=dict
+    )  # written by the program: which option of each group was chosen
     objective: Any = MISSING
     advantage: Any = MISSING
     kl: Any = MISSING
@@ -133,7 +138,11 @@ class Settings:
     def label(self) -> str:
         """The arm in a few words: objective, replay, seed."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
-        return f"{self.objective.name}{replay} seed {self.seed}"
+        return f"{self.objective_option()}{replay} seed {self.seed}"
+
+    def objective_option(self) -> str:
+        """gspo_tiny, where objective.name is gspo; the latter where no option was recorded."""
+        return self.options.get("objective", self.objective.name)
 
 
 def register_schemas() -> None:
@@ -147,10 +156,17 @@ def register_schemas() -> None:
             store.store(group=group, name=f"_{name}", node=schema)
 
 
-def to_settings(config: DictConfig) -> Settings:
-    """The composed config as dataclasses, settled and checked. Raises ValueError or an OmegaConf error naming key and
-    value."""
+def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
+    """The composed config as dataclasses, settled and checked; with Hydra's `choices` (hydra.runtime.choices) it records
+    the options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
     settings = OmegaConf.to_object(config)
+    if choices is not None:
+        if settings.options:
+            raise ValueError(
+                f"options={settings.options} is written by the program; choose options with objective=... etc."
+            )
+        own = {group: name for group, name in choices.items() if not group.startswith("hydra/")}
+        settings.options = {group: name for group, name in own.items() if name}
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
         if type(chosen) is not options.get(chosen.name):
@@ -199,8 +215,8 @@ def of_result(settings: Settings) -> dict[str, Any]:
 
 
 def run_directory(settings: Settings) -> Path:
-    """runs/<study>/<objective>-seed<k>-<hash>/"""
-    name = f"{settings.objective.name}-seed{settings.seed}-{settings_hash(settings)}"
+    """runs/<study>/<objective option>-seed<k>-<hash>/"""
+    name = f"{settings.objective_option()}-seed{settings.seed}-{settings_hash(settings)}"
     return Path(settings.runs) / settings.study / name
 
 

@@ -106,7 +106,7 @@ def _subtitle(folder: Path, settings: dict) -> str:
     changed = ", with changed files" if code.get("changed_files") else ""
     parts = [
         f"study {settings['study']}",
-        f"objective {settings['objective']['name']}",
+        f"objective {settings.get('options', {}).get('objective', settings['objective']['name'])}",
         f"model {settings['model']['name']}",
     ]
     parts += [f"seed {settings['seed']}", f"commit {(code.get('commit') or 'unknown')[:10]}{changed}"]

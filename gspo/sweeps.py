@@ -72,8 +72,8 @@ def _name(config: DictConfig, overrides: list[str]) -> str:
 def _settings(config: DictConfig) -> Settings:
     plain = config.copy()
     with open_dict(plain):
-        plain.pop("hydra", None)
-    return to_settings(plain)
+        plain.pop("hydra")
+    return to_settings(plain, config.hydra.runtime.choices)
 
 
 def _append(config: DictConfig, line: dict) -> None:
