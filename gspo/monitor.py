@@ -221,6 +221,6 @@ def _routing(rows: list[dict]) -> str:
     engine = f"; the engine's experts are the trainer's to {agreement.mean():.4f}" if len(agreement) else ""
     verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
     return (
-        f"{question}{verdict} (share of the old experts kept within a step: mean {kept.mean():.4f}, "
+        f"{question}{verdict} (routing consistency within a step: mean {kept.mean():.4f}, "
         f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."
     )
