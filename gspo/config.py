@@ -92,9 +92,7 @@ class Settings:
     study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
     seed: int = 1
     steps: int = 100  # rollout batches
-    options: dict[str, str] = field(
-        default_factory=dict
-    )  # written by the program: which option of each group was chosen
+    options: dict[str, str] = field(default_factory=dict)  # of each group, by name; the program writes it
     objective: Any = MISSING
     advantage: Any = MISSING
     kl: Any = MISSING
@@ -140,6 +138,11 @@ class Settings:
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
         return f"{self.objective_option()}{replay} seed {self.seed}"
 
+    def tags(self) -> list[str]:
+        """Of the run in W&B; views choose by them."""
+        objective = dict.fromkeys([self.objective_option(), self.objective.name])
+        return [*objective, f"replay-{self.policy.routing_replay}", self.model.name]
+
     def objective_option(self) -> str:
         """gspo_tiny, where objective.name is gspo; the latter where no option was recorded."""
         return self.options.get("objective", self.objective.name)
@@ -157,14 +160,12 @@ def register_schemas() -> None:
 
 
 def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
-    """The composed config as dataclasses, settled and checked; with Hydra's `choices` (hydra.runtime.choices) it records
-    the options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
+    """The composed config as dataclasses, settled and checked; of `choices` (hydra.runtime.choices) it records the
+    options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
     settings = OmegaConf.to_object(config)
     if choices is not None:
         if settings.options:
-            raise ValueError(
-                f"options={settings.options} is written by the program; choose options with objective=... etc."
-            )
+            raise ValueError(f"options={settings.options} is written by the program; say objective=...")
         own = {group: name for group, name in choices.items() if not group.startswith("hydra/")}
         settings.options = {group: name for group, name in own.items() if name}
     for group, options in CHOICES.items():
