@@ -58,7 +58,7 @@ def consistency(ax: Axes, data: Data) -> None:
         ax.plot(mean.index, smooth, color=hue, lw=1.8)
         ends.append((smooth[-1], style.short(arm), hue))
     ax.set_xlabel("rollout batch")
-    ax.set_title("Experts kept within a step")
+    ax.set_title("Routing consistency within a step")
     style.label_ends(ax, ends)
 
 

@@ -43,7 +43,7 @@ def draw(data: Data, out: Path) -> list[Path]:
         by_step(ax, data, arm, layers)
     name_layers(axes[len(data.arms) - 1])
     by_layer(axes[-1], data, layers)
-    axes[0].set_ylabel("share of the old experts kept")
+    axes[0].set_ylabel("routing consistency")
     words = f"Lines: mean over seeds, smoothed over ±5 batches; grey dashes: the paper's {PAPER}. Right: mean over "
     words += "batches, bars 95 % intervals (over seeds; of a single seed within the run)."
     caption = f"{load.describe(data, data.arms)} {words}\n{' '.join(c.sentence() for c in judged(data))}"

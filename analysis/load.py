@@ -32,6 +32,7 @@ NOT_THE_ARM = (
     "seed",
     "steps",
     "study",
+    "options",
     "tracking",
     "checkpoint",
     "monitor",

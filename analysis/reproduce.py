@@ -60,8 +60,9 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
         "",
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
     ]
-    lines += ["Held-out scores: first -> last evaluation. Clipped tokens and kept experts: mean over all batches.", ""]
     lines += [
+        "Held-out scores: first -> last evaluation. Clipped tokens and routing consistency: mean over all batches.",
+        "",
         "## The paper's claims",
         "",
         "Intervals are 95 %. A verdict takes interval and exact p, so 6 seeds or more:",
@@ -97,7 +98,7 @@ def entries(data: Data, arm: str) -> dict[str, str]:
         "gain": number(end - start, "+.3f"),
         "clipped tokens, active": number(mean(data.table(arm, "clip/token_active")), ".2g"),
         "clipped tokens, outside": number(mean(data.table(arm, "clip/token_outside")), ".2g"),
-        "experts kept": number(mean(data.table(arm, "routing/consistency")), ".3f"),
+        "routing consistency": number(mean(data.table(arm, "routing/consistency")), ".3f"),
     }
     for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
         points = data.table(arm, name, first_step=0).mean(axis=1).dropna()

@@ -189,8 +189,9 @@ def from_server(run: object) -> Record:
         if step is not None:
             rows.setdefault(int(step), {}).update(wandb_files.numbers(row))
     frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
-    settings = flatten({key: value for key, value in run.config.items() if key != "_wandb"})
-    return Record(Path(run.name), settings, frame, id=run.id)
+    settings = {key: value for key, value in run.config.items() if key != "_wandb"}
+    name = settings.pop("record", {}).get("run") or run.name  # which WANDB_NAME may have replaced
+    return Record(Path(name), flatten(settings), frame, id=run.id)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache

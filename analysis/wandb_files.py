@@ -89,10 +89,12 @@ def read(path: Path) -> Segment:
         elif kind == "exit":
             ended = True
         elif kind == "history":
-            row = _values(record.history.item, segment.damage)
+            plain = [item for item in record.history.item if len(item.nested_key) < 2]  # others are parts of tables
+            row = _values(plain, segment.damage)
             step = row.pop("step", None)
             if isinstance(step, int):
                 segment.rows.setdefault(step, {}).update(numbers(row))
+    segment.name = segment.config.pop("record", {}).get("run") or segment.name  # which WANDB_NAME may have replaced
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")

@@ -26,7 +26,7 @@ from gspo.collapse import levels
 
 MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
     "clipped tokens": ("clip/token_active", ".3g"),
-    "kept experts": ("routing/consistency", ".4f"),
+    "routing consistency": ("routing/consistency", ".4f"),
     "entropy": ("policy/entropy", ".3f"),
     "gradient norm": ("optim/grad_norm", ".3g"),
     "tokens of a response": ("length/mean", ".1f"),

@@ -1,14 +1,15 @@
 """W&B dashboards from the metric registry: `python experiments/dashboard.py project=NAME [entity=TEAM]`
 
 Seven saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Evaluation, Efficiency. Runs are grouped by
-objective, and a group is drawn as its mean and range: over seeds, if nothing else differs in it (what does is
-said). With a W&B account they are saved in the project, over the ones that this command saved before, and their
-addresses printed; without one, the JSON that W&B would be sent is written and the command to publish is printed.
+objective and Routing Replay, and a group is drawn as its mean and range: over seeds, if nothing else differs in it
+(what does is said). With a W&B account they are saved in the project, over the ones that this command saved before, and
+their addresses printed; without one, the JSON that W&B would be sent is written and the command to publish is printed.
 
-  project=NAME    W&B project (default: gspo, as tracking.project)
-  entity=TEAM     W&B user or team (default: the account's own)
+  project=NAME    W&B project (default: WANDB_PROJECT, else gspo, as tracking.project)
+  entity=TEAM     W&B user or team (default: WANDB_ENTITY, else the account's own)
   study=NAME      the runs of one study alone, in views of their own (default: all runs of the project)
-  by=SETTING      what runs are grouped by (default: objective.name); e.g. by=policy.routing_replay, by=optim.lr
+  by=SETTING,...  what runs are grouped by (default: objective.name,policy.routing_replay); e.g. by=options.objective
+                  (gspo_tiny apart from gspo), by=objective.name,optim.lr
   runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT: which metrics there are (default: runs);
                   panels that none of them has recorded are left out, and named
   out=FOLDER      where the JSON goes (default: figures/dashboard)
@@ -21,6 +22,7 @@ import gspo.interrupt  # noqa: F401
 
 # isort: split
 
+import os
 import re
 import shlex
 import sys
@@ -32,15 +34,16 @@ import load
 import sources
 from sources import Record
 
-from gspo.dashboard import home, publish, workspace, write
+from gspo.dashboard import GROUP_BY, home, publish, workspace, write
 from gspo.process import command_line
 from gspo.views import LEFT_OUT, VIEWS, View, recorded, unplaced
+from gspo.wandb_run import default_project
 
 DEFAULTS = {
-    "project": "gspo",
-    "entity": "",
+    "project": default_project(),
+    "entity": os.environ.get("WANDB_ENTITY", ""),
     "study": "",
-    "by": "objective.name",
+    "by": ",".join(GROUP_BY),
     "runs": "runs",
     "out": "figures/dashboard",
     "publish": "yes",
@@ -56,7 +59,7 @@ def main() -> None:
     views, notes = arranged(chosen["runs"], chosen["by"], chosen["study"])
     entity = home(chosen["entity"]) if chosen["publish"] == "yes" else None
     place = entity or chosen["entity"], chosen["project"]
-    made = [workspace(view, *place, chosen["by"], chosen["study"]) for view in views]
+    made = [workspace(view, *place, tuple(chosen["by"].split(",")), chosen["study"]) for view in views]
     for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
     print("\n".join(notes))
@@ -97,8 +100,9 @@ def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str
     where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
         return VIEWS, [*notes, f"no run under {where}: by={by} and the panels are checked against the registry alone"]
-    if not any(by in record.settings for record in found):
-        raise ValueError(f"by={by}: no run under {where} has this setting")
+    for key in by.split(","):
+        if not any(key in record.settings for record in found):
+            raise ValueError(f"by={by}: no run under {where} has the setting {key!r}")
     try:
         views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
     except KeyError as error:  # of another version of the program
@@ -116,14 +120,14 @@ def mixed(found: list[Record], by: str) -> list[str]:
     """What a group's mean would go over beside seeds."""
     groups: dict[object, list[Record]] = {}
     for record in found:
-        groups.setdefault(record.settings.get(by), []).append(record)
+        groups.setdefault(tuple(record.settings.get(key) for key in by.split(",")), []).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
     studies = {str(record.settings.get("study")) for record in found}
     several = [f"{len(studies)} studies"] if len(studies) > 1 else []
     if not several and not keys:
         return []
     over = ", ".join([*several, *keys[:6]]) + (", ..." if len(keys) > 6 else "")
-    return [f"by={by} draws means over {over} beside seeds: study= chooses one study, by= another setting"]
+    return [f"by={by} draws means over {over} beside seeds: study= chooses one study, by= other settings"]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gspo.sweep_state import jobs, table
+from gspo.sweep_state import jobs, table, upload
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +18,8 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
         print(table(jobs(Path(arguments[0]))))
+        if command := upload(Path(arguments[0])):
+            print(f"to upload them to W&B: {command}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

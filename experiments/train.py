@@ -8,6 +8,7 @@ import gspo.interrupt  # noqa: F401
 
 import shutil
 import signal
+import sys
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from gspo.config import Settings, register_schemas, resumed_settings, to_setting
 from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
-from gspo.run_files import said
+from gspo.run_files import note_start, said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
 from gspo.runs import ENDED, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
@@ -31,6 +32,7 @@ from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
+from gspo.wandb_run import own_arguments, under_agent
 
 register_schemas()
 W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}  # the exit codes that it shows
@@ -43,7 +45,7 @@ def main(config: DictConfig) -> None:
     if config.resume:
         settings = resumed_settings(Path(config.resume), list(job.overrides.task))
     else:
-        settings = to_settings(config)
+        settings = to_settings(config, job.runtime.choices)
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()
@@ -53,7 +55,7 @@ def main(config: DictConfig) -> None:
     with stop.busy:
         try:
             if not stop.requested():  # a sweep that was asked to stop starts no further run
-                run(settings, alone=job.mode == RunMode.RUN)
+                run(settings, alone=job.mode == RunMode.RUN and not under_agent())
         except Stopped:
             print(f"{settings.label()}: stopped before its first step")
     stop.requeue()
@@ -90,9 +92,9 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     warn(warnings(settings))
     warn(about_the_model(trainer.policy))
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
-    tags = [settings.objective.name, f"replay-{settings.policy.routing_replay}", settings.model.name]
-    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, tags)
+    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, settings.tags())
     how, reason = "failed", ""
+    note_start(folder, trainer.state.step if checkpoint else None)
     say(folder, "running", trainer.state.step)
     try:
         how = Session(settings, folder, trainer, tracker, alone, stop_signal().requested).run()
@@ -112,7 +114,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
             write_page(folder)
         sync = tracker.finish(W_AND_B[how])
     if how != "rolled back":
-        upload = f"; to upload it: {sync}" if sync else ""
+        upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep says one command for all of its runs
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")
         print((folder / "report.txt").read_text(), end="")
         print(f"more in {folder / PAGE}")
@@ -164,6 +166,8 @@ def build(settings: Settings, checkpoint: Path | None, alone: bool) -> Trainer:
 
 if __name__ == "__main__":
     stop_signal().loud = True
+    if under_agent():
+        sys.argv[1:] = own_arguments(sys.argv[1:])
     keep_devices()
     stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     command_line(main)

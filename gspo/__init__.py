@@ -10,6 +10,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     assembly                                     the parts of a run put together
     trainer, trainer_settings, cold_start        the loop, the step, the update; the supervised start
     checkpoint, tracking, evaluation, compute    what is kept, what is shown, held-out problems, what a step cost
+    wandb_run                                    a run as W&B has it: its id, what is sent again, tables, summary
     evaluation_files, monitor                    an evaluation's folder; early warnings and the report of a run
     policy/, rollout/                            models, our forward, routing, critic; engines, sources, samplers
     peers/                                       the settings of other frameworks in terms of these, for parity

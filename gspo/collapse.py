@@ -185,7 +185,7 @@ class Signal:
 
 SIGNALS = {
     "reward_fall": Signal("reward/mean", BelowPeak, "share of its peak that the smoothed reward has lost"),
-    "routing_drift": Signal("routing/consistency", Shortfall, "share of the old policy's experts left within a step"),
+    "routing_drift": Signal("routing/consistency", Shortfall, "1 - routing consistency within a step"),
     "mismatch": Signal("mismatch/k3", Smoothed, "k3 of engine and trainer, nats per token"),
     "ess_token": Signal("ratio/ess_token", Shortfall, "share of the effective sample size that token ratios cost"),
     "ess_sequence": Signal("ratio/ess_sequence", Shortfall, "the same, of sequence ratios"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ NOT_PART_OF_THE_RESULT = (
     "checkpoint",
     "monitor",
     "study",
+    "options",
     "runs",
     "on_existing",
     "resume",
@@ -91,6 +93,7 @@ class Settings:
     study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
     seed: int = 1
     steps: int = 100  # rollout batches
+    options: dict[str, str] = field(default_factory=dict)  # of each group, by name; the program writes it
     objective: Any = MISSING
     advantage: Any = MISSING
     kl: Any = MISSING
@@ -135,7 +138,16 @@ class Settings:
     def label(self) -> str:
         """The arm in a few words: objective, replay, seed."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
-        return f"{self.objective.name}{replay} seed {self.seed}"
+        return f"{self.objective_option()}{replay} seed {self.seed}"
+
+    def tags(self) -> list[str]:
+        """Of the run in W&B; views choose by them."""
+        objective = dict.fromkeys([self.objective_option(), self.objective.name])
+        return [*objective, f"replay-{self.policy.routing_replay}", self.model.name]
+
+    def objective_option(self) -> str:
+        """gspo_tiny, where objective.name is gspo; the latter where no option was recorded."""
+        return self.options.get("objective", self.objective.name)
 
 
 def register_schemas() -> None:
@@ -149,10 +161,15 @@ def register_schemas() -> None:
             store.store(group=group, name=f"_{name}", node=schema)
 
 
-def to_settings(config: DictConfig) -> Settings:
-    """The composed config as dataclasses, settled and checked. Raises ValueError or an OmegaConf error naming key and
-    value."""
+def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
+    """The composed config as dataclasses, settled and checked; of `choices` (hydra.runtime.choices) it records the
+    options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
     settings = OmegaConf.to_object(config)
+    if choices is not None:
+        if settings.options:
+            raise ValueError(f"options={settings.options} is written by the program; say objective=...")
+        own = {group: name for group, name in choices.items() if not group.startswith("hydra/")}
+        settings.options = {group: name for group, name in own.items() if name}
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
         if type(chosen) is not options.get(chosen.name):
@@ -201,8 +218,8 @@ def of_result(settings: Settings) -> dict[str, Any]:
 
 
 def run_directory(settings: Settings) -> Path:
-    """runs/<study>/<objective>-seed<k>-<hash>/"""
-    name = f"{settings.objective.name}-seed{settings.seed}-{settings_hash(settings)}"
+    """runs/<study>/<objective option>-seed<k>-<hash>/"""
+    name = f"{settings.objective_option()}-seed{settings.seed}-{settings_hash(settings)}"
     return Path(settings.runs) / settings.study / name
 
 

@@ -21,22 +21,22 @@ from wandb_workspaces import expr
 from wandb_workspaces.workspaces import internal
 
 from gspo.run_files import replace_text
-from gspo.tracking import account
 from gspo.views import STEP, Panel, View
+from gspo.wandb_run import account
 
-GROUP_BY = "objective.name"
+GROUP_BY = ("objective.name", "policy.routing_replay")  # the arms of the paper: GRPO with replay is one of its own
 LINES = 50  # groups or runs that a panel draws at most
 PREFIX = "GSPO: "  # of the saved views' names, to tell them from those that people make
 
 
-def workspace(view: View, entity: str, project: str, by: str = GROUP_BY, study: str = "") -> ws.Workspace:
-    """A saved view of a study's runs, or of all of the project: grouped by the setting `by`, each group drawn as its
+def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP_BY, study: str = "") -> ws.Workspace:
+    """A saved view of a study's runs, or of all of the project: grouped by the settings `by`, each group drawn as its
     mean and the range of its runs; W&B knows no 95 % interval, and everything else here that has a ± means that."""
-    by = view.by or by
+    by = (view.by,) if view.by else by
     sections = []
     for name, panels in view.sections:
         about = "\n\n".join(f"**{panel.title()}**  \n{_lines(panel)}" for panel in panels)
-        drawn = [_line_plot(panel, by) for panel in panels]
+        drawn = [_line_plot(panel) for panel in panels]
         sections.append(ws.Section(name=name, is_open=True, panels=[*drawn, wr.MarkdownPanel(markdown=about)]))
     made = ws.Workspace(
         entity=entity,
@@ -45,7 +45,7 @@ def workspace(view: View, entity: str, project: str, by: str = GROUP_BY, study: 
         auto_generate_panels=False,
         sections=sections,
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=LINES),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Config(by)], filters=_filters(view, study)),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in by], filters=_filters(view, study)),
     )
     address = hashlib.sha256(f"{entity}/{project}/{view.name}/{study}".encode()).hexdigest()[:11]
     made._internal_name = internal._url_query_str_to_internal_name(address)
@@ -56,7 +56,7 @@ def _filters(view: View, study: str) -> expr.And:
     """Of the view and the study; runs that hold a report's pictures are none to look at."""
     chosen = [ws.Metric("JobType") == "train"]
     if study:
-        chosen.append(ws.Metric("Group") == study)
+        chosen.append(ws.Metric("Group") == study)  # or what WANDB_RUN_GROUP put in its place
     if view.only:
         chosen.append(expr.Tags().isin([view.only]))
     return expr.And(*chosen)
@@ -67,7 +67,8 @@ def _lines(panel: Panel) -> str:
     return panel.description().replace("*", r"\*").replace("\n", "  \n")
 
 
-def _line_plot(panel: Panel, by: str) -> wr.LinePlot:
+def _line_plot(panel: Panel) -> wr.LinePlot:
+    """Its lines are the groups of the view's runs: a panel's own grouping would take one key alone."""
     family = [name for name in panel.metrics if "*" in name]
     return wr.LinePlot(
         title=panel.title(),
@@ -77,7 +78,6 @@ def _line_plot(panel: Panel, by: str) -> wr.LinePlot:
         log_y=panel.log,
         title_x=panel.x,
         title_y=panel.unit(),
-        groupby=wr.Config(by),
         groupby_aggfunc="mean",
         groupby_rangefunc="minmax",
         max_runs_to_show=LINES,

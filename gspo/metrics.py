@@ -13,26 +13,26 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the metrics table. `summary` is what a run's summary keeps: "last", "max", "min" or "mean"."""
+    """One row of the metrics table. `summary` is what W&B's summary of a run keeps beside the last value: "recent", the
+    mean over the last ten batches; "max", the largest value; "last", nothing."""
 
     name: str
     unit: str
     meaning: str
-    summary: str = "last"
+    summary: str = "recent"
 
 
 TOKEN, SEQUENCE = "share of tokens", "share of responses"
 
 METRICS = [
-    Metric("step", "rollout batches", "the step axis: row s describes rollout batch s; row 0 is the start"),
+    Metric("step", "rollout batches", "the step axis: row s describes rollout batch s; row 0 is the start", "last"),
     # rewards and what the verifiers said
     Metric(
         "reward/mean",
         "reward",
         "mean reward of the step's responses, also of those that dynamic sampling dropped",
-        "max",
     ),
-    Metric("reward/*", "reward", "mean reward of one task's responses", "max"),
+    Metric("reward/*", "reward", "mean reward of one task's responses"),
     Metric("verdict/*", SEQUENCE, "responses with this verdict (task_verdict)"),
     Metric("group/zero_variance", "share of groups", "groups whose responses all have the same reward: no signal"),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
@@ -53,18 +53,24 @@ METRICS = [
     Metric("filter/truncated", SEQUENCE, "responses left out of the loss because they hit the limit"),
     # held-out evaluation
     Metric("eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"),
-    Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems"),
+    Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems", "last"),
     Metric(
         "eval/*/pass@*", "share of problems", "problems solved by at least one of k samples (k samples drawn)", "max"
     ),
     Metric("eval/*/maj@*", "share of problems", "problems whose most frequent answer of k samples is right", "max"),
-    Metric("eval/*/truncated", SEQUENCE, "held-out responses that hit the token limit"),
-    Metric("eval/*/tokens", "tokens", "mean length of held-out responses"),
-    Metric("eval/*/ungraded", "responses", "held-out responses that could not be graded and are left out of the rest"),
+    Metric("eval/*/truncated", SEQUENCE, "held-out responses that hit the token limit", "last"),
+    Metric("eval/*/tokens", "tokens", "mean length of held-out responses", "last"),
+    Metric(
+        "eval/*/ungraded",
+        "responses",
+        "held-out responses that could not be graded and are left out of the rest",
+        "last",
+    ),
     Metric(
         "eval/*/prompt_too_long",
         "problems",
         "held-out problems left out because prompt and response together exceed the model's positions",
+        "last",
     ),
     Metric(
         "eval/elo",
@@ -72,35 +78,30 @@ METRICS = [
         "rating at which the rated set's solves are as expected (MAP; prior: mean 1500, standard deviation 700)",
         "max",
     ),
-    Metric("eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior"),
+    Metric(
+        "eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior", "last"
+    ),
     # clipping: active = the clip removed the gradient (sign-aware); outside = the ratio left the band
-    Metric("clip/token_active", TOKEN, "tokens whose gradient the clip removed (Fig 2 of the paper)", "mean"),
-    Metric("clip/token_outside", TOKEN, "tokens whose ratio lies outside the clip range", "mean"),
-    Metric(
-        "clip/sequence_active", SEQUENCE, "mean over responses of the share of their tokens that are clipped", "mean"
-    ),
-    Metric(
-        "clip/sequence_outside", SEQUENCE, "mean over responses of the share of their tokens outside the range", "mean"
-    ),
-    Metric("clip/token_active_positive", TOKEN, "token_active among tokens with advantage > 0", "mean"),
-    Metric("clip/token_active_negative", TOKEN, "token_active among tokens with advantage < 0", "mean"),
-    Metric("clip/token_outside_positive", TOKEN, "token_outside among tokens with advantage > 0", "mean"),
-    Metric("clip/token_outside_negative", TOKEN, "token_outside among tokens with advantage < 0", "mean"),
-    Metric("clip/sequence_active_positive", SEQUENCE, "sequence_active over tokens with advantage > 0", "mean"),
-    Metric("clip/sequence_active_negative", SEQUENCE, "sequence_active over tokens with advantage < 0", "mean"),
-    Metric("clip/sequence_outside_positive", SEQUENCE, "sequence_outside over tokens with advantage > 0", "mean"),
-    Metric("clip/sequence_outside_negative", SEQUENCE, "sequence_outside over tokens with advantage < 0", "mean"),
-    Metric(
-        "clip/token_dual", TOKEN, "tokens whose gradient the dual clip removed (counted in token_active too)", "mean"
-    ),
+    Metric("clip/token_active", TOKEN, "tokens whose gradient the clip removed (Fig 2 of the paper)"),
+    Metric("clip/token_outside", TOKEN, "tokens whose ratio lies outside the clip range"),
+    Metric("clip/sequence_active", SEQUENCE, "mean over responses of the share of their tokens that are clipped"),
+    Metric("clip/sequence_outside", SEQUENCE, "mean over responses of the share of their tokens outside the range"),
+    Metric("clip/token_active_positive", TOKEN, "token_active among tokens with advantage > 0"),
+    Metric("clip/token_active_negative", TOKEN, "token_active among tokens with advantage < 0"),
+    Metric("clip/token_outside_positive", TOKEN, "token_outside among tokens with advantage > 0"),
+    Metric("clip/token_outside_negative", TOKEN, "token_outside among tokens with advantage < 0"),
+    Metric("clip/sequence_active_positive", SEQUENCE, "sequence_active over tokens with advantage > 0"),
+    Metric("clip/sequence_active_negative", SEQUENCE, "sequence_active over tokens with advantage < 0"),
+    Metric("clip/sequence_outside_positive", SEQUENCE, "sequence_outside over tokens with advantage > 0"),
+    Metric("clip/sequence_outside_negative", SEQUENCE, "sequence_outside over tokens with advantage < 0"),
+    Metric("clip/token_dual", TOKEN, "tokens whose gradient the dual clip removed (counted in token_active too)"),
     Metric(
         "clip/weight",
         "weight",
         "mean over tokens of what is left on A grad log pi (1 on policy; LUSPO: the length)",
-        "mean",
     ),
-    Metric("clip/token_active_minibatch_*", TOKEN, "token_active in mini-batch n of the step; 0 in the first", "mean"),
-    Metric("clip/token_outside_minibatch_*", TOKEN, "outside the range, in mini-batch n of the step", "mean"),
+    Metric("clip/token_active_minibatch_*", TOKEN, "token_active in mini-batch n of the step; 0 in the first"),
+    Metric("clip/token_outside_minibatch_*", TOKEN, "outside the range, in mini-batch n of the step"),
     Metric(
         "clip/log_ratio_bounded", TOKEN, "tokens whose log-ratio left the numerical bound: no gradient, and counted"
     ),
@@ -121,7 +122,7 @@ METRICS = [
     Metric("kl/ref_k1", "nats", "mean over tokens of log pi_old - log pi_ref (can be negative)"),
     Metric("kl/ref_k3", "nats", "k3 estimate of KL(pi_old || pi_ref)"),
     Metric("kl/ref", "nats", "the same with the KL term's own estimator and bounds: what its coefficient follows"),
-    Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step"),
+    Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step", "last"),
     Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
     # the gap: l = the trainer's old log-prob - the one that the engine reported, of the tokens that it sampled
     Metric("mismatch/k1", "nats", "mean over tokens of -l (can be negative)"),
@@ -150,8 +151,8 @@ METRICS = [
     Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
     Metric("optim/grad_norm", "norm", "mean over the step's updates of the gradient norm before clipping"),
     Metric("optim/grad_norm_max", "norm", "largest gradient norm of the step's updates, before clipping", "max"),
-    Metric("optim/lr", "1", "learning rate of the step's last update"),
-    Metric("optim/updates", "updates", "optimizer updates so far"),
+    Metric("optim/lr", "1", "learning rate of the step's last update", "last"),
+    Metric("optim/updates", "updates", "optimizer updates so far", "last"),
     Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
     Metric(
         "optim/missing_updates",
@@ -165,19 +166,21 @@ METRICS = [
     # responses
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),
-    Metric("length/limit", "tokens", "largest number of response tokens in this step"),
+    Metric("length/limit", "tokens", "largest number of response tokens in this step", "last"),
     Metric("length/truncated", SEQUENCE, "responses that hit the token limit"),
     Metric(
         "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
     ),
     # expert routing, against the record of the old policy: of the step's start, or kept from when it sampled
     Metric(
-        "routing/consistency", "share of experts", "old experts that the router's own choice still contains", "mean"
+        "routing/consistency",
+        "share of experts",
+        "routing consistency: old experts that the router still chooses",
     ),
-    Metric("routing/consistency_layer_*", "share of experts", "the same, for one MoE layer", "mean"),
-    Metric("routing/consistency_minibatch_*", "share of experts", "the same, in mini-batch n of the step", "mean"),
-    Metric("routing/consistency_after_step", "share of experts", "after the step's last update, on a sample", "mean"),
-    Metric("routing/changed_any_layer", TOKEN, "response tokens of which at least one layer's experts changed", "mean"),
+    Metric("routing/consistency_layer_*", "share of experts", "the same, for one MoE layer"),
+    Metric("routing/consistency_minibatch_*", "share of experts", "the same, in mini-batch n of the step"),
+    Metric("routing/consistency_after_step", "share of experts", "after the step's last update, on a sample"),
+    Metric("routing/changed_any_layer", TOKEN, "response tokens of which at least one layer's experts changed"),
     Metric(
         "routing/engine_agreement", "share of experts", "the engine's experts that the trainer's router chooses too"
     ),
@@ -190,15 +193,18 @@ METRICS = [
     Metric("staleness/segments", "segments", "mean over responses of the policies that sampled parts of them"),
     Metric("staleness/in_flight", "responses", "responses that are to be continued under the next policy"),
     # cost
-    Metric("compute/tokens", "tokens", "tokens generated so far (of responses that were cut: once they have ended)"),
+    Metric(
+        "compute/tokens", "tokens", "tokens generated so far (of responses that were cut: once they have ended)", "last"
+    ),
     Metric("compute/dropped_tokens", "tokens", "tokens of this step that dynamic sampling generated and dropped"),
     Metric(
         "compute/flops",
         "FLOPs",
         "so far: 2 per active parameter and generated or scored token, 6 per trained token; left out where the active "
         "parameters cannot be told",
+        "last",
     ),
-    Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out"),
+    Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out", "last"),
     Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
     Metric("time/score_s", "s", "seconds of the step spent waiting for the verifiers (sampling hides the rest)"),
     Metric("time/behaviour_s", "s", "seconds spent in log-probs under the weights that sampled"),

@@ -235,6 +235,6 @@ def _routing(rows: list[dict]) -> str:
     verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
     verdict = "It says nothing: no signal" if _silent(rows) else verdict
     return (
-        f"{question}{verdict} (share of the old experts kept within a step: mean {kept.mean():.4f}, "
+        f"{question}{verdict} (routing consistency within a step: mean {kept.mean():.4f}, "
         f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."
     )

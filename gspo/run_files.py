@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 STATUS, LOCK = "status.json", ".lock"
+CONTINUED = "continued.jsonl"  # a line for each time that another process went on from a checkpoint
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -51,6 +53,16 @@ def said(folder: Path) -> dict:
     """What a run last said of itself; empty if it never did."""
     path = folder / STATUS
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def note_start(folder: Path, checkpoint: int | None) -> None:
+    """This process is about to train, from the checkpoint of this step or from the beginning. It continues the run if
+    another process said something last: after a rollback it was this one."""
+    if checkpoint is None:
+        (folder / CONTINUED).unlink(missing_ok=True)
+    elif said(folder).get("pid") != os.getpid():
+        with open(folder / CONTINUED, "a") as file:
+            file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
 
 
 def locked(folder: Path) -> bool:

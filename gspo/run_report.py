@@ -17,7 +17,7 @@ import yaml
 from gspo.collapse import collapse, known, levels
 from gspo.metrics import lookup
 from gspo.monitor import report
-from gspo.run_files import read_rows, replace_text, said
+from gspo.run_files import CONTINUED, read_rows, replace_text, said
 
 PAGE = "report.html"
 CURVES = (  # metric, and whether its axis is logarithmic; those that a run has not reported are left out
@@ -106,7 +106,7 @@ def _subtitle(folder: Path, settings: dict) -> str:
     changed = ", with changed files" if code.get("changed_files") else ""
     parts = [
         f"study {settings['study']}",
-        f"objective {settings['objective']['name']}",
+        f"objective {settings.get('options', {}).get('objective', settings['objective']['name'])}",
         f"model {settings['model']['name']}",
     ]
     parts += [f"seed {settings['seed']}", f"commit {(code.get('commit') or 'unknown')[:10]}{changed}"]
@@ -133,15 +133,21 @@ def _story(folder: Path, settings: dict, rows: list[dict], status: dict) -> list
         if at is not None:
             lines.append(f"It collapsed at step {batches[at]['step']} by the registered rule (gspo/collapse.py).")
     lines += [_held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})]
-    resumed = len(list((folder / "superseded").glob("*"))) if (folder / "superseded").exists() else 0
-    if resumed:
-        lines.append(
-            f"It was continued from a checkpoint {resumed} times; what it had written beyond is in superseded/."
-        )
+    return lines + _went_on(folder)
+
+
+def _went_on(folder: Path) -> list[str]:
+    """Continuations and rollbacks, as they were recorded when they happened."""
+    lines, at = [], [str(row["step"]) for row in read_rows(folder / CONTINUED)]
+    if at:
+        times = "once" if len(at) == 1 else f"{len(at)} times"
+        lines.append(f"It was interrupted and continued {times}, from the checkpoint of step {', '.join(at)}.")
     for back in _json(folder / "rollbacks.json"):
         lines.append(
             f"The monitor took it back from step {back['from']} to step {back['to']}, at a lower learning rate."
         )
+    if (folder / "superseded").exists():
+        lines.append("What it had written beyond the step that it went on from is in superseded/.")
     return lines
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,15 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
     if how == "finished" and step < steps:  # of an earlier, shorter sweep
         how = "stopped"
     return ("died" if how in ("running", "rolled back") else how), status.get("reason", "")
+
+
+def upload(study: Path) -> str | None:
+    """The command that uploads every run of a study that W&B's server lacks; None where it lacks none. Segments that a
+    newer one of their run replaces carry W&B's mark of uploaded files, which it leaves out."""
+    files = study.glob("*/wandb/offline-run-*/run-*.wandb")
+    if all(file.with_name(f"{file.name}.synced").exists() for file in files):
+        return None
+    return f"wandb sync {shlex.quote(os.path.relpath(study))}/*/wandb"
 
 
 def table(found: list[Job]) -> str:

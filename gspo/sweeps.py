@@ -24,7 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config import Settings, run_directory, to_settings
 from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain
-from gspo.sweep_state import MANIFEST, entries
+from gspo.sweep_state import MANIFEST, entries, upload
 
 
 class WriteManifest(Callback):
@@ -54,7 +54,9 @@ class WriteManifest(Callback):
             _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Tell the command line which of the jobs did not finish."""
+        """Say how to upload the study; tell the command line which of the jobs did not finish."""
+        if command := upload(Path(config.runs) / config.study):
+            print(f"to upload all runs of the study to W&B: {command}")
         for entry in entries(Path(config.runs) / config.study):
             if entry["time"] >= self.began and "run" in entry:
                 stopped = f"stopped {entry.get('stopped')}"
@@ -72,8 +74,8 @@ def _name(config: DictConfig, overrides: list[str]) -> str:
 def _settings(config: DictConfig) -> Settings:
     plain = config.copy()
     with open_dict(plain):
-        plain.pop("hydra", None)
-    return to_settings(plain)
+        plain.pop("hydra")
+    return to_settings(plain, config.hydra.runtime.choices)
 
 
 def _append(config: DictConfig, line: dict) -> None:

@@ -1,11 +1,5 @@
-"""Tracking: metrics.jsonl first, then Weights & Biases with the same numbers; rollouts; progress on the terminal.
-
-Files are the truth, trackers are views. W&B is online where an account is configured and offline otherwise. An offline
-file loses what was not flushed at a kill, so it is flushed every second, and a resumed run opens a new offline segment
-under the same run id and writes the whole history into it: the newest segment alone is always complete, and the older
-ones are marked as uploaded for `wandb sync`. A run resumed online sends the rows that the server lacks; those that a
-killed process had sent after its last checkpoint stay as it sent them. A run that was online and goes on offline
-becomes a new one for W&B, with all its rows, for an upload would append to those that the server has.
+"""Tracking: metrics.jsonl first, then Weights & Biases with the same numbers (gspo.wandb_run); rollouts; progress on
+the terminal. Files are the truth, trackers are views.
 """
 
 from __future__ import annotations
@@ -15,40 +9,39 @@ import logging
 import math
 import os
 import re
-import secrets
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import wandb
-from requests.utils import get_netrc_auth
 from tqdm import tqdm
 
 from gspo.metrics import lookup
 from gspo.records import Response
 from gspo.run_files import read_rows, replace_text, rows_and_damage
+from gspo.wandb_run import MODES, WandbRun, chosen_mode
 
 log = logging.getLogger(__name__)
 OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # a run's folders whose entries are named after a step
-WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 @dataclass
 class TrackingSettings:
-    """Where a run is shown. Changes nothing in its results."""
+    """Where a run is shown. Changes nothing in its results. What is said here goes before W&B's own variables of the
+    environment, those before the defaults. WANDB_RUN_GROUP and WANDB_NAME replace the study and the directory's name,
+    WANDB_NOTES is added. A run that W&B's server has stays in the project where it began."""
 
     wandb: str = "auto"  # auto: online if an account is configured, else offline | online | offline | disabled
-    project: str = "gspo"
-    entity: str = ""  # W&B user or team; empty: the account's default
-    tags: list[str] = field(default_factory=list)
+    project: str = ""  # empty: WANDB_PROJECT, else gspo
+    entity: str = ""  # W&B user or team; empty: WANDB_ENTITY, else the account's default
+    tags: list[str] = field(default_factory=list)  # beside the run's own; empty: WANDB_TAGS
     finish_timeout: float = 300.0  # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
     rollouts_every: int = 10  # steps between saved rollout batches; the first and the last are always saved
     table_rows: int = 16  # responses of a saved batch that are also shown as a W&B table
 
     def __post_init__(self):
-        if self.wandb not in WANDB_MODES:
-            raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(WANDB_MODES)}")
+        if self.wandb not in MODES:
+            raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
         for key in ("rollouts_every", "table_rows"):
             if getattr(self, key) < 1:
                 raise ValueError(f"tracking.{key}={getattr(self, key)} must be at least 1")
@@ -58,78 +51,18 @@ class Tracker:
     """Writes a run's rows to its directory and to W&B."""
 
     def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
-        self.run, self.settings, self.known = run, settings, set()
+        self.run, self.settings, self.wandb = run, settings, None
         self.rows = open(run / "metrics.jsonl", "a")  # noqa: SIM115, closed by `finish`
-        self.wandb = None
-        mode = _mode(settings.wandb)
+        mode = chosen_mode(settings.wandb)
         if mode != "disabled":
-            self.wandb = self._open_wandb(mode, config, group, tags)
-
-    def _open_wandb(self, mode: str, config: dict, group: str, tags: list[str]):
-        try:
-            run = self._init(mode, self._identity(mode), config, group, tags)
-            if mode == "online":
-                replace_text(self.run / "wandb_online", run.id)
-        except wandb.Error as error:
-            if mode == "offline":
-                raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            text = f"W&B cannot be reached or refuses, tracking goes on offline: {reason}"
-            log.warning(text)
-            print(f"warning: {text}", file=sys.stderr)
-            wandb.teardown()  # it still holds the run's id
-            run = self._init("offline", self._identity("offline"), config, group, tags)
-        self._mark_older_segments(Path(run.dir).parent)
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        for row in read_rows(self.run / "metrics.jsonl"):  # of a resumed run: those that this segment or server lacks
-            if row["step"] >= run.starting_step:
-                run.log(row, step=row["step"], commit=True)
-        return run
-
-    def _identity(self, mode: str) -> str:
-        """W&B's id of this run, made at its first start."""
-        file, online = self.run / "wandb_id", self.run / "wandb_online"
-        there = online.read_text() if online.exists() else None  # the id that the server knows
-        if not file.exists() or (mode == "offline" and file.read_text() == there):
-            replace_text(file, secrets.token_hex(6))
-        return file.read_text()
-
-    def _mark_older_segments(self, newest: Path) -> None:
-        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
-        for file in self.run.glob("wandb/offline-run-*/*.wandb"):
-            if file.parent.name != newest.name:
-                file.with_name(f"{file.name}.synced").touch()
-
-    def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
-        return wandb.init(
-            project=self.settings.project,
-            entity=self.settings.entity or None,
-            id=identity,
-            name=self.run.name,
-            group=group,
-            job_type="train",
-            tags=[*tags, *self.settings.tags],
-            config=config,
-            dir=str(self.run),
-            mode=mode,
-            resume="allow",
-            settings=wandb.Settings(
-                x_transaction_log_flush_interval=1.0,
-                silent=True,
-                console="off",
-                finish_timeout=self.settings.finish_timeout,
-                finish_timeout_raises=True,
-            ),
-        )
+            self.wandb = WandbRun(run, settings, mode, config, group, tags)
+            for row in read_rows(run / "metrics.jsonl"):  # of a resumed run: what this segment or the server lacks
+                self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
         """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
-        for name in metrics.keys() - self.known:
-            metric = lookup(name)  # raises for a metric that nobody defined
-            if self.wandb:
-                self.wandb.define_metric(name, step_metric="step", summary=metric.summary)
-            self.known.add(name)
+        for name in metrics:
+            lookup(name)  # raises for a metric that nobody defined
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row = {"step": step} | finite
         if responses:
@@ -137,46 +70,18 @@ class Tracker:
         self.rows.write(json.dumps(row) + "\n")
         self.rows.flush()
         os.fsync(self.rows.fileno())
-        if self.wandb and step >= self.wandb.starting_step:  # the server has those before from the killed process
-            table = {"rollouts": self._table(responses)} if responses else {}
-            self.wandb.log(row | table, step=step, commit=True)
+        if self.wandb:
+            self.wandb.send(row, [rollout_row(response) for response in responses or []])
 
     def alert(self, title: str, text: str, kind: str) -> None:
         """A W&B alert: mail or Slack, as the account has it."""
         if self.wandb and kind != "cleared":
-            level = wandb.AlertLevel.ERROR if kind == "fallen" else wandb.AlertLevel.WARN
-            self.wandb.alert(title=title, text=text, level=level)
-
-    def _table(self, responses: list[Response]) -> wandb.Table:
-        chosen = responses[:: max(1, len(responses) // self.settings.table_rows)]
-        return wandb.Table(columns=list(rollout_row(chosen[0])), data=[list(rollout_row(r).values()) for r in chosen])
+            self.wandb.alert(title, text, fallen=kind == "fallen")
 
     def finish(self, exit_code: int) -> str | None:
         """Close everything; returns the command that uploads an offline run, if there is one."""
         self.rows.close()
-        if not self.wandb:
-            return None
-        offline, folder = self.wandb.settings.mode == "offline", Path(self.wandb.dir).parent
-        try:
-            self.wandb.finish(exit_code=exit_code)
-        except TimeoutError:
-            log.warning("W&B took longer than tracking.finish_timeout=%s s to upload", self.settings.finish_timeout)
-            offline = True
-        return f"wandb sync {os.path.relpath(folder)}" if offline else None
-
-
-def _mode(wanted: str) -> str:
-    """online if an account is configured (an API key in the environment or in the netrc file), else offline."""
-    if wanted != "auto":
-        return wanted
-    if os.environ.get("WANDB_MODE") in WANDB_MODES[1:]:
-        return os.environ["WANDB_MODE"]
-    return "online" if account() else "offline"
-
-
-def account() -> bool:
-    """Whether a W&B account is configured: an API key in the environment or in the netrc file."""
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
+        return self.wandb.finish(exit_code) if self.wandb else None
 
 
 def rollout_row(response: Response) -> dict:
@@ -202,6 +107,14 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
     """One JSON object per response."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
+
+
+def read_rollouts(path: Path) -> list[dict]:
+    """What `write_rollouts` wrote; empty if it is not there or damaged."""
+    try:
+        return [json.loads(line) for line in path.read_text().split("\n") if line]
+    except (OSError, ValueError):
+        return []
 
 
 def supersede(run: Path, step: int) -> list[str]:

@@ -266,7 +266,7 @@ def test_without_evaluation_and_routing(tmp_path):
     with pytest.raises(load.Refused):
         fig_routing.draw(data, tmp_path / "figures")
     assert len(claims.all_claims(data)) == 4
-    assert "experts kept" in "\n".join(reproduce.table(data))
+    assert "routing consistency" in "\n".join(reproduce.table(data))
 
 
 def test_every_metric_read_is_in_the_registry():

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from gspo.checks import check, check_training_set, warnings, warnings_after
 from gspo.config import (
@@ -338,6 +338,46 @@ def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
     for other in ("optim.lr=1e-3", "seed=2", "policy.routing_replay=r2", "objective=grpo", "task.code_share=0.1"):
         assert settings_hash(settings("experiment=tiny_moe", other)) != settings_hash(base), other
     assert run_directory(base).match(f"runs/tiny_moe/gspo-seed1-{settings_hash(base)}")
+
+
+def chosen(*overrides: str, name: str = "train", folder: Path = CONF):
+    """Settings as the entry point makes them: with Hydra's choices."""
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = compose(name, overrides=list(overrides), return_hydra_config=True)
+    choices = config.hydra.runtime.choices
+    with open_dict(config):
+        del config["hydra"]
+    return to_settings(config, choices)
+
+
+def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path):
+    plain, run = settings("experiment=tiny_moe"), chosen("experiment=tiny_moe", "seed=3")
+    assert run.options["objective"] == "gspo_tiny" and run.objective.name == "gspo"
+    assert run.options["experiment"] == "tiny_moe" and "preset" not in run.options and "arm" not in run.options
+    assert set(run.options) >= set(CHOICES) and not any(group.startswith("hydra") for group in run.options)
+    assert settings_hash(settings("experiment=tiny_moe", "seed=3")) == settings_hash(run)
+    assert run_directory(run).name == f"gspo_tiny-seed3-{settings_hash(run)}" and run.label() == "gspo_tiny seed 3"
+    assert plain.label() == "gspo seed 1" and plain.options == {}
+    write_settings(run, tmp_path)
+    assert resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500"]).options == run.options
+    with pytest.raises(ValueError, match="options"):
+        chosen("experiment=tiny_moe", "+options.objective=mine")
+    with pytest.raises(ValueError, match="options"):
+        resumed_settings(tmp_path, [f"resume={tmp_path}", "options.objective=mine"])
+    replayed = chosen("experiment=micro_moe", "arm=grpo_r2", "preset=drgrpo")
+    assert {"arm": "grpo_r2", "preset": "drgrpo", "objective": "grpo"}.items() <= replayed.options.items()
+    path = f"hydra.searchpath=[file://{CONF}]"
+    longer = chosen(path, "+chain=n4", name="response_length", folder=ROOT / "sweeps")
+    assert longer.options["chain"] == "n4", "groups of a sweep's own too"
+
+
+def test_a_run_from_before_options_were_recorded_is_read(tmp_path):
+    old = settings("experiment=tiny_moe")
+    write_settings(old, tmp_path)
+    content = yaml.safe_load((tmp_path / "settings.yaml").read_text())
+    del content["options"]
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
+    assert read_settings(tmp_path) == old and old.objective_option() == "gspo"
 
 
 def test_settings_survive_the_file(tmp_path):

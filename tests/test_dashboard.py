@@ -91,14 +91,15 @@ def test_what_wandb_is_sent():
     sent = dashboard.spec(made)
     section = sent["spec"]["section"]
     assert sent["displayName"] == "GSPO: Stability" and sent["name"].startswith("nw-")
-    assert section["runSets"][0]["grouping"] == [{"section": "config", "name": "objective.value.name"}]
+    keys = ("objective.value.name", "policy.value.routing_replay")
+    assert section["runSets"][0]["grouping"] == [{"section": "config", "name": key} for key in keys]
     assert section["settings"]["shouldAutoGeneratePanels"] is False
     drawn = [panel for each in section["panelBankConfig"]["sections"] for panel in each["panels"]]
     plots = [panel["config"] for panel in drawn if panel["viewType"] == "Run History Line Plot"]
     assert len(plots) == len(view.panels())
     for plot, panel in zip(plots, view.panels(), strict=True):
         assert plot["chartTitle"] == panel.title() and plot["yAxisTitle"] == panel.unit()
-        assert plot["xAxis"] == "step" and plot["groupBy"] == "objective.value.name"
+        assert plot["xAxis"] == "step" and "groupBy" not in plot, "it would take one of the keys alone"
         assert (plot["groupAgg"], plot["groupArea"]) == ("mean", "minmax")
         assert plot["metrics"] == list(panel.metrics) or plot["metricRegex"] == dashboard.pattern(panel.metrics[0])
     texts = "".join(panel["config"]["value"] for panel in drawn if panel["viewType"] == "Markdown Panel")
@@ -107,13 +108,15 @@ def test_what_wandb_is_sent():
             assert metric.meaning.replace("*", r"\*") in texts
     assert sent == dashboard.spec(dashboard.workspace(view, "team", "gspo"))
     assert sent["name"] != dashboard.spec(dashboard.workspace(view, "team", "other"))["name"]
-    by = json.dumps(dashboard.spec(dashboard.workspace(VIEWS[2], "team", "gspo", by="optim.lr")))
+    by = json.dumps(dashboard.spec(dashboard.workspace(VIEWS[2], "team", "gspo", by=("optim.lr",))))
     assert '"optim.value.lr"' in by and "objective.value.name" not in by
 
 
 def test_replay_is_compared_within_grpo_alone():
     (view,) = (view for view in VIEWS if view.only)
-    section = dashboard.spec(dashboard.workspace(view, "team", "gspo", by="optim.lr", study="known"))["spec"]["section"]
+    section = dashboard.spec(dashboard.workspace(view, "team", "gspo", by=("optim.lr",), study="known"))["spec"][
+        "section"
+    ]
     (runs,) = section["runSets"]
     assert [(each["key"]["name"], each["value"]) for each in runs["filters"]["filters"]] == [
         ("jobType", "train"), ("group", "known"), ("tags", ["grpo"]),
@@ -125,8 +128,13 @@ def test_replay_is_compared_within_grpo_alone():
 def test_what_a_mean_goes_over_is_said(tmp_path):
     for lr in (1e-4, 2e-4):
         write(tmp_path / "runs", "gspo", HEALTHY, optim__lr=lr)
-    assert "by=objective.name draws means over optim.lr beside seeds" in call(cwd=tmp_path).stdout
-    assert "draws means over" not in call("by=optim.lr", "study=known", cwd=tmp_path).stdout
+    default = "by=objective.name,policy.routing_replay draws means over optim.lr beside seeds"
+    assert default in call(cwd=tmp_path).stdout
+    for replay in ("none", "r2"):
+        write(tmp_path / "runs", "grpo", HEALTHY, policy__routing_replay=replay, optim__lr=1e-4)
+    replayed = call("by=objective.name", "study=known", cwd=tmp_path).stdout
+    assert "draws means over optim.lr, policy.routing_replay beside seeds" in replayed
+    assert "draws means over" not in call("by=objective.name,policy.routing_replay,optim.lr", cwd=tmp_path).stdout
     other = call("study=other", cwd=tmp_path)
     assert "no run under runs of study other" in other.stdout
 
@@ -137,6 +145,8 @@ def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
     assert done.returncode == 0, done.stderr
     stability = json.loads((tmp_path / "figures/dashboard/stability.json").read_text())
     assert stability["project"] == "mine"
+    call("out=env", cwd=tmp_path, WANDB_PROJECT="theirs", WANDB_ENTITY="us")
+    assert json.loads((tmp_path / "env/stability.json").read_text())["project"] == "theirs"
     assert "left out, for no run under runs has recorded them: reward/*" in done.stdout
     assert "To publish: wandb login; python experiments/dashboard.py project=mine" in done.stdout
     empty = call("runs=nowhere", "out=all", cwd=tmp_path)
@@ -165,7 +175,7 @@ def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
     ("argument", "said"),
     [
         ("porject=x", "'porject=x': the options are project=, entity=, study=, by=, runs=, out=, publish="),
-        ("by=optim.rate", "by=optim.rate: no run under runs has this setting"),
+        ("by=objective.name,optim.rate", "no run under runs has the setting 'optim.rate'"),
         ("publish=maybe", "publish=maybe: choose yes or no"),
         ("project=", "project=: name a W&B project"),
         ("study=it's", "study=it's: W&B's filters take letters"),

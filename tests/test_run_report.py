@@ -1,6 +1,7 @@
 """The report page of a run: what it says, that it needs nothing else, and that damaged files do not stop it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from test_sweep_figures import COLLAPSED, HEALTHY, ROOT, write
 
-from gspo import run_report
+from gspo import run_files, run_report
 
 GOOD = {"prompt": "1+1=?", "response": "<b>2</b>&#2", "reward": 1.0, "verdict": "correct", "finish_reason": "stop"}
 ODD = {"prompt": "2+2=?", "response": "5 \x00 \ud83d", "reward": 0.0, "verdict": "wrong", "finish_reason": "length"}
@@ -60,7 +61,9 @@ def test_what_a_collapsed_run_says(tmp_path):
         json.dumps({"step": 40, "kind": "warning", "text": "mismatch <high>"}) + "\n{"
     )
     (folder / "rollbacks.json").write_text('[{"from": 60, "to": 30, "moved": true}]')
-    (folder / "superseded" / "1").mkdir(parents=True)
+    for n in ("1", "2", "3", "4"):
+        (folder / "superseded" / n).mkdir(parents=True)
+    (folder / "continued.jsonl").write_text('{"step": 10, "time": 1.0}\n{"step": 20, "time": 2.0}\n')
     text = run_report.write(folder).read_text()
     page = Page(text)
     words = " ".join(page.words)
@@ -69,7 +72,7 @@ def test_what_a_collapsed_run_says(tmp_path):
         "from 0.400 (first 5 batches) to 0.100 (last 10)",
         "It collapsed at step 3",
         "from step 60 to step 30",
-        "continued from a checkpoint 1 times",
+        "interrupted and continued 2 times, from the checkpoint of step 10, 20",
         "Does the reward keep rising? No: it collapsed",
         "mismatch <high>",
         "<b>2</b>&#2",
@@ -90,6 +93,23 @@ def test_a_score_stands_with_its_95_percent_interval(tmp_path):
     assert (
         "eval/math/avg@2: 0.100 at step 0, 0.700 ± 0.098 (95 % over its problems) at step 91." in words
     )  # 1.96 x 0.05
+
+
+def test_a_run_that_was_rolled_back_and_never_interrupted_was_not_continued(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    (folder / "rollbacks.json").write_text(json.dumps([{"from": n, "to": n - 9, "moved": True} for n in (60, 80)]))
+    for n in ("1", "2"):
+        (folder / "superseded" / n).mkdir(parents=True)
+    words = " ".join(Page(run_report.page(folder)).words)
+    assert "continued" not in words and words.count("The monitor took it back from step") == 2
+
+
+def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
+    noted = tmp_path / run_files.CONTINUED
+    for pid, checkpoint, expected in ((0, None, []), (0, 4, [4]), (os.getpid(), 2, [4]), (0, 8, [4, 8]), (0, None, [])):
+        (tmp_path / "status.json").write_text(json.dumps({"how": "rolled back", "pid": pid}))
+        run_files.note_start(tmp_path, checkpoint)
+        assert [row["step"] for row in run_files.read_rows(noted)] == expected
 
 
 def test_responses_of_different_problems_are_shown(tmp_path):

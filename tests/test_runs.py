@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import small_policy
 from safetensors.torch import load_file
 from test_routing import other_family
@@ -41,8 +42,9 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"NETRC": "/nonexistent"}
 
 
-def train(cwd: Path, *overrides: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*overrides), cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+def train(cwd: Path, *overrides: str, account: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    there = environment() | (account or {})
+    return subprocess.run(command(*overrides), cwd=cwd, env=there, capture_output=True, text=True, check=False)
 
 
 def evaluate(run: Path, *overrides: str) -> subprocess.CompletedProcess:
@@ -95,6 +97,9 @@ def straight(tmp_path_factory) -> Path:
 
 def test_a_run_directory_holds_everything(straight):
     rows = read_rows(straight / "metrics.jsonl")
+    assert straight.name.startswith("gspo_tiny-seed1-")
+    assert yaml.safe_load((straight / "settings.yaml").read_text())["options"]["objective"] == "gspo_tiny"
+    assert "objective gspo_tiny" in (straight / "report.html").read_text()
     assert [row["step"] for row in rows] == list(range(13))
     assert "eval/math_easy/avg@2" in rows[0] and "reward/mean" not in rows[0]
     assert all("reward/mean" in row and "routing/consistency" in row for row in rows[1:])
@@ -198,6 +203,7 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
         file.write('{"step": 13, "reward/me')  # a line that a kill cut short
     done = train(tmp_path, f"resume={run}")
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "interrupted and continued once, from the checkpoint of step 10." in (run / "report.html").read_text()
     assert comparable(run) == comparable(straight)
     assert [row["step"] for row in read_rows(run / "superseded" / "1" / "metrics.jsonl")] == [11, 12]
     assert {p.name for p in (run / "superseded" / "1").glob("*step*")} == {

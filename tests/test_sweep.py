@@ -104,7 +104,7 @@ SIX = [
 def status(folder) -> list[str]:
     command = [sys.executable, str(ROOT / "experiments" / "sweep_status.py"), "runs/small"]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if not line.startswith("to upload")]
 
 
 def states(folder) -> list[str]:
@@ -140,6 +140,8 @@ def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: 2 of the jobs did not finish\n" in done.stderr and done.stderr.count("no room for a prompt") == 2
+    assert "to upload all runs of the study to W&B: wandb sync runs/small/*/wandb\n" in done.stdout
+    assert "to upload it" not in done.stdout, "one command for all of them"
     found = status(tmp_path)
     assert states(tmp_path) == ["failed", "failed", "finished", "finished"], found
     assert sum("leaves no room for a prompt" in line for line in found) == 2, found

@@ -73,6 +73,17 @@ def test_a_sweep_by_hand(learning_rates):
     assert gspo["GSPO - GRPO"] == "+0.420 [+0.395, +0.445]" and not grpo["GSPO - GRPO"]
 
 
+def test_the_recorded_options_make_no_other_arm(tmp_path):
+    """A run from before they were recorded, and one that was made with objective=gspo_tiny experiment=micro_moe."""
+    write(tmp_path, "gspo", HEALTHY, seed=1)
+    file = write(tmp_path, "gspo", HEALTHY, seed=2) / "settings.yaml"
+    options = {"objective": "gspo_tiny", "experiment": "micro_moe"}
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"options": options}))
+    data = load.load([tmp_path])
+    assert data.arms == ["GSPO"] and data.seeds("GSPO") == [1, 2] and data.notes == []
+    assert data.of("GSPO")[1].settings["options.objective"] == "gspo_tiny"
+
+
 def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     write(tmp_path, "gspo", HEALTHY, trainer__minibatches=16)
     data = load.load([learning_rates, tmp_path])

@@ -51,7 +51,7 @@ def test_what_an_agent_of_wandb_would_start_composes(path):
         command = [part for part in sweep["command"] if not part.startswith("${")]
         assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
         run = settings(*command, *shlex.split(" ".join(arguments["args_no_hyphens"])))
-        assert run.on_existing == "resume" and run.tracking.wandb == "online"
+        assert run.on_existing == "auto" and run.tracking.wandb == "online"
         folders.add(run.study)
         if "optim.lr" in values:
             assert run.optim.lr == pytest.approx(values["optim.lr"])

@@ -94,7 +94,7 @@ def test_progress_says_step_reward_and_time_left(capsys):
 def test_the_registry_is_unambiguous_and_explained():
     names = [m.name for m in METRICS]
     assert len(names) == len(set(names))
-    assert all(m.unit and m.meaning and m.summary in ("last", "max", "min", "mean") for m in METRICS)
+    assert all(m.unit and m.meaning and m.summary in ("last", "max", "recent") for m in METRICS)
     assert lookup("eval/math_hard/avg@2").name == "eval/*/avg@*"
     assert lookup("clip/token_active_minibatch_3").name == "clip/token_active_minibatch_*"
 
@@ -119,3 +119,38 @@ def test_no_machine_paths_in_the_repository():
     for name in files:
         if (root / name).suffix in (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ""):
             assert home + "/" not in (root / name).read_text(), name
+
+
+def test_what_a_summary_keeps_of_noisy_batches_is_the_last_and_the_mean_of_ten():
+    kept = {name: lookup(name).summary for name in ("reward/mean", "reward/math", "clip/token_active", "eval/x/avg@2")}
+    assert kept == {
+        "reward/mean": "recent",
+        "reward/math": "recent",
+        "clip/token_active": "recent",
+        "eval/x/avg@2": "max",
+    }
+    assert {lookup(name).summary for name in ("step", "compute/tokens", "eval/x/stderr", "optim/updates")} == {"last"}
+
+
+SUMMARISED = """
+import json, sys
+from pathlib import Path
+from gspo.tracking import Tracker, TrackingSettings
+for last in (12, 14):  # and resumed
+    tracker = Tracker(Path(sys.argv[1]), TrackingSettings(wandb="offline"), {"seed": 1}, "group", ["tag"])
+    for step in range(last - 1 if last == 14 else 1, last + 1):
+        score = {"eval/x/avg@2": 0.9 if step == 4 else 0.1} if step % 4 == 0 else {}
+        tracker.log(step, {"reward/mean": step / 10, "compute/tokens": step} | score, None)
+    summary = tracker.wandb.run.summary
+    print(json.dumps({"recent": dict(summary["mean_of_last_10"]), "best": dict(summary["eval/x/avg@2"])}))
+    tracker.finish(0)
+"""
+
+
+def test_a_summary_by_hand(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SUMMARISED, str(tmp_path)], env=environment(), capture_output=True, text=True, check=True
+    )
+    first, resumed = (json.loads(line) for line in done.stdout.splitlines())
+    assert first == {"recent": {"reward/mean": pytest.approx(0.75)}, "best": {"last": 0.1, "max": 0.9}}  # .3 to 1.2
+    assert resumed == {"recent": {"reward/mean": pytest.approx(0.95)}, "best": {"last": 0.1, "max": 0.9}}

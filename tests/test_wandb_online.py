@@ -1,5 +1,6 @@
 """Online: the real client against a stand-in for W&B's server. What is tracked is what is read back, and no more."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_runs import environment
 from test_sources import log, rows, same
 from wandb_server import serving
 
@@ -17,6 +19,7 @@ import load
 import notebooks
 import sources
 
+from gspo.sweep_state import upload
 from gspo.tracking import supersede
 
 
@@ -34,6 +37,7 @@ def online(server, tmp_path_factory):
     (run,) = server.runs.values()
     assert [row["step"] for row in run.rows.values()] == list(range(26)) and run.ended
     run.rows = {number: row for number, row in run.rows.items() if row["step"] < 20}
+    run.summary["_step"] = 19
     log(folder, rows(26, 40), **server.environment)
     return folder
 
@@ -74,11 +78,11 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
         assert sources.records("wandb:team/gspo")[0].rows["step"].max() == 41, "a run that goes on is read again"
     finally:
         del run.rows[41]
-    run.about["displayName"] = "renamed"
+    run.config["record"]["value"]["run"] = "renamed"
     try:
         assert sources.records("wandb:team/gspo")[0].path.name == "renamed"
     finally:
-        run.about["displayName"] = online.name
+        run.config["record"]["value"]["run"] = online.name
     tables = [notebooks.load_runs(source).metric("reward/mean") for source in (online, "wandb:team/gspo")]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 40
     assert len(sources.records("wandb:team/gspo/study")) == 1 and sources.records("wandb:team/gspo/other") == []
@@ -172,7 +176,123 @@ def test_rows_that_a_killed_process_had_sent_stay_as_it_sent_them(tmp_path):
         assert rewards[25] == 0.525 and rewards[26] == 0.1
 
 
-def test_refusals_are_one_line(server):
+TABLES = """
+import sys
+from pathlib import Path
+from gspo.records import Problem, Response, Score
+from gspo.tracking import Tracker, TrackingSettings
+def response(step, n):
+    problem, score = Problem("math", n, f"{n}+1=?", "2"), Score(1.0, "correct")
+    return Response(problem, n, [1], [1, 2], [0.0, 0.0], "stop", f"answer {n} of step {step}", step, score=score)
+first, last = int(sys.argv[2]), int(sys.argv[3])
+tracker = Tracker(Path(sys.argv[1]), TrackingSettings(table_rows=2), {"study": "s"}, "study", ["own"])
+for step in range(first, last + 1):
+    tracker.log(step, {"reward/mean": step / 10}, [response(step, n) for n in range(4)] if step % 2 else None)
+tracker.finish(0)
+"""
+
+
+def with_rollouts(folder: Path, first: int, last: int, **account: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", TABLES, str(folder), str(first), str(last)]
+    subprocess.run(command, env=environment() | account, check=True)
+
+
+def shown(run) -> dict[int, tuple[list[str], int, int]]:
+    """By step: the responses that the table gained, which increment of the table it was, how many it knows before."""
+    found = {}
+    for row in run.rows.values():
+        if table := row.get("rollouts"):
+            new = json.loads(run.files[table["path"]])
+            place = [new["columns"].index(name) for name in ("step", "response")]
+            assert {line[place[0]] for line in new["data"]} == {row["step"]}
+            texts = [line[place[1]] for line in new["data"]]
+            found[row["step"]] = (texts, table["increment_num"], len(table["previous_increments_paths"]))
+    return found
+
+
+EVERY_STEP = {
+    step: ([f"answer {n} of step {step}" for n in (0, 2)], place, place) for place, step in enumerate((1, 3, 5, 7))
+}
+
+
+@pytest.mark.slow
+def test_the_rollouts_of_every_saved_step_are_in_one_table_also_of_a_resumed_run(tmp_path):
+    with serving() as server:
+        with_rollouts(tmp_path / "online", 0, 3, **server.environment)
+        pause()
+        with_rollouts(tmp_path / "online", 4, 7, **server.environment)
+        (run,) = server.runs.values()
+        assert shown(run) == EVERY_STEP and set(server.artifacts) == {f"run-{run.name}-incr-rollouts"}
+    with_rollouts(tmp_path / "offline", 0, 3)
+    pause()
+    with_rollouts(tmp_path / "offline", 4, 7)
+    newest = max((tmp_path / "offline" / "wandb").glob("offline-run-*"))
+    with serving() as server:
+        sync(tmp_path, server, newest)
+        (run,) = server.runs.values()
+        assert shown(run) == EVERY_STEP
+
+
+@pytest.mark.slow
+def test_wandbs_own_variables_count_where_no_setting_is_given(tmp_path):
+    folder = tmp_path / "study" / "gspo-seed1-abc"
+    folder.mkdir(parents=True)
+    (folder / "code.json").write_text('{"commit": "c0ffee", "changed_files": ["a.py"]}')
+    theirs = {
+        "PROJECT": "theirs",
+        "ENTITY": "team",
+        "TAGS": "x,y",
+        "RUN_GROUP": "mine",
+        "NAME": "named",
+        "NOTES": "why",
+    }
+    theirs = {f"WANDB_{name}": value for name, value in theirs.items()}
+    with serving() as server:
+        log(folder, rows(0, 3), **server.environment, **theirs)
+        (run,) = server.runs.values()
+        keys = ("project", "entity", "tags", "groupName", "displayName", "notes")
+        assert [run.about[key] for key in keys] == ["theirs", "team", ["tag", "x", "y"], "mine", "named", "why"]
+        record = {"run": "gspo-seed1-abc", "commit": "c0ffee", "changed_files": ["a.py"]}
+        assert run.config["record"]["value"] == record
+        (read,) = sources.records("wandb:team/theirs") if os.environ["WANDB_BASE_URL"] == server.address else [None]
+        assert read is None or read.path.name == "gspo-seed1-abc"
+    script = TABLES.replace("table_rows=2", "project='own', tags=['z']").replace("if step % 2", "if False")
+    with serving() as server:
+        (tmp_path / "other").mkdir()
+        command = [sys.executable, "-c", script, str(tmp_path / "other"), "0", "2"]
+        subprocess.run(command, env=environment() | server.environment | theirs, check=True)
+        (run,) = server.runs.values()
+        assert run.about["project"] == "own" and run.about["tags"] == ["own", "z"]
+
+
+@pytest.mark.slow
+def test_one_command_uploads_the_runs_of_a_study_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study = tmp_path / "runs" / "a study"
+    for seed in (1, 2):
+        log(study / f"gspo-seed{seed}-abc", rows(0, 25))
+    pause()
+    log(study / "gspo-seed1-abc", rows(26, 40))
+    command = upload(study)
+    assert command == "wandb sync 'runs/a study'/*/wandb"
+    with serving() as server:
+        where = environment() | server.environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+        found = {run.about["displayName"]: steps(run) for run in server.runs.values()}
+        assert found == {"gspo-seed1-abc": list(range(41)), "gspo-seed2-abc": list(range(26))}, done.stderr
+        assert upload(study) is None
+        subprocess.run(command, shell=True, cwd=tmp_path, env=where, check=True)
+        assert {run.about["displayName"]: steps(run) for run in server.runs.values()} == found
+        pause()
+        log(study / "gspo-seed2-abc", rows(26, 40))  # goes on offline after its upload
+        assert upload(study) == command
+        subprocess.run(command, shell=True, cwd=tmp_path, env=where, check=True)
+        print({name: (run.about["displayName"], steps(run)) for name, run in server.runs.items()})
+        assert all(steps(run) in (list(range(26)), list(range(41))) for run in server.runs.values())
+
+
+def test_refusals_are_one_line(server, capsys):
     with pytest.raises(ValueError, match="write wandb:ENTITY/PROJECT"):
         sources.records("wandb:team")
     before, server.runs = server.runs, None  # the server breaks: an error of its own in every answer

@@ -25,7 +25,9 @@ class SavedRun:
     config: dict = field(default_factory=dict)
     rows: dict[int, dict] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    summary: dict = field(default_factory=dict)
     ended: bool = False
+    preempting: bool = False
 
 
 class Server(ThreadingHTTPServer):
@@ -36,6 +38,8 @@ class Server(ThreadingHTTPServer):
         self.views, self.sent, self.projects, self.refuses = {}, [], [], False
         self.runs: dict[str, SavedRun] = {}
         self.unknown, self.scanned = [], []
+        self.sweep, self.commands, self.states = {}, [], []  # its configuration; what its agent is told; what it said
+        self.artifacts: list[str] = []
 
     @property
     def address(self) -> str:
@@ -121,7 +125,7 @@ class Server(ThreadingHTTPServer):
         if run:
             counts = {"historyLineCount": len(run.rows), "logLineCount": 0, "eventsLineCount": 0}
             last = [json.dumps(run.rows[max(run.rows)])] if run.rows else []
-            tails = {"historyTail": json.dumps(last), "eventsTail": "[]", "summaryMetrics": "{}"}
+            tails = {"historyTail": json.dumps(last), "eventsTail": "[]", "summaryMetrics": json.dumps(run.summary)}
             client = {"wandbConfig": json.dumps({"t": run.config["_wandb"]["value"]["t"]})}  # says that it has begun
             about = {"tags": [], "notes": "", "config": json.dumps(run.config)}
             found = self._bucket(run) | counts | tails | client | about
@@ -166,6 +170,26 @@ class Server(ThreadingHTTPServer):
         files = [{"name": name, "uploadUrl": f"{at}/{name}"} for name in variables["files"]]
         return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
 
+    # sweeps: what an agent asks for; each heartbeat answers with the next command
+    def on_sweepwithruns(self, variables):
+        about = {"id": "S", "name": variables["sweep"], "method": "grid", "state": "RUNNING", "runs": {"edges": []}}
+        return {"project": {"sweep": about | {"config": json.dumps(self.sweep)}}}
+
+    def on_createagent(self, _):
+        return {"createAgent": {"agent": {"id": "A"}}}
+
+    def on_heartbeat(self, variables):
+        self.states.append(json.loads(variables["runState"]))
+        busy = bool(self.states[-1])
+        told = [] if busy else [self.commands.pop(0)()] if self.commands else [{"type": "exit"}]
+        return {"agentHeartbeat": {"agent": {"id": "A"}, "commands": json.dumps(told)}}
+
+    # artifacts: known to be there, so that nothing is uploaded again
+    def on_createartifact(self, variables):
+        self.artifacts.append(variables["input"]["artifactCollectionName"])
+        made = {"id": f"F{len(self.artifacts)}", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        return {"createArtifact": {"artifact": made}}
+
     def on_organizationcoreweaveorganizationid(self, _):
         return {"entity": {"organization": None}}
 
@@ -182,7 +206,10 @@ class Server(ThreadingHTTPServer):
             if name == "wandb-history.jsonl":
                 rows = [json.loads(line) for line in part["content"]]
                 saved.rows |= {part["offset"] + number: row for number, row in enumerate(rows)}
+            if name == "wandb-summary.json":
+                saved.summary = json.loads(part["content"][-1])
         saved.ended |= bool(sent.get("complete"))
+        saved.preempting |= bool(sent.get("preempting"))
 
 
 class Handler(BaseHTTPRequestHandler):
