@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gspo.commands import SampleCommand
 from gspo.config import register_schemas
@@ -13,6 +13,7 @@ from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
 from gspo.runs import open_policy, recorded
+from gspo.schema import to_dataclass
 
 register_schemas()
 
@@ -20,11 +21,14 @@ register_schemas()
 @hydra.main(version_base="1.3", config_path="../conf", config_name="sample")
 @one_line
 def main(config: DictConfig) -> None:
-    command: SampleCommand = OmegaConf.to_object(config)
+    command: SampleCommand = to_dataclass(config)
     settings, checkpoint = recorded(command.run, command.step)
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
+    size = settings.task.size(command.set)
+    if size is not None and command.set != "train" and command.first + command.problems > size:
+        raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
     engine = LocalEngine(open_policy(settings, checkpoint, report=lambda *_: None))
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]

@@ -25,6 +25,7 @@ from requests.utils import get_netrc_auth
 from tqdm import tqdm
 
 from gspo.metrics import lookup
+from gspo.ranges import Ranged, ranged
 from gspo.records import Response
 from gspo.run_files import read_rows, replace_text, rows_and_damage
 
@@ -33,23 +34,23 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 @dataclass
-class TrackingSettings:
+class TrackingSettings(Ranged, key="tracking"):
     """Where a run is shown. Changes nothing in its results."""
 
     wandb: str = "auto"  # auto: online if an account is configured, else offline | online | offline | disabled
     project: str = "gspo"
     entity: str = ""  # W&B user or team; empty: the account's default
     tags: list[str] = field(default_factory=list)
-    finish_timeout: float = 300.0  # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
-    rollouts_every: int = 10  # steps between saved rollout batches; the first and the last are always saved
-    table_rows: int = 16  # responses of a saved batch that are also shown as a W&B table
+    # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
+    finish_timeout: float = ranged(300.0, least=0)
+    # steps between saved rollout batches; the first and the last are always saved
+    rollouts_every: int = ranged(10, least=1)
+    table_rows: int = ranged(16, least=1)  # responses of a saved batch that are also shown as a W&B table
 
     def __post_init__(self):
+        super().__post_init__()
         if self.wandb not in WANDB_MODES:
             raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(WANDB_MODES)}")
-        for key in ("rollouts_every", "table_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"tracking.{key}={getattr(self, key)} must be at least 1")
 
 
 class Tracker:

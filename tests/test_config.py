@@ -148,9 +148,9 @@ def test_every_number_of_a_preset_has_its_source_beside_it():
 def test_auto_settles_to_what_the_objectives_paper_uses():
     modes = {"dapo": "token-mean", "drgrpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
     for option, mode in modes.items():
-        s = settings(f"objective={option}", "kl=loss", "+rollout.extend={5: 120}")
+        s = settings(f"objective={option}", "kl=loss", "rollout.extend={5: 120}")
         assert s.trainer.aggregation.mode == s.kl.aggregation.mode == mode
-    assert settings("objective=drgrpo", "+rollout.extend={5: 120}").trainer.aggregation.length == 120
+    assert settings("objective=drgrpo", "rollout.extend={5: 120}").trainer.aggregation.length == 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
@@ -204,7 +204,7 @@ BAD = [
     ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
     ("correction=icepop policy.old_logprobs=engine", "correction=icepop with policy.old_logprobs=engine"),
     ("correction=tis correction.level=word", "correction.level='word'"),
-    ("correction=tis correction.high=0", "correction.low=0.0"),
+    ("correction=tis correction.high=0", "correction.high=0.0 must be a finite number above 0"),
     ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
     ("advantage=returns kl=reward", "advantage=returns with kl=reward .* gives one per token"),
     ("advantage=returns advantage.gamma=0.9", "advantage=returns with kl=none and advantage.gamma=0.9 gives one per"),
@@ -240,7 +240,7 @@ BAD = [
     ("reward.shift=everything", "reward.shift='everything'"),
     ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
     ("rollout.refresh_every=5", "rollout.refresh_every=5"),
-    ("+rollout.extend={5:10}", "rollout.extend="),
+    ("rollout.extend={5:10}", "rollout.extend="),
     ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
     ("policy.routing_replay=r4", "policy.routing_replay='r4'"),
     ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
@@ -393,7 +393,7 @@ def test_warnings_name_what_may_not_be_meant():
 CLI = [
     ("optim.learning=1", "learning"),
     ("kl.coef=0.001", "kl.coef"),
-    ("preset=verll", "Available options in 'preset': dapo"),
+    ("preset=verll", "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo"),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
     ("policy.device=gpu", "policy.device=gpu cannot be used here"),
