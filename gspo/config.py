@@ -245,7 +245,7 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
     for override in overrides:
         key = override.split("=")[0].lstrip("+~")
         if key not in known:
-            raise ValueError(f"{override}: {unknown(key, recorded)}")
+            raise ValueError(f"{override}: {unknown(key, sorted(known))}")
         if key not in ("resume", "dry_run") and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
         changes.append(override.lstrip("+"))

@@ -40,16 +40,26 @@ def _open_mappings(node: DictConfig) -> None:
 def to_dataclass(config: DictConfig) -> Any:
     """The config as its dataclasses. Raises ValueError for a key that is no setting and a number outside its range,
     both by their dotted keys, and what the dataclasses raise."""
-    _check(config, "", config)
+    check_keys(config)
+    _check(config, "")
     return OmegaConf.to_object(config)
 
 
-def _check(node: DictConfig, prefix: str, root: DictConfig) -> None:
+def check_keys(node: DictConfig, prefix: str = "", known: list[str] | None = None) -> None:
+    """Raises ValueError for the first key that is no field of its dataclass, naming the nearest that is."""
+    known, kind = known or settings_of(node, prefix), OmegaConf.get_type(node)
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
+    for key in node.keys():  # noqa: SIM118, a key without value is not iterated over
+        if key not in names:
+            raise ValueError(unknown(f"{prefix}{key}", known))
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            check_keys(child, f"{prefix}{key}.", known)
+
+
+def _check(node: DictConfig, prefix: str) -> None:
     kind, given = OmegaConf.get_type(node), list(node.keys())
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else given
-    for key in given:
-        if key not in names:
-            raise ValueError(unknown(f"{prefix}{key}", root))
     for key in names:
         if key not in given:
             raise ValueError(f"~{prefix}{key}: a setting cannot be taken away; give it a value, {prefix}{key}=...")
@@ -57,7 +67,7 @@ def _check(node: DictConfig, prefix: str, root: DictConfig) -> None:
             raise ValueError(f"{prefix}{key} is not given: say {prefix}{key}=...")
         value = node[key]
         if isinstance(value, DictConfig) and _holds_settings(value):
-            _check(value, f"{prefix}{key}.", root)
+            _check(value, f"{prefix}{key}.")
         elif is_dataclass(kind) and (wrong := refusal(kind, key, _plain(value), f"{prefix}{key}")):
             raise ValueError(wrong)
 
@@ -72,13 +82,11 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def unknown(key: str, root: DictConfig) -> str:
+def unknown(key: str, known: list[str]) -> str:
     """That there is no such setting, and which known one is nearest to it."""
-    known = settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
-    if "objective" in root:
-        known += GROUPS_BESIDE_SETTINGS
-    known = [name for name in known if not key.startswith(f"{name}.")]
-    return f"there is no setting {key}: the nearest is {nearest(key, known)}"
+    groups = GROUPS_BESIDE_SETTINGS if "objective" in known else ()
+    near = nearest(key, [name for name in (*known, *groups) if not key.startswith(f"{name}.")])
+    return f"there is no setting {key}: the nearest is {near}"
 
 
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
@@ -106,7 +114,9 @@ def plain_words(error: BaseException) -> str:
     while cause is not None:
         known = isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None
         if known and cause.full_key:
-            return (place[0] if place else "") + unknown(cause.full_key, cause.parent_node._get_root())
+            key, root = cause.full_key, cause.parent_node._get_root()
+            known = settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
+            return (place[0] if place else "") + unknown(key, known)
         cause = cause.__cause__ or cause.__context__
     return ""
 
