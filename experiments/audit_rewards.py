@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from gspo.arguments import key_values
 from gspo.rewards import audit, sandbox_check
 from gspo.rewards.attacks import SUITE_LIMITS, run_attacks
 from gspo.rewards.audit import Outcome
@@ -51,12 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> dict[str, str]:
     """`name=value` words over the defaults. Raises ValueError for anything else."""
-    options = dict(DEFAULTS)
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        if name not in DEFAULTS or not equals or not value:
-            raise ValueError(f"{word!r}: say one of {', '.join(f'{name}=...' for name in DEFAULTS)}")
-        options[name] = value
+    options, _ = key_values(arguments, DEFAULTS, empty=False)
     for name in ("suite", "weak"):
         if options[name] not in ("", "yes", "no"):
             raise ValueError(f"{name}={options[name]}: say yes or no")

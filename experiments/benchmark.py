@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gspo.benchmark.generate import compare_generation, generation_table
 from gspo.benchmark.measure import measure, table
@@ -27,6 +27,7 @@ from gspo.config import Settings, register_schemas, to_settings
 from gspo.policy.models import HFModel
 from gspo.process import command_line, one_line
 from gspo.runs import code_state, starting_folder
+from gspo.schema import to_dataclass
 from gspo.tracking import Progress
 
 register_schemas()
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 @hydra.main(version_base="1.3", config_path="../conf", config_name="benchmark")
 @one_line
 def main(config: DictConfig) -> None:
-    command: BenchmarkCommand = OmegaConf.to_object(config)
+    command: BenchmarkCommand = to_dataclass(config)
     if command.workload not in WORKLOADS:
         raise ValueError(f"workload={command.workload!r}: choose one of {', '.join(WORKLOADS)}")
     if command.curves:
@@ -54,7 +55,7 @@ def main(config: DictConfig) -> None:
         if not WORKLOADS[command.workload].peer:
             raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
         if command.set or {"micro_batch_size", "batch_rows"} & command.size.keys():
-            raise ValueError("peer=trl: +set... and +size.micro_batch_size, batch_rows would change our side alone")
+            raise ValueError("peer=trl: set... and size.micro_batch_size, batch_rows would change our side alone")
         own = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("peer", "rounds", "out")]
         record = {"rounds": []}
         for measured in compare(settings, own, command.rounds, command.batches):

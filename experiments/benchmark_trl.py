@@ -16,14 +16,20 @@ import time
 from pathlib import Path
 from statistics import median
 
-SPEC = json.loads(Path(sys.argv[1]).read_text())
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # before the imports below, which need TRL's environment
+    print(__doc__.strip())
+    sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
+try:
+    SPEC = json.loads(Path(sys.argv[1]).read_text())
+except (OSError, ValueError) as error:
+    sys.exit(f"error: {sys.argv[1]} is no SPEC.json of experiments/benchmark.py: {error}")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
-import datasets  # noqa: E402 (its offline mode is read at import)
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+import datasets
+import torch
+import transformers
+from trl import GRPOConfig, GRPOTrainer
 
 
 class Clocked(GRPOTrainer):

@@ -22,6 +22,7 @@ import script
 from load import Run
 from stats import START, WINDOW, block_bootstrap
 
+from gspo.arguments import key_values
 from gspo.collapse import levels
 
 MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
@@ -38,7 +39,11 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(__doc__)
         return 0 if arguments in (["-h"], ["--help"]) else 2
-    data = load.load(arguments)
+    try:
+        _, paths = key_values(arguments, {}, paths=True)
+    except ValueError as error:
+        load.die(str(error))
+    data = load.load(paths)
     for note in data.notes:
         if not note.startswith("seeds of"):
             print(f"note: {note}")

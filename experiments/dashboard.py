@@ -34,6 +34,7 @@ import load
 import sources
 from sources import Record
 
+from gspo.arguments import key_values
 from gspo.dashboard import GROUP_BY, home, publish, workspace, write
 from gspo.process import command_line
 from gspo.views import LEFT_OUT, VIEWS, View, recorded, unplaced
@@ -75,12 +76,7 @@ def main() -> None:
 
 def options(arguments: list[str]) -> dict[str, str]:
     """The command line over DEFAULTS. Raises ValueError for what it does not know."""
-    chosen = dict(DEFAULTS)
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key not in chosen or not equals:
-            raise ValueError(f"{argument!r}: the options are {', '.join(f'{name}=' for name in DEFAULTS)}; see --help")
-        chosen[key] = value
+    chosen, _ = key_values(arguments, DEFAULTS)
     if not chosen["project"]:
         raise ValueError("project=: name a W&B project")
     if not re.fullmatch(r"[\w.,+ -]*", chosen["study"]):

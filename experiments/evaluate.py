@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from gspo.assembly import local_engine
@@ -28,7 +27,8 @@ from gspo.policy.prompts import PromptFormat
 from gspo.process import command_line, one_line
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
-from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers
+from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, usable_device
+from gspo.schema import to_dataclass
 from gspo.tasks.base import Task
 
 register_schemas()
@@ -54,8 +54,11 @@ class Subject:
 @one_line
 def main(config: DictConfig) -> None:
     find_data(config)
-    command: EvaluateCommand = OmegaConf.to_object(config)
-    subject = of_run(command) if command.run else of_model(command)
+    command: EvaluateCommand = to_dataclass(config)
+    for name, task in command.tasks.items():
+        task.key = f"tasks.{name}"
+    device = usable_device(command.device, "device")
+    subject = of_run(command) if command.run else of_model(command, device)
     say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
     policy, sets = subject.engine.policy, [with_room(s, subject.engine, s.limit) for s in subject.sets]
     settings = {
@@ -109,7 +112,8 @@ def find_data(config: DictConfig) -> None:
 
     Raises ValueError where that changes nothing.
     """
-    wanting = {name: task for name, task in config.tasks.items() if task.get("path") == ""}
+    tasks = {name: task for name, task in config.tasks.items() if isinstance(task, DictConfig)}
+    wanting = {name: task for name, task in tasks.items() if task.get("path") == ""}
     if config.data and not wanting:
         raise ValueError(f"data={config.data} is read by none of benchmark={list(config.benchmark)}")
     for name, task in wanting.items() if config.data else ():
@@ -154,12 +158,11 @@ def of_run(command: EvaluateCommand) -> Subject:
     return Subject(engine, sets, step, identity, name, folder, why)
 
 
-def of_model(command: EvaluateCommand) -> Subject:
+def of_model(command: EvaluateCommand, device: str) -> Subject:
     """A model on benchmarks."""
     sets = all_sets(command, command.tasks)
     model, tokenizer = command.model.make()
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = Policy(model.to(auto if command.device == "auto" else command.device), tokenizer, prompts=command.prompt)
+    policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
     identity = {"model": asdict(command.model), "dtype": "float32"}
     name = getattr(command.model, "path", command.model.name)
     engine = LocalEngine(policy, command.batch_rows or 256)

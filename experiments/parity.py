@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gspo.arguments import key_values
 from gspo.peers.compare import OUT, compare
 from gspo.peers.table import page
 from gspo.peers.vectors import load
@@ -47,13 +48,8 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> dict[str, str]:
     """`name=value` words. Raises ValueError for anything else."""
-    options = {}
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        if name not in ("vectors", "out") or not equals or not value:
-            raise ValueError(f"{word!r}: say vectors=DIR or out=FILE")
-        options[name] = value
-    return options
+    chosen, _ = key_values(arguments, {"vectors": "", "out": ""}, empty=False)
+    return {name: value for name, value in chosen.items() if value}
 
 
 if __name__ == "__main__":

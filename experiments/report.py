@@ -13,18 +13,20 @@ import gspo.interrupt  # noqa: F401
 import sys
 from pathlib import Path
 
+from gspo.arguments import key_values
 from gspo.process import command_line
 from gspo.run_report import write
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    runs = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
-    if not runs or len(runs) != len(arguments):
+    if not arguments or set(arguments) <= {"-h", "--help"}:
         print(__doc__)
-        sys.exit(0 if arguments in (["-h"], ["--help"]) else 2)
-    for run in runs:
-        print(write(Path(run)))
+        sys.exit(0 if arguments else 2)
+    for argument in arguments:  # all are read before the first page is written
+        key_values([argument], {"run": ""}, empty=False)
+    for argument in arguments:
+        print(write(Path(argument.removeprefix("run="))))
 
 
 if __name__ == "__main__":

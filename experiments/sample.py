@@ -7,7 +7,7 @@ import gspo.interrupt  # noqa: F401
 # isort: split
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gspo.assembly import local_engine
 from gspo.commands import SampleCommand
@@ -17,6 +17,7 @@ from gspo.process import command_line, one_line
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
 from gspo.runs import open_policy, recorded
+from gspo.schema import to_dataclass
 
 register_schemas()
 
@@ -24,11 +25,14 @@ register_schemas()
 @hydra.main(version_base="1.3", config_path="../conf", config_name="sample")
 @one_line
 def main(config: DictConfig) -> None:
-    command: SampleCommand = OmegaConf.to_object(config)
+    command: SampleCommand = to_dataclass(config)
     settings, checkpoint = recorded(command.run, command.step)
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
+    size = settings.task.size(command.set)
+    if size is not None and command.set != "train" and command.first + command.problems > size:
+        raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
     engine = local_engine(policy, settings.rollout)
     seed = settings.seed if command.set == "train" else SEED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from gspo.arguments import key_values
 from gspo.sweep_state import jobs, table, upload
 
 
@@ -17,8 +18,9 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
-        print(table(jobs(Path(arguments[0]))))
-        if command := upload(Path(arguments[0])):
+        _, (study,) = key_values(arguments, {}, paths=True)
+        print(table(jobs(Path(study))))
+        if command := upload(Path(study)):
             print(f"to upload them to W&B: {command}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from gspo.assembly import assemble
 from gspo.checks import check_training_set, warnings
-from gspo.config import Settings, register_schemas, resumed_settings, to_settings, write_settings
+from gspo.config import Settings, chosen_settings, folder_of, register_schemas, write_settings
 from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
@@ -30,6 +30,8 @@ from gspo.run_report import write as write_page
 from gspo.runs import ENDED, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
+from gspo.sweep_state import forecast
+from gspo.sweeps import taken_by_another_job
 from gspo.tracking import Progress, Tracker, supersede
 from gspo.trainer import Trainer
 from gspo.wandb_run import own_arguments, under_agent
@@ -42,10 +44,14 @@ W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "fai
 @one_line
 def main(config: DictConfig) -> None:
     job = HydraConfig.get()
-    if config.resume:
-        settings = resumed_settings(Path(config.resume), list(job.overrides.task))
-    else:
-        settings = to_settings(config, job.runtime.choices)
+    settings = chosen_settings(config, list(job.overrides.task), job.runtime.choices)
+    if settings.dry_run:
+        folder = folder_of(settings)
+        print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
+        return
+    if first := taken_by_another_job(settings):
+        print(f"job {job.job.num} is {first}: nothing is left to do")
+        return
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()

@@ -35,11 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
 import sources
 from sources import Record
 
+from gspo.arguments import key_values
 from gspo.process import command_line
 from gspo.run_files import read_rows
 from gspo.views import VIEWS
 
-OPTIONS = {"in": ("browser", "terminal"), "open": ("yes", "no"), "port": ()}
+OPTIONS = {"in": "browser", "open": "yes", "port": "7860"}
+CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
 PAUSE = 2.0  # seconds between two looks at the files, at least; nine times what a look takes, where that is longer
 
 
@@ -48,22 +50,22 @@ def main() -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         return
-    options = dict(argument.split("=", 1) for argument in arguments if argument.partition("=")[0] in OPTIONS)
-    for key, value in options.items():
-        if OPTIONS[key] and value not in OPTIONS[key]:
-            raise ValueError(f"{key}={value}: choose one of {', '.join(OPTIONS[key])}")
-    port = options.get("port", "7860")
+    options, paths = key_values(arguments, OPTIONS, paths=True)
+    for key, choices in CHOICES.items():
+        if options[key] not in choices:
+            raise ValueError(f"{key}={options[key]}: choose one of {', '.join(choices)}")
+    port = options["port"]
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"port={port} is not a port: give a number below 65536")
-    paths = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS] or ["runs"]
+    paths = paths or ["runs"]
     for path in paths:
         if not path.startswith(sources.SERVER) and not Path(path).exists():
             raise ValueError(f"{path} does not exist")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the folder below goes
     with tempfile.TemporaryDirectory(prefix="gspo-view-") as folder, contextlib.suppress(KeyboardInterrupt):
-        if options.get("in") == "terminal":
+        if options["in"] == "terminal":
             sys.exit(terminal(paths, Path(folder)))
-        browser(paths, Path(folder), port, options.get("open") != "no")
+        browser(paths, Path(folder), port, options["open"] != "no")
     print("closed")
 
 

@@ -3,6 +3,7 @@
 Floors, from the top; a module imports its own floor's helpers and the floors below (tests/test_layers.py):
 
     config, commands, checks                     the settings tree, those of other entry points, what is refused
+    schema                                       dataclasses as Hydra's schema and back, unknown keys, plain messages
     process, runs, sweeps                        how a process ends; a run's directory; which runs a sweep plans
     session, rollback                            a run under way: rows, checkpoints; going back after a collapse
     run_report, dashboard                        a run's page; W&B's saved views
@@ -20,6 +21,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     estimates, elo                               what a score is worth: avg@k, pass@k, maj@k, ratings; no torch
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
     records, seeding, metrics, views             no torch: the words everybody shares; which metrics belong together
+    ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
     run_files, sweep_state                       no torch: what run directories say, how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
 """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gspo.masked import masked_mean, masked_sum
+from gspo.ranges import Ranged, ranged
 
 
 @dataclass
@@ -34,23 +35,22 @@ class Credit:
 
 
 @dataclass
-class Advantage:
+class Advantage(Ranged, key="advantage"):
     """Base of the estimators: the settings they share."""
 
     name: str = ""
     whiten: str = (
         "none"  # over the rollout batch: tokens (verl, ROLL: long responses weigh more) | responses (ms-swift)
     )
-    clip: float | None = None  # keep advantages within +- this, after whitening
+    clip: float | None = ranged(None, above=0)  # keep advantages within +- this, after whitening
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
     per_token: ClassVar[bool] = False  # tokens of a response can differ even when only its last token is rewarded
 
     def __post_init__(self):
+        super().__post_init__()
         if self.whiten not in ("none", "tokens", "responses"):
             raise ValueError(f"advantage.whiten={self.whiten!r}: choose none, tokens or responses")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"advantage.clip={self.clip} must be positive, or null for no clip")
 
     def __call__(self, credit: Credit) -> Tensor:
         """Advantages [B, T], 0 where masked."""
@@ -108,7 +108,7 @@ class GroupNormalized(GroupAdvantage):
     """
 
     name: str = "group_normalized"
-    eps: float = 1e-6  # as verl and ROLL; TRL and ms-swift 1e-4, OpenRLHF 1e-9
+    eps: float = ranged(1e-6, least=0)  # as verl and ROLL; TRL and ms-swift 1e-4, OpenRLHF 1e-9
     std: str = "group"  # group | batch
 
     def __post_init__(self):
@@ -153,12 +153,7 @@ class Returns(Advantage):
     """
 
     name: str = "returns"
-    gamma: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"advantage.gamma={self.gamma} must lie in (0, 1]")
+    gamma: float = ranged(1.0, above=0, most=1)
 
     def estimate(self, credit: Credit) -> Tensor:
         return discounted(credit.token_rewards_BT, credit.mask_BT, self.gamma)
@@ -200,21 +195,12 @@ class GAE(Advantage):
 
     name: str = "gae"
     whiten: str = "tokens"
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_coef: float = 0.5
-    value_clip: float = 0.2
+    gamma: float = ranged(1.0, least=0, most=1)
+    lam: float = ranged(0.95, least=0, most=1)
+    value_coef: float = ranged(0.5, above=0)
+    value_clip: float = ranged(0.2, above=0)
     needs_values: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        for key in ("gamma", "lam"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"advantage.{key}={getattr(self, key)} must lie in [0, 1]")
-        for key in ("value_coef", "value_clip"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"advantage.{key}={getattr(self, key)} must be positive")
 
     def estimate(self, credit: Credit) -> Tensor:
         """Raises ValueError without values."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gspo.masked import masked_mean, masked_sum
+from gspo.ranges import Ranged, ranged
 
 MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 LENGTH_WEIGHTED = MODES[1:]  # long responses weigh more
@@ -34,7 +35,7 @@ class Totals:
 
 
 @dataclass
-class Aggregation:
+class Aggregation(Ranged, key="aggregation"):
     """The share of a (micro-)batch in the loss of its optimizer step; the shares of all micro-batches add up to it.
 
         seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it     GSPO Eq 5, GRPO Eq 2 of arXiv:2507.18071
@@ -48,9 +49,11 @@ class Aggregation:
 
     mode: str = "auto"  # one of the four above | auto: what the objective's paper uses
     rows: str = "nonempty"  # nonempty | all | one; of the seq-mean modes
-    length: int | None = None  # C of the -norm mode: null is the run's longest response limit, 0 the batch's width
+    # C of the -norm mode: null is the run's longest response limit, 0 the batch's width
+    length: int | None = ranged(None, least=0)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.mode not in (*MODES, "auto"):
             raise ValueError(f"aggregation.mode={self.mode!r}: choose auto or one of {', '.join(MODES)}")
         if self.rows not in ROWS:
@@ -59,8 +62,6 @@ class Aggregation:
             raise ValueError(f"aggregation.rows={self.rows} is not read by aggregation.mode=token-mean")
         if self.length is not None and self.mode not in ("seq-mean-token-sum-norm", "auto"):
             raise ValueError(f"aggregation.length={self.length} is not read by aggregation.mode={self.mode}")
-        if self.length is not None and self.length < 0:
-            raise ValueError(f"aggregation.length={self.length} must not be negative")
 
     def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
         """Scalar. Raises ValueError while mode=auto or length=null is still to be settled (gspo.config does it)."""

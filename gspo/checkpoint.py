@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
+from gspo.ranges import Ranged, ranged
 from gspo.reward_shaping import RunningMoments
 from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
@@ -37,17 +38,11 @@ WITHOUT_CHECKSUMS = ("config.json", "optimizer.pt", "state.json")
 
 
 @dataclass
-class CheckpointSettings:
+class CheckpointSettings(Ranged, key="checkpoint"):
     """When to write one, and how many to keep. A checkpoint is always written at the end and when a run is stopped."""
 
-    every: int = 10  # steps
-    keep: int = 2  # newest ones; 0 keeps all
-
-    def __post_init__(self):
-        if self.every < 1 or self.keep < 0:
-            raise ValueError(
-                f"checkpoint.every={self.every} must be at least 1 and checkpoint.keep={self.keep} at least 0"
-            )
+    every: int = ranged(10, least=1)  # steps
+    keep: int = ranged(2, least=0)  # newest ones; 0 keeps all
 
 
 @dataclass

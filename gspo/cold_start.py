@@ -25,6 +25,7 @@ from gspo.batch import TrainBatch, layout
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
+from gspo.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
@@ -35,28 +36,16 @@ CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128  # of the reward that is recorded wi
 
 
 @dataclass
-class ColdStartSettings:
+class ColdStartSettings(Ranged, key="cold_start"):
     """Supervised steps before reinforcement learning; steps=0 starts from the model as it is."""
 
-    steps: int = 0
-    batch_size: int = 64
-    micro_batch_size: int = 16  # of similar length; changes speed and memory, not the gradient
-    lr: float = 3e-3
-    warmup_steps: int = 50
-    wrong_step_rate: float = 0.12  # share of demonstration steps that are wrong
-    seed: int = 0  # its own seed: all seeds of a study share one cold start
-
-    def __post_init__(self):
-        if not 0 <= self.wrong_step_rate < 1:
-            raise ValueError(f"cold_start.wrong_step_rate={self.wrong_step_rate} must lie in [0, 1)")
-        for key in ("batch_size", "micro_batch_size"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"cold_start.{key}={getattr(self, key)} must be at least 1")
-        for key in ("steps", "warmup_steps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"cold_start.{key}={getattr(self, key)} must not be negative")
-        if not self.lr > 0:
-            raise ValueError(f"cold_start.lr={self.lr} must be positive")
+    steps: int = ranged(0, least=0)
+    batch_size: int = ranged(64, least=1)
+    micro_batch_size: int = ranged(16, least=1)  # of similar length; changes speed and memory, not the gradient
+    lr: float = ranged(3e-3, above=0)
+    warmup_steps: int = ranged(50, least=0)
+    wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
+    seed: int = ranged(0, least=0, most=LARGEST_SEED)  # its own seed: all seeds of a study share one cold start
 
 
 def cold_start(

@@ -34,10 +34,12 @@ from gspo.monitor import MonitorSettings
 from gspo.objectives import OBJECTIVES
 from gspo.policy.models import HFModel, TinyDense, TinyMoE
 from gspo.policy.prompts import PromptFormat
+from gspo.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.reward_shaping import RewardShaping
 from gspo.rollout.sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
 from gspo.run_files import replace_text
+from gspo.schema import GROUPS_BESIDE_SETTINGS, schema, settings_of, to_dataclass, unknown
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
@@ -71,6 +73,7 @@ NOT_PART_OF_THE_RESULT = (
     "runs",
     "on_existing",
     "resume",
+    "dry_run",
     "threads",
     "prompt_used",
 )
@@ -87,12 +90,12 @@ CHANGEABLE_ON_RESUME = ("steps", "tracking", "checkpoint", "monitor", *ONLY_COST
 
 
 @dataclass
-class Settings:
+class Settings(Ranged):
     """Everything a run depends on."""
 
     study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
-    seed: int = 1
-    steps: int = 100  # rollout batches
+    seed: int = ranged(1, least=0, most=LARGEST_SEED)
+    steps: int = ranged(100, least=1)  # rollout batches
     options: dict[str, str] = field(default_factory=dict)  # of each group, by name; the program writes it
     objective: Any = MISSING
     advantage: Any = MISSING
@@ -117,18 +120,17 @@ class Settings:
         False  # permit one update per rollout batch with step_start log-probs: nothing can be clipped
     )
     allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
-    threads: int = 0  # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
+    # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
+    threads: int = ranged(0, least=0)
     runs: str = "runs"  # where run directories go
     on_existing: str = "auto"  # a run directory that is there: refuse | resume | auto (resume an unfinished run)
+    dry_run: bool = False  # print the run, or with -m every job of the sweep, and how far each is; write nothing
     resume: str = ""  # continue this run directory with its own settings; CHANGEABLE_ON_RESUME may be given
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
+        super().__post_init__()
         if self.on_existing not in ("auto", "refuse", "resume"):
             raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
-        if self.threads < 0:
-            raise ValueError(f"threads={self.threads} must be 0 (chosen by the machine) or positive")
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
 
@@ -154,17 +156,17 @@ def register_schemas() -> None:
     """Make the dataclasses known to Hydra, under the names that conf/ refers to."""
     store = ConfigStore.instance()
     commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
-    for name, schema in ({"_settings": Settings} | commands).items():
-        store.store(name=name, node=schema)
+    for name, kind in ({"_settings": Settings} | commands).items():
+        store.store(name=name, node=schema(kind))
     for group, options in CHOICES.items():
-        for name, schema in options.items():
-            store.store(group=group, name=f"_{name}", node=schema)
+        for name, kind in options.items():
+            store.store(group=group, name=f"_{name}", node=schema(kind))
 
 
 def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
     """The composed config as dataclasses, settled and checked; of `choices` (hydra.runtime.choices) it records the
     options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
-    settings = OmegaConf.to_object(config)
+    settings = to_dataclass(config)
     if choices is not None:
         if settings.options:
             raise ValueError(f"options={settings.options} is written by the program; say objective=...")
@@ -177,6 +179,12 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     settle(settings)
     check(settings)
     return settings
+
+
+def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]) -> Settings:
+    """What train.py was asked for: the composed config with Hydra's choices, or with resume= a recorded run's settings
+    as overridden."""
+    return resumed_settings(Path(config.resume), overrides) if config.resume else to_settings(config, choices)
 
 
 def settle(s: Settings) -> None:
@@ -223,6 +231,11 @@ def run_directory(settings: Settings) -> Path:
     return Path(settings.runs) / settings.study / name
 
 
+def folder_of(settings: Settings) -> Path:
+    """The directory of a run: the one that is resumed, or the one that its settings name."""
+    return Path(settings.resume) if settings.resume else run_directory(settings)
+
+
 def write_settings(settings: Settings, folder: Path) -> None:
     replace_text(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
 
@@ -247,14 +260,16 @@ def read_settings(folder: Path) -> Settings:
 
 def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
     """A run directory's settings with those changed by the command line that may be, all else refused."""
-    recorded = read_settings(folder)
+    recorded = OmegaConf.structured(read_settings(folder))
+    known, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     for override in overrides:
         key = override.split("=")[0].lstrip("+~")
-        if key != "resume" and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
+        if key not in known:
+            raise ValueError(f"{override}: {unknown(key, sorted(known))}")
+        if key not in ("resume", "dry_run") and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
-    changes = OmegaConf.from_dotlist([o for o in overrides if not o.startswith("resume=")])
-    schema = OmegaConf.structured(recorded)
-    return to_settings(OmegaConf.merge(schema, changes, {"resume": str(folder)}))
+        changes.append(override.lstrip("+"))
+    return to_settings(OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)}))
 
 
 def same_result(a: Settings, b: Settings) -> str | None:

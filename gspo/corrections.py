@@ -22,13 +22,14 @@ from torch import Tensor
 
 from gspo.masked import masked_mean, masked_sum
 from gspo.objectives.base import log_ratio
+from gspo.ranges import Ranged, ranged
 
 LEVELS = ("token", "sequence", "geometric")
 EXPONENT_BOUND = 20.0
 
 
 @dataclass
-class Correction:
+class Correction(Ranged, key="correction"):
     """Base of the choices; by itself: no correction, every weight is 1."""
 
     name: str = "none"
@@ -48,11 +49,12 @@ class TIS(Correction):
 
     name: str = "tis"
     level: str = "token"
-    low: float = 0.0
-    high: float = 2.0  # the authors' C; MiniRL (arXiv:2512.01374) uses 5
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)  # the authors' C; MiniRL (arXiv:2512.01374) uses 5
     normalize: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         check_band(self)
 
     def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -72,11 +74,12 @@ class MIS(Correction):
     name: str = "mis"
     level: str = "token"
     judged_by: str = ""  # level of the weight that decides; empty: the same
-    low: float = 0.0
-    high: float = 2.0
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)
     normalize: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         check_band(self)
         if self.judged_by not in ("", *LEVELS):
             raise ValueError(f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}")
@@ -111,10 +114,11 @@ class Rejection(Correction):
     name: str = "rejection"
     measure: str = "ratio"  # ratio | k2 | k3
     level: str = "token"  # token | sequence | geometric | largest
-    low: float = 0.0
-    high: float = 2.0
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)
 
     def __post_init__(self):
+        super().__post_init__()
         check_band(self, (*LEVELS, "largest"))
         if self.measure not in ("ratio", "k2", "k3"):
             raise ValueError(f"correction.measure={self.measure!r}: choose ratio, k2 or k3")
@@ -155,5 +159,5 @@ def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
 def check_band(correction: TIS | MIS | Rejection, levels: tuple[str, ...] = LEVELS) -> None:
     if correction.level not in levels:
         raise ValueError(f"correction.level={correction.level!r}: choose one of {', '.join(levels)}")
-    if not 0 <= correction.low < correction.high:
-        raise ValueError(f"correction.low={correction.low} must lie in [0, correction.high={correction.high})")
+    if not correction.low < correction.high:
+        raise ValueError(f"correction.low={correction.low} must be below correction.high={correction.high}")

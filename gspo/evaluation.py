@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gspo import elo, estimates
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Response
 from gspo.rollout.engine import Engine
 from gspo.rollout.rows import Sampling
@@ -25,21 +26,17 @@ MADE = 256  # problems of a set that is made without end, where no number is giv
 
 
 @dataclass
-class EvaluationSettings:
+class EvaluationSettings(Ranged, key="evaluation"):
     """What is measured on held-out problems, and when. Empty `sets` stands for all that the task has."""
 
-    every: int = 20  # steps; also before the first and after the last
-    problems: int = 64  # per set; all of a set that has fewer
-    samples: int = 2  # k, responses per problem
-    temperature: float = 1.0
+    every: int = ranged(20, least=1)  # steps; also before the first and after the last
+    problems: int = ranged(64, least=2)  # per set; all of a set that has fewer
+    samples: int = ranged(2, least=1)  # k, responses per problem
+    temperature: float = ranged(1.0, least=0)  # 0 is greedy
     sets: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        for key, least in (("every", 1), ("problems", 2), ("samples", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"evaluation.{key}={getattr(self, key)} must be at least {least}")
-        if not self.temperature >= 0:
-            raise ValueError(f"evaluation.temperature={self.temperature} must be 0 (greedy) or positive")
+        super().__post_init__()
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
                 f"evaluation.samples={self.samples} with temperature=0: greedy samples are all alike; use 1"

@@ -12,20 +12,20 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gspo.aggregation import Aggregation
+from gspo.ranges import Ranged, ranged
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 LARGEST_BOUND = 80.0  # nats: exp of more is not finite in float32
 
 
 @dataclass
-class KL:
+class KL(Ranged, key="kl"):
     """Base of the choices; by itself: no KL term and no reference policy (as in the paper: "omitted for brevity")."""
 
     name: str = "none"
@@ -40,32 +40,27 @@ class Penalized(KL):
     """
 
     estimator: str = "k3"  # k1 | k2 | k3 | abs
-    coef: float = 1e-3  # beta
-    target: float | None = None  # nats per token; null: the coefficient is fixed
-    horizon: float = 10000  # responses; of the adaptive coefficient
-    log_ratio_bound: float = 20.0  # nats: d is kept within +- this; beyond it no gradient
-    value_bound: float = math.inf  # the estimate is kept within +- this; verl, ms-swift, ROLL: 10
-    refresh_every: int = 0  # steps after which the reference becomes the current policy; 0: held for the whole run
+    coef: float = ranged(1e-3, above=0, why="for no KL term choose kl=none")  # beta
+    target: float | None = ranged(None, above=0)  # nats per token; null: the coefficient is fixed
+    horizon: float = ranged(10000, above=0)  # responses; of the adaptive coefficient
+    log_ratio_bound: float = ranged(20.0, above=0)  # nats: d is kept within +- this; beyond it no gradient
+    # the estimate is kept within +- this; null: no bound; verl, ms-swift, ROLL: 10
+    value_bound: float | None = ranged(None, above=0)
+    # steps after which the reference becomes the current policy; 0: held for the whole run
+    refresh_every: int = ranged(0, least=0)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"kl.estimator={self.estimator!r}: choose one of {', '.join(ESTIMATORS)}")
-        if not self.coef > 0:
-            raise ValueError(f"kl.coef={self.coef} must be positive; for no KL term choose kl=none")
-        for key in ("horizon", "log_ratio_bound", "value_bound"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"kl.{key}={getattr(self, key)} must be positive")
         if self.estimator == "k3" and self.log_ratio_bound > LARGEST_BOUND:
             raise ValueError(f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]")
-        if self.target is not None and not self.target > 0:
-            raise ValueError(f"kl.target={self.target} must be positive, or null for a fixed coefficient")
-        if self.refresh_every < 0:
-            raise ValueError(f"kl.refresh_every={self.refresh_every} must not be negative")
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """The estimator at every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
-        return kl_estimate(d_BT, self.estimator, self.log_ratio_bound).clamp(-self.value_bound, self.value_bound)
+        value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
+        return value_BT if self.value_bound is None else value_BT.clamp(-self.value_bound, self.value_bound)
 
 
 @dataclass

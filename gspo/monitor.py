@@ -10,69 +10,59 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from gspo.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, known, levels
+from gspo.ranges import Ranged, ranged
 
 CLEARED = 0.8  # of the threshold
 ACTIONS = ("warn", "stop", "rollback")
 
 
 @dataclass
-class Thresholds:
+class Thresholds(Ranged, key="monitor.thresholds"):
     """Above which score a signal (gspo.collapse.SIGNALS) is a warning; 0 switches it off.
 
     From the bands that others use: k3 of engine and trainer .01, |KL| .1 far off policy, truncation .1 to .15 trouble,
     gradient norm 3 to 10 times its usual size a spike.
     """
 
-    reward_fall: float = 0.3  # share of the peak that is lost: the collapse rule's own level
-    routing_drift: float = 0.3  # 1 - consistency
-    mismatch: float = 0.01  # nats per token
-    ess_token: float = 0.5  # 1 - effective sample size
-    ess_sequence: float = 0.5
-    ratio_high: float = 6.9  # log of a ratio of 1000
-    ratio_low: float = 11.5  # log of 100000
-    policy_drift: float = 0.1  # nats per token
-    entropy_fall: float = 1.6  # log of a factor of 5
-    entropy_rise: float = 1.1  # log of a factor of 3
-    grad_spike: float = 1.0  # log10 of a factor of 10
-    grad_growth: float = 2.3  # log of a factor of 10
-    repetition: float = 0.2  # more than at the start
-    truncation: float = 0.15  # more than at the start
-    zero_variance: float = 0.9  # of the groups
-    clip_share: float = 0.8  # of the tokens
-
-    def __post_init__(self):
-        for entry in fields(self):
-            if not getattr(self, entry.name) >= 0:
-                raise ValueError(f"monitor.thresholds.{entry.name}={getattr(self, entry.name)} must not be negative")
+    reward_fall: float = ranged(0.3, least=0)  # share of the peak that is lost: the collapse rule's own level
+    routing_drift: float = ranged(0.3, least=0)  # 1 - consistency
+    mismatch: float = ranged(0.01, least=0)  # nats per token
+    ess_token: float = ranged(0.5, least=0)  # 1 - effective sample size
+    ess_sequence: float = ranged(0.5, least=0)
+    ratio_high: float = ranged(6.9, least=0)  # log of a ratio of 1000
+    ratio_low: float = ranged(11.5, least=0)  # log of 100000
+    policy_drift: float = ranged(0.1, least=0)  # nats per token
+    entropy_fall: float = ranged(1.6, least=0)  # log of a factor of 5
+    entropy_rise: float = ranged(1.1, least=0)  # log of a factor of 3
+    grad_spike: float = ranged(1.0, least=0)  # log10 of a factor of 10
+    grad_growth: float = ranged(2.3, least=0)  # log of a factor of 10
+    repetition: float = ranged(0.2, least=0)  # more than at the start
+    truncation: float = ranged(0.15, least=0)  # more than at the start
+    zero_variance: float = ranged(0.9, least=0)  # of the groups
+    clip_share: float = ranged(0.8, least=0)  # of the tokens
 
 
 @dataclass
-class MonitorSettings:
+class MonitorSettings(Ranged, key="monitor"):
     """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
 
     # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
     # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x the largest; or stop
     action: str = "warn"
-    rollbacks: int = 2  # at most so many
-    rollback_lr: float = 0.5  # what each of them multiplies the learning rate by
-    warm_up: int = 10  # steps in which no warning is raised: the baselines are being measured
+    rollbacks: int = ranged(2, least=1)  # at most so many
+    rollback_lr: float = ranged(0.5, above=0, below=1)  # what each of them multiplies the learning rate by
+    warm_up: int = ranged(10, least=0)  # steps in which no warning is raised: the baselines are being measured
     thresholds: Thresholds = field(default_factory=Thresholds)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.action not in ACTIONS:
             raise ValueError(f"monitor.action={self.action!r}: choose one of {', '.join(ACTIONS)}")
-        if self.rollbacks < 1 or not 0 < self.rollback_lr < 1:
-            raise ValueError(
-                f"monitor.rollbacks={self.rollbacks} must be at least 1, "
-                f"monitor.rollback_lr={self.rollback_lr} must lie in (0, 1)"
-            )
-        if self.warm_up < 0:
-            raise ValueError(f"monitor.warm_up={self.warm_up} must not be negative")
 
 
 @dataclass

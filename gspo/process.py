@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo import interrupt
+from gspo.schema import plain_words
 
 COLLAPSED = 4
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
@@ -200,6 +201,8 @@ def report(error: BaseException) -> int:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
+    if said := plain_words(error):
+        return said
     parts = []
     while error is not None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

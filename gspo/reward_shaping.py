@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo.advantages import Groups, deviation
+from gspo.ranges import Ranged, ranged
 
 OVER = ("none", "batch", "group", "running")
 
@@ -39,7 +40,7 @@ class RunningMoments:
 
 
 @dataclass
-class RewardShaping:
+class RewardShaping(Ranged, key="reward"):
     """Soft overlong penalty, then (r - shift) / (scale + eps), then a clip.
 
     shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards of the run so far.
@@ -53,22 +54,16 @@ class RewardShaping:
 
     shift: str = "none"
     scale: str = "none"
-    clip: float | None = None
-    eps: float = 1e-6
-    overlong_cache: int = 0  # C, tokens; 0: no penalty
-    overlong_penalty: float = 1.0
+    clip: float | None = ranged(None, above=0)
+    eps: float = ranged(1e-6, least=0)
+    overlong_cache: int = ranged(0, least=0)  # C, tokens; 0: no penalty
+    overlong_penalty: float = ranged(1.0, above=0)
 
     def __post_init__(self):
+        super().__post_init__()
         for key in ("shift", "scale"):
             if getattr(self, key) not in OVER:
                 raise ValueError(f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"reward.clip={self.clip} must be positive, or null for no clip")
-        if self.overlong_cache < 0 or not self.overlong_penalty > 0:
-            raise ValueError(
-                f"reward.overlong_cache={self.overlong_cache} must not be negative and "
-                f"reward.overlong_penalty={self.overlong_penalty} must be positive"
-            )
 
     def overlong(self, length_B: Tensor, limit: int) -> Tensor:
         """The penalty of responses of these lengths in tokens, in [-overlong_penalty, 0]."""

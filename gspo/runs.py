@@ -19,7 +19,7 @@ import torch
 
 from gspo.checkpoint import check_belongs, damage, latest_checkpoint
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
-from gspo.config import Settings, read_settings, run_directory, same_result, settings_hash, write_settings
+from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
@@ -35,7 +35,7 @@ def find(settings: Settings, in_sweep: bool) -> Path:
     With on_existing=auto the same command continues a run that was interrupted or failed; one that has ended is refused
     (in a sweep it is passed over, by `attempt` of experiments/train.py).
     """
-    folder = Path(settings.resume) if settings.resume else run_directory(settings)
+    folder = folder_of(settings)
     if (folder / "metrics.jsonl").exists():
         how = said(folder).get("how", "interrupted")
         goes_on = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
@@ -159,13 +159,17 @@ def say_layers(layers: dict[str, str]) -> None:
 
 def device(settings: Settings) -> str:
     """Where the model runs. Raises ValueError for a device that is not there."""
-    wanted = settings.policy.device
+    return usable_device(settings.policy.device, "policy.device")
+
+
+def usable_device(wanted: str, key: str) -> str:
+    """A device, or for "auto" the best one. Raises ValueError, naming the setting, for one that is not there."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError) as error:  # unknown to torch; no such hardware; a build without it
-        raise ValueError(f"policy.device={wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}") from None
     return wanted
 
 

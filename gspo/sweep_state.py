@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def jobs(study: Path) -> list[Job]:
     """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
-        planned |= {job["run"]: job for job in entry.get("jobs", ())}
+        planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job}
         if entry.get("run") in planned and "reason" in entry:
             planned[entry["run"]]["reason"] = entry["reason"]
     there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
@@ -115,3 +116,30 @@ def table(found: list[Job]) -> str:
     clock = "unknown" if left != left else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
     said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     return "\n".join([*lines, f"{len(found)} runs: {said}; left with {parallel} at a time: {clock}"])
+
+
+def special(planned: list[dict], number: int) -> str:
+    """The overrides of a planned job that not all jobs of its sweep have."""
+    common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    return " ".join(override for override in planned[number]["overrides"] if override not in common)
+
+
+def forecast(planned: list[dict]) -> str:
+    """What a sweep would do: one line per job, with its number, state, steps, folder and what tells it from the others;
+    and a last line that counts the states. `wrong` are jobs whose settings are refused."""
+    rows, counts = [], Counter()
+    for number, plan in enumerate(planned):
+        own = special(planned, number)
+        if "folder" not in plan:
+            state, steps, where = "wrong", "", plan["reason"]
+        else:
+            job = _job(Path(plan["folder"]), plan)
+            state, steps, where = job.state, f"{job.step}/{job.steps}", plan["folder"]
+            if "same_as" in plan:
+                state, own = "repeated", f"{own}: the same run as job {plan['same_as']}"
+        counts[state] += 1
+        rows.append([str(number), state, steps, where, own])
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return "\n".join([*lines, f"{len(planned)} jobs: {said}; without dry_run=true those not finished or collapsed run"])

@@ -22,24 +22,23 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from gspo.config import Settings, run_directory, to_settings
+from gspo.config import Settings, chosen_settings, folder_of
 from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain
-from gspo.sweep_state import MANIFEST, entries, upload
+from gspo.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
 class WriteManifest(Callback):
     """Hydra's callback at the start of a sweep and after each job. Where it fails, Hydra warns and the sweep runs."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """List the jobs, those too whose settings are wrong."""
-        params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-        loader, planned = GlobalHydra.instance().config_loader(), []
-        for overrides in expanded([*params, *config.hydra.overrides.task]):
-            try:
-                settings = _settings(loader.load_sweep_config(config, overrides))
-                planned.append({"overrides": overrides, "run": run_directory(settings).name, "steps": settings.steps})
-            except USER_ERRORS as error:
-                planned.append({"overrides": overrides, "run": " ".join(overrides), "reason": explain(error)})
+        """List the jobs; with dry_run=true only print them, and end."""
+        planned = plan(config)
+        if config.dry_run:
+            print(forecast(planned))
+            sys.exit(0)
+        for number, job in enumerate(planned):
+            if "same_as" in job:
+                print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
         _append(config, {"command": sys.argv, "jobs": planned})
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
@@ -63,19 +62,57 @@ class WriteManifest(Callback):
                 UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
 
 
+def plan(config: DictConfig) -> list[dict[str, Any]]:
+    """The jobs of a sweep: overrides, run, folder and steps; or why the settings are wrong; `same_as` is the number of
+    an earlier job that is the same run."""
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    loader, jobs, numbers = GlobalHydra.instance().config_loader(), [], {}
+    for number, overrides in enumerate(expanded([*params, *config.hydra.overrides.task])):
+        job: dict[str, Any] = {"overrides": overrides}
+        jobs.append(job)
+        try:
+            settings = _settings(loader.load_sweep_config(config, overrides), overrides)
+        except USER_ERRORS as error:
+            job |= {"run": " ".join(overrides), "reason": explain(error)}
+            continue
+        folder = folder_of(settings)
+        job |= {"run": folder.name, "folder": str(folder), "steps": settings.steps}
+        if numbers.setdefault(folder, number) != number:
+            job["same_as"] = numbers[folder]
+    return jobs
+
+
+def same_run(planned: list[dict], number: int) -> str:
+    """Which earlier job is the same run as this one, in words; "" if none is."""
+    if number >= len(planned) or "same_as" not in planned[number]:
+        return ""
+    first = planned[number]["same_as"]
+    return f"the same run as job {first} ({special(planned, first)}), {planned[first]['folder']}"
+
+
+def taken_by_another_job(settings: Settings) -> str:
+    """Inside a sweep: which earlier job of it makes this run, in words; "" if none does."""
+    job = HydraConfig.get()
+    plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
+    if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
+        return ""
+    mine = plans[-1][job.job.num]["run"] == folder_of(settings).name  # else the plan is another sweep's
+    return same_run(plans[-1], job.job.num) if mine else ""
+
+
 def _name(config: DictConfig, overrides: list[str]) -> str:
     """Of the run's directory; what was asked for, where that is not possible."""
     try:
-        return run_directory(_settings(config)).name
+        return folder_of(_settings(config, overrides)).name
     except USER_ERRORS:
         return " ".join(overrides)
 
 
-def _settings(config: DictConfig) -> Settings:
+def _settings(config: DictConfig, overrides: list[str]) -> Settings:
     plain = config.copy()
     with open_dict(plain):
         plain.pop("hydra")
-    return to_settings(plain, config.hydra.runtime.choices)
+    return chosen_settings(plain, overrides, config.hydra.runtime.choices)
 
 
 def _append(config: DictConfig, line: dict) -> None:

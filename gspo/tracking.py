@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from gspo.metrics import lookup
+from gspo.ranges import Ranged, ranged
 from gspo.records import Response
 from gspo.run_files import read_rows, replace_text, rows_and_damage
 from gspo.wandb_run import MODES, WandbRun, chosen_mode
@@ -26,7 +27,7 @@ OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # a run's folders whose e
 
 
 @dataclass
-class TrackingSettings:
+class TrackingSettings(Ranged, key="tracking"):
     """Where a run is shown. Changes nothing in its results. What is said here goes before W&B's own variables of the
     environment, those before the defaults. WANDB_RUN_GROUP and WANDB_NAME replace the study and the directory's name,
     WANDB_NOTES is added. A run that W&B's server has stays in the project where it began."""
@@ -35,16 +36,16 @@ class TrackingSettings:
     project: str = ""  # empty: WANDB_PROJECT, else gspo
     entity: str = ""  # W&B user or team; empty: WANDB_ENTITY, else the account's default
     tags: list[str] = field(default_factory=list)  # beside the run's own; empty: WANDB_TAGS
-    finish_timeout: float = 300.0  # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
-    rollouts_every: int = 10  # steps between saved rollout batches; the first and the last are always saved
-    table_rows: int = 16  # responses of a saved batch that are also shown as a W&B table
+    # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
+    finish_timeout: float = ranged(300.0, least=0)
+    # steps between saved rollout batches; the first and the last are always saved
+    rollouts_every: int = ranged(10, least=1)
+    table_rows: int = ranged(16, least=1)  # responses of a saved batch that are also shown as a W&B table
 
     def __post_init__(self):
+        super().__post_init__()
         if self.wandb not in MODES:
             raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
-        for key in ("rollouts_every", "table_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"tracking.{key}={getattr(self, key)} must be at least 1")
 
 
 class Tracker:

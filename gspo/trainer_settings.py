@@ -5,49 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gspo.aggregation import Aggregation
+from gspo.ranges import Ranged, ranged
 
 
 @dataclass
-class OptimSettings:
+class OptimSettings(Ranged, key="optim"):
     """AdamW; the learning rate rises linearly over the first `warmup_updates` updates and then stays."""
 
-    lr: float = 1e-6
-    warmup_updates: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-15  # RL gradients can be as small as 1e-18: the usual 1e-8 would stop learning (arXiv:2506.13585)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    max_skipped: int = 8  # updates in a row that are left out as their gradient is not finite, before the run stops
-
-    def __post_init__(self):
-        for key in ("lr", "eps", "weight_decay", "warmup_updates", "max_skipped"):
-            if not getattr(self, key) >= 0:  # so that nan fails too
-                raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative")
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1)")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"optim.max_grad_norm={self.max_grad_norm} must be positive")
+    lr: float = ranged(1e-6, least=0)
+    warmup_updates: int = ranged(20, least=0)
+    beta1: float = ranged(0.9, least=0, below=1)
+    beta2: float = ranged(0.95, least=0, below=1)
+    # RL gradients can be as small as 1e-18: the usual 1e-8 would stop learning (arXiv:2506.13585)
+    eps: float = ranged(1e-15, least=0)
+    weight_decay: float = ranged(0.0, least=0)
+    max_grad_norm: float = ranged(1.0, above=0)
+    # updates in a row that are left out as their gradient is not finite, before the run stops
+    max_skipped: int = ranged(8, least=0)
 
 
 @dataclass
-class TrainerSettings:
+class TrainerSettings(Ranged, key="trainer"):
     """How a rollout batch becomes updates."""
 
-    minibatches: int = 4  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
-    epochs: int = 1
-    micro_batch_size: int = 64  # responses per forward and backward; changes memory and speed, not the gradient
+    minibatches: int = ranged(4, least=1)  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
+    epochs: int = ranged(1, least=1)
+    # responses per forward and backward; changes memory and speed, not the gradient
+    micro_batch_size: int = ranged(64, least=1)
     aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
     mask_truncated: bool = (
         False  # leave responses that hit the limit out of the loss (their rewards stay in the baseline)
     )
-    consistency_sample: int = 32  # responses on which routing is measured after the step's last update
-
-    def __post_init__(self):
-        for key in ("minibatches", "epochs", "micro_batch_size", "consistency_sample"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 1")
+    consistency_sample: int = ranged(32, least=1)  # responses on which routing is measured after the last update
 
 
 @dataclass

@@ -89,7 +89,10 @@ def test_a_batch_without_any_token_gives_0(aggregation):
         ({"mode": "token-mean", "rows": "all"}, r"aggregation\.rows=all is not read by aggregation\.mode=token-mean"),
         ({"mode": "token-mean", "length": 5}, r"aggregation\.length=5 is not read by aggregation\.mode=token-mean"),
         ({"mode": "seq-mean-token-mean", "length": 0}, r"aggregation\.length=0 is not read"),
-        ({"mode": "seq-mean-token-sum-norm", "length": -1}, r"aggregation\.length=-1 must not be negative"),
+        (
+            {"mode": "seq-mean-token-sum-norm", "length": -1},
+            r"aggregation\.length=-1 must be a whole number of at least 0, or null",
+        ),
     ],
 )
 def test_what_makes_no_sense_or_cannot_act_is_refused(given, message):

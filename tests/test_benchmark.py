@@ -68,7 +68,7 @@ def test_nested_settings_become_a_command_line():
 
 
 def test_the_command_measures_and_writes(tmp_path):
-    sizes = ["+size.prompts=4", "+size.group_size=4", "+size.new_tokens=12", "+size.hidden=16", "+size.layers=1"]
+    sizes = ["size.prompts=4", "size.group_size=4", "size.new_tokens=12", "size.hidden=16", "size.layers=1"]
     command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=2", *sizes]
     out = tmp_path / "x.json"
     done = subprocess.run([*command, f"out={out}", f"runs={tmp_path}"], capture_output=True, text=True, check=False)

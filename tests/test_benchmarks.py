@@ -97,10 +97,11 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
 
 def test_missing_files_say_setting_path_and_what_to_do(tmp_path):
     with pytest.raises(
-        ValueError, match=r"gsm8k\.path=/no/where: there is no such.*task\.path=FILE.*tasks\.gsm8k\.path"
+        ValueError,
+        match=r"task\.path=/no/where: there is no such file or folder. Give task\.path=FILE or FOLDER, or pip install",
     ):
         GSM8K(path="/no/where").size("gsm8k")
-    with pytest.raises(ValueError, match=r"codeforces\.path is empty, and no hub dataset.*Give task\.path=FILE"):
+    with pytest.raises(ValueError, match=r"task\.path is empty, and no hub dataset.*Give task\.path=FILE"):
         RatedPrograms().size("codeforces")
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):
         GSM8K(path=str(ROOT / "README.md")).size("gsm8k")
@@ -242,7 +243,9 @@ def test_training_needs_a_training_set(gsm8k, tmp_path):
     path = write(tmp_path / "test.jsonl", [{"problem": "One?", "answer": "001"}])
     with pytest.raises(ValueError, match=r"task=aime24 is for evaluation and has no training set.*task.train_path"):
         AIME24(path=str(path)).problem(1, "train", 0)
-    with pytest.raises(ValueError, match=r"is the evaluation set of gsm8k: for training give task.train_path"):
+    with pytest.raises(
+        ValueError, match=r"task\.path=.*test\.jsonl is one file.*give task\.train_path=FILE to train on beside it"
+    ):
         GSM8K(path=str(gsm8k / "test.jsonl")).problem(1, "train", 0)
     mine = write(tmp_path / "mine.jsonl", [{"problem": "Two?", "solution": r"It is \boxed{\frac12}, or \boxed{x}"}])
     assert AIME24(path=str(path), train_path=str(mine)).problem(1, "train", 5).answer == "x"

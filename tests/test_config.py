@@ -29,6 +29,7 @@ from gspo.config import (
 )
 from gspo.process import explain
 from gspo.runs import open_policy
+from gspo.schema import to_dataclass
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -149,9 +150,9 @@ def test_every_number_of_a_preset_has_its_source_beside_it():
 def test_auto_settles_to_what_the_objectives_paper_uses():
     modes = {"dapo": "token-mean", "drgrpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
     for option, mode in modes.items():
-        s = settings(f"objective={option}", "kl=loss", "+rollout.extend={5: 120}")
+        s = settings(f"objective={option}", "kl=loss", "rollout.extend={5: 120}")
         assert s.trainer.aggregation.mode == s.kl.aggregation.mode == mode
-    assert settings("objective=drgrpo", "+rollout.extend={5: 120}").trainer.aggregation.length == 120
+    assert settings("objective=drgrpo", "rollout.extend={5: 120}").trainer.aggregation.length == 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
@@ -205,7 +206,7 @@ BAD = [
     ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
     ("correction=icepop policy.old_logprobs=engine", "correction=icepop with policy.old_logprobs=engine"),
     ("correction=tis correction.level=word", "correction.level='word'"),
-    ("correction=tis correction.high=0", "correction.low=0.0"),
+    ("correction=tis correction.high=0", "correction.high=0.0 must be a finite number above 0"),
     ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
     ("advantage=returns kl=reward", "advantage=returns with kl=reward .* gives one per token"),
     ("advantage=returns advantage.gamma=0.9", "advantage=returns with kl=none and advantage.gamma=0.9 gives one per"),
@@ -241,7 +242,7 @@ BAD = [
     ("reward.shift=everything", "reward.shift='everything'"),
     ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
     ("rollout.refresh_every=5", "rollout.refresh_every=5"),
-    ("+rollout.extend={5:10}", "rollout.extend="),
+    ("rollout.extend={5:10}", "rollout.extend="),
     ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
     ("policy.routing_replay=r4", "policy.routing_replay='r4'"),
     ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
@@ -421,6 +422,83 @@ def test_an_option_that_the_choice_does_not_have_is_an_unknown_key(overrides):
     assert overrides.split()[-1].split("=")[0].split(".")[1] in explain(refused.value)
 
 
+UNKNOWN = [  # override, the unknown key, the nearest one
+    ("foo=1", "foo", "monitor"),
+    ("+foo=1", "foo", "monitor"),
+    ("++foo.bar=1", "foo", "monitor"),
+    ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
+    ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
+    ("+lr=0.1", "lr", "optim.lr"),
+    ("+objective.clip=1", "objective.clip", "objective.clip_low"),
+    ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
+    ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
+    ("+experimnt=tiny_moe", "experimnt", "experiment"),
+]
+
+
+@pytest.mark.parametrize("override, key, nearest", UNKNOWN)
+def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(override, key, nearest):
+    with pytest.raises((ValueError, ConfigCompositionException)) as refused:
+        settings(override)
+    assert explain(refused.value) == f"there is no setting {key}: the nearest is {nearest}"
+
+
+@pytest.mark.parametrize("name", ["evaluate", "sample", "benchmark"])
+def test_an_unknown_key_is_refused_by_every_entry_point(name):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(name, overrides=["+run=x"] * (name == "benchmark") + ["+foo=1"])
+    with pytest.raises(ValueError, match=r"there is no setting (foo|run): the nearest is"):
+        to_dataclass(config)
+
+
+@pytest.mark.parametrize(
+    "text, said", [("foo: 1", "foo: the"), ("optim: {learning_rate: 1}", "optim.learning_rate: the")]
+)
+def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, said):
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    (tmp_path / "sweep.yaml").write_text(f"defaults: [train, _self_]\n{text}\n")
+    with pytest.raises(ConfigCompositionException) as of_preset:
+        settings(f"hydra.searchpath=[file://{tmp_path}]", "preset=mine")
+    with pytest.raises(ConfigCompositionException) as of_sweep:
+        settings(f"hydra.searchpath=[file://{CONF}]", name="sweep", folder=tmp_path)
+    assert explain(of_preset.value).startswith(f"In 'preset/mine': there is no setting {said} nearest is ")
+    assert explain(of_sweep.value).startswith(f"In 'sweep': there is no setting {said} nearest is ")
+
+
+def test_mappings_take_new_keys_without_a_plus():
+    assert settings("rollout.extend={100: 160}") == settings("+rollout.extend={100: 160}")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        command = to_dataclass(compose("benchmark", overrides=["size.hidden=32", "set.trainer.micro_batch_size=8"]))
+    assert command.size == {"hidden": 32} and command.overrides() == ["trainer.micro_batch_size=8"]
+
+
+def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
+    with pytest.raises(ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."):
+        settings("~steps")
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings("+optim.lr=0.5")
+    assert explain(refused.value) == "+optim.lr: this is a setting already; give it without +"
+    assert settings("++optim.lr=0.5").optim.lr == 0.5
+
+
+def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings("objective=gsop")
+    said = explain(refused.value)
+    assert said.startswith("objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, ")
+    assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
+
+
+def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
+    write_settings(settings("seed=5"), tmp_path)
+    assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(tmp_path, ["checkpoint.keep=1"])
+    for override in ("foo=1", "+foo=1", "++rollout.top_p=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
+        key = override.lstrip("+").split("=")[0]
+        with pytest.raises(ValueError, match=re.escape(f"{override}: there is no setting {key}: the nearest is ")):
+            resumed_settings(tmp_path, [f"resume={tmp_path}", override])
+
+
 def test_warnings_name_what_may_not_be_meant():
     assert warnings(settings()) == []
     assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
@@ -434,7 +512,7 @@ def test_warnings_name_what_may_not_be_meant():
 CLI = [
     ("optim.learning=1", "learning"),
     ("kl.coef=0.001", "kl.coef"),
-    ("preset=verll", "Available options in 'preset': dapo"),
+    ("preset=verll", "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo"),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
     ("policy.device=gpu", "policy.device=gpu cannot be used here"),

@@ -174,7 +174,7 @@ def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("porject=x", "'porject=x': the options are project=, entity=, study=, by=, runs=, out=, publish="),
+        ("porject=x", "'porject=x': there is no such option; the nearest is project= (of project=, entity="),
         ("by=objective.name,optim.rate", "no run under runs has the setting 'optim.rate'"),
         ("publish=maybe", "publish=maybe: choose yes or no"),
         ("project=", "project=: name a W&B project"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
+    "ranges": 0, "arguments": 0,
     "records": 0, "seeding": 0, "metrics": 0, "collapse": 0, "run_files": 0, "sweep_state": 0, "views": 0,
     "masked": 1, "aggregation": 1, "batch": 1, "objectives": 1, "advantages": 1, "reward_shaping": 1, "kl": 1,
     "corrections": 1, "terms": 1, "credit": 1, "diagnostics": 1, "tally": 1, "tasks": 1, "rewards": 1, "estimates": 1,
@@ -12,7 +13,7 @@ FLOORS = {
     "policy": 2, "rollout": 2, "peers": 2,
     "checkpoint": 3, "compute": 3, "tracking": 3, "wandb_run": 3, "evaluation": 3, "evaluation_files": 3, "monitor": 3,
     "trainer": 4, "trainer_settings": 4, "cold_start": 4,
-    "commands": 5, "config": 5, "checks": 5, "process": 5,
+    "commands": 5, "schema": 5, "config": 5, "checks": 5, "process": 5,
     "runs": 5, "sweeps": 5, "share": 5, "assembly": 5, "session": 5, "rollback": 5, "run_report": 5, "benchmark": 5,
     "dashboard": 5,
 }  # fmt: skip
@@ -22,8 +23,8 @@ ONLY_IN = {
     "vllm": ("rollout",),
     "wandb": ("wandb_run", "dashboard"),
     "wandb_workspaces": ("dashboard",),
-    "hydra": ("config", "process", "sweeps", "share"),
-    "omegaconf": ("commands", "config", "process", "sweeps", "share"),
+    "hydra": ("config", "schema", "process", "sweeps", "share"),
+    "omegaconf": ("commands", "config", "schema", "process", "sweeps", "share"),
 }
 NO_TORCH = (
     "records",

@@ -22,7 +22,7 @@ RUNS = {
     ],
     "dynamic": [
         "objective=gspo_token", "advantage=returns", "kl=reward", "kl.target=1e-4", "kl.horizon=100",
-        "correction=tis", "rollout.refill_rounds=1", "+rollout.extend={4:14,8:16}", *SHAPED,
+        "correction=tis", "rollout.refill_rounds=1", "rollout.extend={4:14,8:16}", *SHAPED,
     ],
     "stale": [
         "rollout.staleness=2", "rollout.dtype=bfloat16", "policy.old_logprobs=behaviour", "policy.routing_replay=r3",

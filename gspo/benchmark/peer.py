@@ -86,7 +86,7 @@ def record_of(command: list[str], arm: str, out: Path) -> dict:
 
 
 def ours(arguments: list[str], override: str, out: Path) -> list[str]:
-    return [sys.executable, str(ROOT / "experiments" / "benchmark.py"), *arguments, f"++set.{override}", f"out={out}"]
+    return [sys.executable, str(ROOT / "experiments" / "benchmark.py"), *arguments, f"set.{override}", f"out={out}"]
 
 
 def trl(settings: Settings, batches: int, folder: Path, out: Path) -> list[str]:

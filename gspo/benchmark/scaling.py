@@ -49,7 +49,7 @@ def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
             sizes = BASE | curve.others | {curve.key: value}
             if curve.key == "hidden":
                 sizes["width"] = value // 2
-            changes = [f"+size.{key}={size}" for key, size in sizes.items()]
+            changes = [f"size.{key}={size}" for key, size in sizes.items()]
             command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=1"]
             done = subprocess.run(
                 [*command, f"threads={count}", f"runs={runs}", f"out={out}", *changes],

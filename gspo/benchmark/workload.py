@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from gspo.policy.models import save
 from gspo.policy.tokenizer import character_tokenizer
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Score
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 
@@ -27,31 +28,45 @@ MIXED = (*RANDOM, "policy.precision=bfloat16", "policy.checkpointing=true", "rol
 
 
 @dataclass
-class Shape:
+class Shape(Ranged, key="size"):
     """A Qwen3 model with random weights; with experts a Qwen3-MoE."""
 
-    hidden: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    width: int  # of the MLP, or of one expert
-    experts: int = 0
-    experts_per_token: int = 0
-    vocabulary: int = 0  # 0: the tokenizer's
+    hidden: int = ranged(least=1)
+    layers: int = ranged(least=1)
+    heads: int = ranged(least=1)
+    key_value_heads: int = ranged(least=1)
+    width: int = ranged(least=1)  # of the MLP, or of one expert
+    experts: int = ranged(0, least=0)
+    experts_per_token: int = ranged(0, least=0)
+    vocabulary: int = ranged(0, least=0)  # 0: the tokenizer's
     tied: bool = False  # tied, random weights repeat one token
-    mean_length: int = 250  # tokens after which a response ends on average; beyond the vocabulary's size
+    mean_length: int = ranged(
+        250, least=1
+    )  # tokens after which a response ends on average, beyond the vocabulary's size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % self.key_value_heads:
+            raise ValueError(
+                f"size.hidden={self.hidden} divided by size.heads={self.heads} must be an even whole number, and "
+                f"size.key_value_heads={self.key_value_heads} must divide size.heads"
+            )
+        if self.experts_per_token > self.experts or (self.experts and not self.experts_per_token):
+            raise ValueError(
+                f"size.experts_per_token={self.experts_per_token} must lie in 1..size.experts={self.experts}"
+            )
 
 
 @dataclass
-class Workload:
+class Workload(Ranged, key="size"):
     """What is timed. `shape` None: the testbed's cold-started model."""
 
     shape: Shape | None
-    prompts: int
-    group_size: int
-    new_tokens: int
-    micro_batch_size: int = 64
-    batch_rows: int = 512
+    prompts: int = ranged(least=1)
+    group_size: int = ranged(least=1)
+    new_tokens: int = ranged(least=1)
+    micro_batch_size: int = ranged(64, least=1)
+    batch_rows: int = ranged(512, least=1)
     settings: tuple[str, ...] = field(default=RANDOM)
     peer: bool = True  # whether TRL runs it in a reasonable time
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo.masked import masked_mean
+from gspo.ranges import Ranged, ranged
 
 LOWEST = 20.0  # nats: below -20 a ratio is 2e-9; it cannot overflow, so a smaller log_ratio_bound acts above only
 
@@ -62,7 +63,7 @@ class LossOutputs:
 
 
 @dataclass
-class Objective:
+class Objective(Ranged, key="objective"):
     """Base of all objectives. Fields are settings; calling it gives the loss."""
 
     name: str = ""
@@ -82,11 +83,7 @@ class RatioObjective(Objective):
     gradient and is counted in `clip/log_ratio_bounded`; below it the formulas are exact.
     """
 
-    log_ratio_bound: float = 20.0  # nats
-
-    def __post_init__(self):
-        if not 0 < self.log_ratio_bound <= 80:
-            raise ValueError(f"objective.log_ratio_bound={self.log_ratio_bound} must lie in (0, 80]: exp(88) overflows")
+    log_ratio_bound: float = ranged(20.0, above=0, most=80, why="exp(88) overflows")  # nats
 
     def token_ratio(self, inputs: LossInputs, denominator_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """w_it = pi(y_it) / pi_old(y_it) (or another denominator), and which tokens left the bound. Both [B, T]."""
@@ -111,20 +108,9 @@ class Clipped(RatioObjective):
     dual_clip carries no gradient either.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None  # c > 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.clip_low < 1:
-            raise ValueError(
-                f"objective.clip_low={self.clip_low} must lie in (0, 1): the band starts at 1 - clip_low > 0"
-            )
-        if not self.clip_high > 0:
-            raise ValueError(f"objective.clip_high={self.clip_high} must be positive: the band ends at 1 + clip_high")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"objective.dual_clip={self.dual_clip} must be above 1: at 1 it would clip every update")
+    clip_low: float = ranged(0.2, above=0, below=1, why="the band starts at 1 - clip_low > 0")
+    clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
+    dual_clip: float | None = ranged(None, above=1, why="at 1 it would clip every update")  # c
 
     def clipped(self, ratio_BT: Tensor, bounded_BT: Tensor, inputs: LossInputs) -> LossOutputs:
         """loss = -min(r A, clip(r) A), at most dual_clip |A| where A < 0; with its clip masks."""

@@ -13,6 +13,7 @@ import torch
 
 from gspo.masked import masked_mean
 from gspo.objectives.base import Clipped, LossInputs, LossOutputs, RatioObjective, log_ratio
+from gspo.ranges import ranged
 
 
 @dataclass
@@ -88,15 +89,9 @@ class GMPO(RatioObjective):
     """
 
     name: str = "gmpo"
-    clip_low: float = 0.4  # the paper's range (e^-0.4, e^0.4)
-    clip_high: float = 0.4
+    clip_low: float = ranged(0.4, above=0, why="it bounds a log-ratio")  # the paper's range (e^-0.4, e^0.4)
+    clip_high: float = ranged(0.4, above=0, why="it bounds a log-ratio")
     sequence_level: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        for key in ("clip_low", "clip_high"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"objective.{key}={getattr(self, key)} must be positive: it bounds a log-ratio")
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         sign_BT = inputs.advantage_BT.sign()

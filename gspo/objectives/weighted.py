@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
+from gspo.ranges import ranged
 
 
 @dataclass
@@ -35,15 +36,8 @@ class Reinforce(Objective):
 class Weighted(RatioObjective):
     """Base of CISPO and MiniRL: their band, and the loss -M sg(weight) A log pi."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.clip_low <= 1:
-            raise ValueError(f"objective.clip_low={self.clip_low} must lie in (0, 1]: weights are not negative")
-        if not self.clip_high > 0:
-            raise ValueError(f"objective.clip_high={self.clip_high} must be positive: the band ends at 1 + clip_high")
+    clip_low: float = ranged(0.2, above=0, most=1, why="weights are not negative")
+    clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
 
     def harmful(self, ratio_BT: Tensor, adv_BT: Tensor) -> Tensor:
         """PPO's mask: the ratio has left the band on the side to which the advantage pushes it. Bool [B, T]."""
@@ -120,15 +114,9 @@ class DPPO(RatioObjective):
     """
 
     name: str = "dppo"
-    delta: float = 0.15  # the authors' runs in bfloat16
+    # the authors' runs in bfloat16
+    delta: float = ranged(0.15, above=0, below=1, why="it bounds a difference of probabilities")
     aggregation: ClassVar[str] = "token-mean"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.delta < 1:
-            raise ValueError(
-                f"objective.delta={self.delta} must lie in (0, 1): it bounds a difference of probabilities"
-            )
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Raises ValueError without inputs.behaviour_logp_BT."""
@@ -160,17 +148,14 @@ class SAPO(RatioObjective):
     """
 
     name: str = "sapo"
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: float = ranged(1.0, above=0)
+    tau_negative: float = ranged(1.05, above=0)
     level: str = "token"  # token | sequence
 
     def __post_init__(self):
         super().__post_init__()
         if self.level not in ("token", "sequence"):
             raise ValueError(f"objective.level={self.level!r}: choose token or sequence")
-        for key in ("tau_positive", "tau_negative"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"objective.{key}={getattr(self, key)} must be positive")
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         adv_BT = inputs.advantage_BT

@@ -12,8 +12,6 @@ Shape suffixes: B responses, T response tokens, 1 the only column of a response-
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from gspo.peers.recipe import UNBOUNDED, described
 from gspo.peers.result import Ours, Values
 from gspo.peers.vectors import Entry
 
+FREE = 1e6  # nats: beyond any log-ratio, for peers that do not bound it where nothing is exponentiated
 ESTIMATORS = {
     "k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3", "abs": "abs",
 }  # fmt: skip
@@ -44,7 +43,7 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
     estimator, straight = ESTIMATORS[name.removesuffix("+")], name.endswith("+")
     d_bound, value_bound = kl_bounds(entry.peer, name.removesuffix("+"))
     if straight:  # the gradient is k2's without any bound, and the bound on the value does for that on d
-        d_bound = UNBOUNDED if estimator == "k3" else math.inf
+        d_bound = UNBOUNDED if estimator == "k3" else FREE
     kl = KLInLoss(
         estimator=estimator, log_ratio_bound=d_bound, value_bound=value_bound, gradient="k2" if straight else "own"
     )
@@ -55,7 +54,7 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
     loss = Aggregation("token-mean")(kl_BT, entry.mask_BT, Totals.of(entry.mask_BT))
     (grad_BT,) = torch.autograd.grad(loss, logp_BT)
     furthest = float(log_ratio(entry.inputs["logp"], entry.inputs["ref_logp"], entry.mask_BT).abs().max())
-    beyond = estimator == "k3" and d_bound == UNBOUNDED and value_bound == math.inf and furthest > UNBOUNDED
+    beyond = estimator == "k3" and d_bound == UNBOUNDED and value_bound is None and furthest > UNBOUNDED
     return Ours(
         section="KL estimators",
         row=estimator + ("+ (gradient of k2)" if straight else ""),
@@ -68,19 +67,19 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
     )
 
 
-def kl_bounds(peer: str, name: str) -> tuple[float, float]:
+def kl_bounds(peer: str, name: str) -> tuple[float, float | None]:
     """The bounds on d and on the value; d unbounded where nothing is exponentiated, else up to ours."""
     k3 = ESTIMATORS[name] == "k3"
-    free = UNBOUNDED if k3 else math.inf
+    free = UNBOUNDED if k3 else FREE
     if peer in ("verl", "ms-swift"):
-        return (20.0, 10.0) if k3 else (free, math.inf)
+        return (20.0, 10.0) if k3 else (free, None)
     if peer == "ROLL":
-        return free, 10.0 if k3 else math.inf
+        return free, 10.0 if k3 else None
     if peer == "OpenRLHF":
         return free, 10.0
     if peer == "slime":
-        return free, 10.0 if name == "low_var_kl" else math.inf
-    return free, math.inf  # TRL
+        return free, 10.0 if name == "low_var_kl" else None
+    return free, None  # TRL
 
 
 # -- the coefficient's controller

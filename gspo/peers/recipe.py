@@ -199,7 +199,7 @@ def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_
         furthest = float(exponent_BT[outside_BT].abs().max())
         bound = peer.objective.log_ratio_bound if peer.bound == "none" else 20
         return f"a log-ratio of {furthest:.4g} nats lies beyond our bound of {bound:g}; the peer has none there"
-    if peer.kl is not None and peer.kl.value_bound == torch.inf:
+    if peer.kl is not None and peer.kl.value_bound is None:
         d = log_ratio(inputs.logp_BT.detach(), inputs.ref_logp_BT, inputs.mask_BT).abs().max()
         if d > peer.kl.log_ratio_bound:
             return f"log pi/pi_ref of {float(d):.4g} nats lies beyond our bound of {peer.kl.log_ratio_bound:g} for KL"

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 from gspo.policy.tokenizer import character_tokenizer
+from gspo.ranges import LARGEST_SEED, Ranged, ranged
 
 POSITIONS = 2048  # of the tiny models
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -31,7 +32,7 @@ logging.disable_progress_bar()  # a bar for every checkpoint would drown the run
 
 
 @dataclass
-class ModelSettings:
+class ModelSettings(Ranged, key="model"):
     """Base of the model choices; `name` says which one it is."""
 
     name: str = ""
@@ -46,22 +47,36 @@ class ModelSettings:
 
 
 @dataclass
-class TinyMoE(ModelSettings):
+class Tiny(ModelSettings):
+    """Base of the models that are made here, with random weights and one token per character."""
+
+    hidden: int = ranged(64, least=1)
+    layers: int = ranged(4, least=1)
+    heads: int = ranged(4, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
+            )
+
+
+@dataclass
+class TinyMoE(Tiny):
     """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per character."""
 
     name: str = "tiny_moe"
-    hidden: int = 64
-    layers: int = 4
-    heads: int = 4
-    experts: int = 16
-    experts_per_token: int = 2
-    expert_width: int = 32
-    init_seed: int = 0
+    experts: int = ranged(16, least=1)
+    experts_per_token: int = ranged(2, least=1)
+    expert_width: int = ranged(32, least=1)
+    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
-    def __post_init__(self):
-        if not 0 < self.experts_per_token <= self.experts:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token > self.experts:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must lie in 1..model.experts={self.experts}"
+                f"model.experts_per_token={self.experts_per_token} must not exceed model.experts={self.experts}"
             )
 
     def make(self) -> Loaded:
@@ -79,15 +94,13 @@ class TinyMoE(ModelSettings):
 
 
 @dataclass
-class TinyDense(ModelSettings):
+class TinyDense(Tiny):
     """A dense Qwen3 with random weights: the control without a router."""
 
     name: str = "tiny_dense"
-    hidden: int = 64
     layers: int = 6
-    heads: int = 4
-    width: int = 128
-    init_seed: int = 0
+    width: int = ranged(128, least=1)
+    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
     def make(self) -> Loaded:
         tokenizer = character_tokenizer()
@@ -117,11 +130,15 @@ class HFModel(ModelSettings):
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
     """Model and tokenizer of a folder or hub name. Raises ValueError in one line if there is nothing to load there."""
+    there = Path(path).is_dir()
+    if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
+        raise ValueError(f"model.path={path!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
+        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{str(error).splitlines()[0]}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
     if tokenizer.pad_token_id is None:
@@ -148,11 +165,7 @@ def save(
     tokenizer.save_pretrained(folder)
 
 
-def _shared_config(settings: TinyMoE | TinyDense, tokenizer: PreTrainedTokenizerBase) -> dict:
-    if settings.hidden % settings.heads or (settings.hidden // settings.heads) % 2:
-        raise ValueError(
-            f"model.hidden={settings.hidden} divided by model.heads={settings.heads} must be an even whole number"
-        )
+def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden,

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from gspo.ranges import Ranged, ranged
 from gspo.rollout.rows import Sampling
 from gspo.rollout.sampler import MAX_REFILLS, Sampler
 
@@ -16,7 +17,7 @@ SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 @dataclass
-class RolloutSettings:
+class RolloutSettings(Ranged, key="rollout"):
     """What every engine takes; by itself the in-process one.
 
     name            which engine
@@ -31,36 +32,29 @@ class RolloutSettings:
     """
 
     name: str = "local"
-    prompts_per_step: int = 32
-    group_size: int = 8
-    temperature: float = 1.0
-    max_new_tokens: int = 80
-    extend: dict[int, int] = field(default_factory=dict)  # {step: max_new_tokens from that step on}
-    max_prompt_tokens: int | None = None  # problems with longer prompts are replaced, and counted
-    query_set: int = 0  # number of different training problems; 0: an unbounded stream
-    refresh_every: int = 0  # steps (with token_budget: batches begun) until the next `query_set` problems; 0: never
-    refill_rounds: int = 0  # dynamic sampling: further rounds of prompts_per_step problems; 0: none
-    batch_rows: int = 512  # responses sampled at once: bounds the memory of the cache, changes no response
+    prompts_per_step: int = ranged(32, least=1)
+    group_size: int = ranged(8, least=1)
+    temperature: float = ranged(1.0, above=0, why="greedy groups are all alike")
+    max_new_tokens: int = ranged(80, least=1)
+    extend: dict[int, int] = ranged(default_factory=dict, least=1)  # {step: max_new_tokens from that step on}
+    max_prompt_tokens: int | None = ranged(None, least=1)  # problems with longer prompts are replaced, and counted
+    query_set: int = ranged(0, least=0)  # number of different training problems; 0: an unbounded stream
+    # steps (with token_budget: batches begun) until the next `query_set` problems; 0: never
+    refresh_every: int = ranged(0, least=0)
+    # dynamic sampling: further rounds of prompts_per_step problems; 0: none
+    refill_rounds: int = ranged(0, least=0, most=MAX_REFILLS)
+    batch_rows: int = ranged(512, least=1)  # sampled at once: bounds the memory of the cache, changes no response
     dtype: str = "float32"
     routes: bool = False
-    routes_floor: float = 0.5
-    sync_tolerance: float | None = None
-    staleness: int = 0
+    routes_floor: float = ranged(0.5, least=0, most=1)
+    sync_tolerance: float | None = ranged(None, above=0)
+    staleness: int = ranged(0, least=0)
     overlap: bool = False
-    token_budget: int = 0
-    in_flight: int = 0
+    token_budget: int = ranged(0, least=0)
+    in_flight: int = ranged(0, least=0)
 
     def __post_init__(self):
-        for key in ("prompts_per_step", "group_size", "max_new_tokens", "batch_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"rollout.{key}={getattr(self, key)} must be at least 1")
-        for key in ("query_set", "refresh_every", "refill_rounds", "staleness", "token_budget", "in_flight"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"rollout.{key}={getattr(self, key)} must be 0 (off) or positive")
-        if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature} must be positive: greedy groups are all alike")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"rollout.max_prompt_tokens={self.max_prompt_tokens} must be at least 1, or null")
+        super().__post_init__()
         self._check_extend()
         self._check_query_set()
         self._check_refill()
@@ -93,8 +87,6 @@ class RolloutSettings:
 
     def _check_refill(self) -> None:
         rounds, batches = self.refill_rounds, self.query_set // self.prompts_per_step
-        if rounds > MAX_REFILLS:
-            raise ValueError(f"rollout.refill_rounds={rounds} must not exceed {MAX_REFILLS}")
         if rounds and self.group_size == 1:
             raise ValueError(f"rollout.refill_rounds={rounds} with rollout.group_size=1: a single reward never varies")
         if self.query_set and rounds >= batches:
@@ -106,10 +98,6 @@ class RolloutSettings:
     def _check_engine(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        if not 0 <= self.routes_floor <= 1:
-            raise ValueError(f"rollout.routes_floor={self.routes_floor} is a share: it must lie in [0, 1]")
-        if self.sync_tolerance is not None and not self.sync_tolerance > 0:
-            raise ValueError(f"rollout.sync_tolerance={self.sync_tolerance} must be positive, or null")
 
     def _check_ahead(self) -> None:
         if self.overlap and not self.staleness:
@@ -161,26 +149,20 @@ class VLLMRollout(RolloutSettings):
 
     name: str = "vllm"
     own_process: bool = True  # the engine's core runs beside the trainer's process; false: in it
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None  # prompt and response; null: the model's positions
-    kv_cache_gib: float = 1.0  # memory of the key/value cache, on the CPU
-    gpu_memory: float = 0.45  # share of the GPU's memory for weights and cache, on CUDA
+    tensor_parallel_size: int = ranged(1, least=1)
+    max_model_len: int | None = ranged(None, least=1)  # prompt and response; null: the model's positions
+    kv_cache_gib: float = ranged(1.0, above=0)  # memory of the key/value cache, on the CPU
+    gpu_memory: float = ranged(0.45, above=0, below=1)  # share of the GPU's memory for weights and cache, on CUDA
     eager: bool = False  # no CUDA graphs; always so on the CPU
     sleep: bool = False  # give the GPU's memory to the trainer between rollouts
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"rollout.tensor_parallel_size={self.tensor_parallel_size} must be at least 1")
         if self.max_model_len is not None and self.max_model_len <= self.longest_limit:
             raise ValueError(
                 f"rollout.max_model_len={self.max_model_len} leaves no room for a prompt beside "
                 f"rollout.max_new_tokens={self.longest_limit}"
             )
-        if not self.kv_cache_gib > 0:
-            raise ValueError(f"rollout.kv_cache_gib={self.kv_cache_gib} must be positive")
-        if not 0 < self.gpu_memory < 1:
-            raise ValueError(f"rollout.gpu_memory={self.gpu_memory} must lie between 0 and 1")
         if self.sleep and self.overlap:
             raise ValueError("rollout.sleep=true with rollout.overlap=true: the engine is never idle")
 

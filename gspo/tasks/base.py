@@ -81,9 +81,3 @@ def check_split(split: str, evaluation_sets: list[str]) -> None:
     """Raises ValueError for a split that the task does not have."""
     if split not in TRAINING_SPLITS and split not in evaluation_sets:
         raise ValueError(f"split={split!r} is none of {[*TRAINING_SPLITS, *evaluation_sets]}")
-
-
-def check_range(key: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError that names the setting and its value unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"{key}={value!r} is not in [{low}, {high}]")

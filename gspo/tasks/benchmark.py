@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gspo.ranges import Ranged
 from gspo.records import Problem
 from gspo.seeding import permutation
 from gspo.tasks.base import TRAINING_SPLITS, check_split
@@ -38,7 +39,7 @@ class Item:
 
 
 @dataclass
-class Benchmark:
+class Benchmark(Ranged):
     """A finite evaluation set named like the task, and perhaps a training set; subclasses turn records into items.
 
     path        file or folder of the evaluation set; "" reads the hub
@@ -56,8 +57,10 @@ class Benchmark:
     hub_split: ClassVar[str] = "test"  # of the evaluation set
     hub_train_split: ClassVar[str] = ""  # "": the benchmark has no training set
     one_file: ClassVar[bool] = False  # training and evaluation problems are in the same file
+    key: ClassVar[str] = "task"  # where these settings stand, for messages; in evaluate.py tasks.NAME
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._read: dict[bool, list[Item]] = {}  # by: is it the training set; read when first asked for
         self._orders: dict[tuple[int, str, int], list[int]] = {}
 
@@ -112,10 +115,10 @@ class Benchmark:
         return self._read[training]
 
     def _evaluation_items(self) -> list[Item]:
-        rows = Source(f"{self.name}.path", self.path, "test", self.hub, self.hub_config, self.hub_split).rows()
+        rows = Source(f"{self.key}.path", self.path, "test", self.hub, self.hub_config, self.hub_split).rows()
         items = [item for row in rows if (item := self.item(row, training=False))]
         if not items:
-            raise ValueError(f"{self.name}.path={self.path or self.hub}: {self._nothing()}")
+            raise ValueError(f"{self.key}.path={self.path or self.hub}: {self._nothing()}")
         return items
 
     def _nothing(self) -> str:
@@ -129,7 +132,7 @@ class Benchmark:
         kept = without(items, known)
         if not kept:
             raise ValueError(
-                f"{self.name}.train_path={self.train_path or self.path or self.hub}: of {len(items)} training "
+                f"{self.key}.train_path={self.train_path or self.path or self.hub}: of {len(items)} training "
                 f"problems none is left that is not also in the evaluation set of {self.name}"
             )
         return kept
@@ -137,18 +140,19 @@ class Benchmark:
     def _training_source(self) -> Source:
         """Raises ValueError if the benchmark has no training set, and none is given."""
         if self.train_path:
-            return Source(f"{self.name}.train_path", self.train_path, "train")
+            return Source(f"{self.key}.train_path", self.train_path, "train")
         if not self.hub_train_split:
             raise ValueError(
                 f"task={self.name} is for evaluation and has no training set. "
-                "Train on another task, or give task.train_path=FILE with problems in the same format"
+                f"Train on another task, or give {self.key}.train_path=FILE with problems in the same format"
             )
         if self.path and not self.one_file and not Path(self.path).expanduser().is_dir():
             raise ValueError(
-                f"{self.name}.path={self.path} is the evaluation set of {self.name}: for training give "
-                "task.train_path=FILE, or as task.path the folder that holds train and test files"
+                f"{self.key}.path={self.path} is one file, and such a file is what {self.name} is evaluated on: give "
+                f"{self.key}.train_path=FILE to train on beside it, or as {self.key}.path the folder that holds train "
+                "and test files"
             )
-        return Source(f"{self.name}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split)
+        return Source(f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split)
 
 
 def fingerprint(text: str) -> str:

@@ -13,28 +13,29 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Score
 from gspo.seeding import generator
-from gspo.tasks.base import check_range, check_split, draw_prompt
+from gspo.tasks.base import check_split, draw_prompt
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
 SIGNED = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass
-class ChainArithmetic:
+class ChainArithmetic(Ranged):
     """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`; one step fewer than operands."""
 
     name: str = "math"
-    min_operands: int = 2
-    max_operands: int = 6
-    largest: int = 9
+    min_operands: int = ranged(2, least=2, most=20)
+    max_operands: int = ranged(6, least=2, most=20)
+    largest: int = ranged(9, least=5, most=999)  # below 5 there are too few problems to hold some out
     max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
-        check_range("min_operands", self.min_operands, 2, 20)
-        check_range("max_operands", self.max_operands, self.min_operands, 20)
-        check_range("largest", self.largest, 5, 999)  # below 5 there are too few problems to hold some out
+        super().__post_init__()
+        if self.max_operands < self.min_operands:
+            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
 
     def evaluation_sets(self) -> list[str]:
         return ["math_easy", "math_hard", "rated"]

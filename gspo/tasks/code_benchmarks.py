@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gspo.ranges import ranged
 from gspo.rewards.code_grader import Asserts, StdinCase
 from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
@@ -77,7 +78,7 @@ class Mbpp(CodeBenchmark):
     hub: str = "google-research-datasets/mbpp"
     hub_config: str = "full"
     wording: str = "instruct"  # instruct | completion
-    shown_tests: int = 3
+    shown_tests: int = ranged(3, least=1, most=3)
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6
     hub_train_split: ClassVar[str] = "train"
     one_file: ClassVar[bool] = True
@@ -88,8 +89,6 @@ class Mbpp(CodeBenchmark):
         super().__post_init__()
         check_wording(self.wording)
         self._examples = ""
-        if self.shown_tests not in (1, 2, 3):
-            raise ValueError(f"shown_tests={self.shown_tests}: choose 1, 2 or 3")
 
     def completes(self) -> bool:
         return self.wording == "completion"
@@ -110,12 +109,12 @@ class Mbpp(CodeBenchmark):
     def _shots(self) -> str:
         """The three worked examples. Raises ValueError if the file does not have them."""
         if not self._examples:
-            source = Source(f"{self.name}.path", self.path, "", self.hub, self.hub_config, "prompt")
+            source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
             rows = {row.get("task_id", int): row for row in source.rows()}
             missing = [number for number in (2, 3, 4) if number not in rows]
             if missing:
                 raise ValueError(
-                    f"{self.name}.path={self.path or self.hub}: task_id {missing[0]} is missing; 2, 3 and 4 are the "
+                    f"{self.key}.path={self.path or self.hub}: task_id {missing[0]} is missing; 2, 3 and 4 are the "
                     "examples of wording=completion"
                 )
             for row in (rows[2], rows[3], rows[4]):

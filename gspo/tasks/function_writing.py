@@ -14,10 +14,11 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Score
 from gspo.rewards.code_grader import CodeGrader, FunctionCase, Submission
 from gspo.seeding import generator
-from gspo.tasks.base import check_range, check_split, draw_prompt
+from gspo.tasks.base import check_split, draw_prompt
 from gspo.tasks.operations import (
     CATALOGUE,
     FAMILIES,
@@ -34,22 +35,21 @@ MAX_DRAWS = 100
 
 
 @dataclass
-class FunctionWriting:
+class FunctionWriting(Ranged):
     """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes."""
 
     name: str = "code"
-    slots: int = 1
-    cpu_seconds: float = 0.5
-    wall_seconds: float = 2.0
-    memory_mb: int = 256
+    slots: int = ranged(1, least=1, most=64)
+    cpu_seconds: float = ranged(0.5, least=0.01, most=60)
+    wall_seconds: float = ranged(2.0, least=0.01, most=600)
+    memory_mb: int = ranged(256, least=64, most=65536)
     allow_weak_sandbox: bool = False
     max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
-        check_range("slots", self.slots, 1, 64)
-        check_range("cpu_seconds", self.cpu_seconds, 0.01, 60)
-        check_range("wall_seconds", self.wall_seconds, self.cpu_seconds, 600)
-        check_range("memory_mb", self.memory_mb, 64, 65536)
+        super().__post_init__()
+        if self.wall_seconds < self.cpu_seconds:
+            raise ValueError(f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}")
         self._grader = CodeGrader(
             self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox
         )

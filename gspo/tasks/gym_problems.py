@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Score
 from gspo.rewards.math_extract import Refused, extract
 from gspo.seeding import seed_for
-from gspo.tasks.base import TRAINING_SPLITS, check_range, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, check_split, draw_prompt
 
 ONE_ANSWER = (
     "ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix bitwise_arithmetic "
@@ -95,25 +96,25 @@ class Entry:
 
 
 @dataclass
-class GymProblems:
+class GymProblems(Ranged):
     """One family, `dataset`, with the library's settings for it in `config`. Training problems are made without end;
     there are `evaluation_size` evaluation problems. `form`: where the answer stands, between tags or in a box."""
 
     name: str = "reasoning_gym"
     dataset: str = "chain_sum"
     config: dict[str, Any] = field(default_factory=dict)
-    evaluation_size: int = 200
+    evaluation_size: int = ranged(200, least=1, most=100_000)
     form: str = "tags"  # tags | boxed
     max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
             reason = REFUSED.get(self.dataset, "is unknown, or has not been examined for holes in its scoring")
             known = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
             raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {known}")
         if self.form not in INSTRUCTIONS:
             raise ValueError(f"form={self.form!r}: choose tags or boxed")
-        check_range("evaluation_size", self.evaluation_size, 1, 100_000)
         for key in {"seed", "size"} & set(self.config):
             raise ValueError(f"config.{key}={self.config[key]}: set by the harness, from the run's seed")
         self._scorer: Any = None

@@ -15,6 +15,7 @@ import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
+from gspo.ranges import ranged
 from gspo.records import Problem, Score
 from gspo.rewards.math_extract import Refused, extract
 from gspo.rewards.math_verifier import MathVerifier
@@ -47,9 +48,9 @@ class MathBenchmark(Benchmark):
     """
 
     form: str = "boxed"  # boxed | hash | answer
-    workers: int = 1
-    seconds: float = 5.0
-    memory_mb: int = 2048
+    workers: int = ranged(1, least=1, most=64)
+    seconds: float = ranged(5.0, above=0, most=600)
+    memory_mb: int = ranged(2048, least=256, most=65536)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,25 +6,26 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from gspo.ranges import Ranged, ranged
 from gspo.records import Problem, Score
 from gspo.seeding import generator
-from gspo.tasks.base import check_range, check_split
+from gspo.tasks.base import check_split
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
 
 
 @dataclass
-class Mixture:
+class Mixture(Ranged):
     """A share `code_share` of the training problems is code, the others math. Evaluation sets stay apart."""
 
     name: str = "mixed"
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
     code: FunctionWriting = field(default_factory=FunctionWriting)
-    code_share: float = 0.5
+    code_share: float = ranged(0.5, least=0, most=1)
     max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
 
     def __post_init__(self) -> None:
-        check_range("code_share", self.code_share, 0, 1)
+        super().__post_init__()
         if self.math.name == self.code.name:
             raise ValueError(f"math.name=code.name={self.code.name!r}: the tasks of a mixture need different names")
 

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gspo.ranges import ranged
 from gspo.records import Problem, Score
 from gspo.rewards.code_grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
 from gspo.tasks.benchmark import Benchmark
@@ -46,10 +47,10 @@ class Tests:
 class CodeBenchmark(Benchmark):
     """Problems whose answers are programs; up to `slots` run at a time, within CPU seconds, waiting and megabytes."""
 
-    slots: int = 1
-    cpu_seconds: float = 3.0
-    wall_seconds: float = 10.0
-    memory_mb: int = 1024
+    slots: int = ranged(1, least=1, most=64)
+    cpu_seconds: float = ranged(3.0, least=0.01, most=60)
+    wall_seconds: float = ranged(10.0, least=0.01, most=600)
+    memory_mb: int = ranged(1024, least=64, most=65536)
     allow_weak_sandbox: bool = False
 
     # "the maximum generation length is set to 32,768 tokens", DeepSeek-R1 on contests (arXiv:2501.12948, model card)

@@ -74,7 +74,7 @@ class Row:
 class Source:
     """Where records come from: a file or folder, or the hub where `path` is empty."""
 
-    setting: str  # the setting that gives the path, for messages: "gsm8k.path"
+    setting: str  # the setting that gives the path, for messages: "task.path"
     path: str
     split: str  # which files of a folder
     hub: str = ""  # a dataset's name; or files in one, "hf://datasets/OWNER/NAME/test*.jsonl"
@@ -133,8 +133,7 @@ class Source:
 
     def _advice(self) -> str:
         way = f", or {INSTALL} and leave it empty to read {self.hub} from the hub" if self.hub else ""
-        task, key = self.setting.split(".")
-        return f"Give task.{key}=FILE or FOLDER (in evaluation tasks.{task}.{key}=...){way}."
+        return f"Give {self.setting}=FILE or FOLDER{way}."
 
 
 def file_rows(path: Path) -> Iterator[Row]:
