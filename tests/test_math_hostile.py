@@ -66,9 +66,9 @@ def test_hostile_responses_cost_milliseconds(form):
     for response in HOSTILE_RESPONSES:
         times = []
         for _ in range(3):  # the fastest: the garbage collector's pauses are not meant
-            start = time.perf_counter()
+            start = time.process_time()
             (found,) = verifier.verify([(response, "7")])
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         assert min(times) < 0.05, (form, response[:40])
         assert found.verdict != "correct" or response.startswith(r"\boxed{7}"), (form, response[:40])
     assert verifier.worker_pids() == []
