@@ -174,9 +174,11 @@ def clipping(data: Data) -> Claim:
     tables = data.paired("clip/token_active", *arms)
     result = ratio(*tables)
     paper_ratio = paper.series("fig2_clipped", GSPO)[0] / paper.series("fig2_clipped", GRPO_R2)[0]
-    shares = " against ".join(f"{np.nanmean(t):.2g}" if t.notna().any(axis=None) else "?" for t in tables)
+    shares = " against ".join(f"{t.mean().mean():.2g}" for t in tables)
     found = f"{shares} of tokens, ratio {result.text('.3g')} {result.kind} (paper: {paper_ratio:.0f})"
-    if np.isinf(result.mean):
+    if not result.seeds:
+        found, said = "clip/token_active was not recorded", "undecided (no shares)"
+    elif np.isinf(result.mean):
         found, said = f"{shares} of tokens: GRPO clipped none, no ratio", "undecided (no ratio)"
     elif result.mean == 0:
         said = "points against it (GSPO clipped none)"

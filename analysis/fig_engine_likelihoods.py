@@ -91,10 +91,8 @@ def chosen(data: Data) -> Data:
     shortest = min(runs.values(), key=lambda run: run.last)
     if shortest.last < (least := START + WINDOW):
         load.die(f"fig_engine_likelihoods needs {least} batches of every run; {shortest.path} has {shortest.last}")
-    cut = [
-        replace(run, rows=run.rows[run.rows["step"] <= shortest.last], settings=run.settings | {"steps": shortest.last})
-        for run in runs.values()
-    ]
+    end = {"steps": shortest.last}  # then all of them have finished
+    cut = [replace(r, rows=r.rows[r.rows["step"] <= shortest.last], settings=r.settings | end) for r in runs.values()]
     others = [key for key in load.differing(cut) if key not in WORDS and not key.startswith("objective.")]
     notes = [f"the runs differ also in {', '.join(others)}"] if others else []
     return Data(cut, notes + missing(set(runs), seeds))
@@ -170,9 +168,7 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     if not (found := contrast(data, dtype, replay)):
         return f"{head} not judged, its four arms have no finished seed in common."
     interval, p, both = found
-    less = (
-        "GSPO loses less (or gains more) than GRPO" if interval.low > 0 else "GSPO loses more (or gains less) than GRPO"
-    )
+    amount = "less (or gains more)" if interval.low > 0 else "more (or gains less)"
     text = f"{head} the engine's log-probs change the reward of the last {WINDOW} batches by {both[GSPO].mean():+.3f} "
     text += f"with GSPO, by {both[GRPO].mean():+.3f} with GRPO; GSPO - GRPO {interval.text('+.3f')}"
     if (seeds := interval.seeds) == 1:
@@ -180,7 +176,8 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     text += f" (95 % t interval over {seeds} seeds; exact sign-flip p = {p:.2g}: {seeds} seeds cannot go below "
     text += f"{2 / 2**seeds:.2g}). "
     if interval.low > 0 or interval.high < 0:
-        return f"{text}Told apart: {less}." if p < LEVEL else f"{text}Points to this: {less}; p is not below {LEVEL:g}."
+        sure, tail = ("Told apart", "") if p < LEVEL else ("Points to this", f"; p is not below {LEVEL:g}")
+        return f"{text}{sure}: GSPO loses {amount} than GRPO{tail}."
     return f"{text}Not told apart: the interval includes 0, and any difference within it remains possible."
 
 

@@ -152,6 +152,8 @@ def test_an_unknown_compute_is_said_and_not_judged(tmp_path):
     claim = claims.cheaper(data)
     assert (claim.found, claim.verdict) == ("compute/flops was not recorded", "undecided (no compute)")
     assert "nan" not in claims.reward(data).found
+    clipping = claims.clipping(data)
+    assert (clipping.found, clipping.verdict) == ("clip/token_active was not recorded", "undecided (no shares)")
 
 
 # ------------------------------------------------------------------------------------------------- sign-flip test
