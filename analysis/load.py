@@ -170,6 +170,9 @@ def describe(data: Data, arms: list[str]) -> str:
     for run in runs:
         if run.last < run.planned:
             text += f" Unfinished: {run.arm}, seed {run.seed}, {run.last} of {run.planned} batches."
+    unknown = [arm for arm in arms if data.table(arm, "compute/flops").isna().all(axis=None)]
+    if unknown:
+        text += f" Training compute is not known of {', '.join(unknown)}: the runs report no compute/flops."
     others = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
     return text + (f" The runs differ also in {', '.join(others)}." if others else "")
 

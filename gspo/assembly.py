@@ -9,6 +9,7 @@ import torch
 
 from gspo.checkpoint import load_optimizer
 from gspo.config import Settings
+from gspo.evaluation import held_out_sets, with_room
 from gspo.policy.models import TinyDense, TinyMoE
 from gspo.policy.policy import Policy
 from gspo.rollout.ahead import StaleSource, make_source
@@ -45,6 +46,8 @@ def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int,
             trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
             source.take_back(load_held(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
         check_weights(source, trainer.state.step)
+        for held_out in held_out_sets(task, settings.evaluation.sets, settings.evaluation.problems):
+            with_room(held_out, engine, settings.rollout.longest_limit)  # before anything is written
     except BaseException:
         engine.close()
         raise

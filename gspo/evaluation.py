@@ -79,7 +79,7 @@ def with_room(held_out: HeldOut, engine: Engine, max_new_tokens: int) -> HeldOut
     if not kept:
         raise ValueError(
             f"max_new_tokens={max_new_tokens} leaves no room for any prompt of the set {held_out.name} in "
-            f"{engine.positions} positions; lower it"
+            f"{engine.positions} positions; lower it, or leave the set out"
         )
     return replace(held_out, problems=kept, left_out=len(held_out.problems) - len(kept))
 

@@ -269,6 +269,16 @@ def test_without_evaluation_and_routing(tmp_path):
     assert "routing consistency" in "\n".join(reproduce.table(data))
 
 
+def test_a_caption_says_that_the_compute_of_a_run_is_not_known(tmp_path):
+    folders = [write_run(tmp_path, arm, 1, *PAPER_LIKE[arm], steps=6) for arm in (GSPO, GRPO_R2)]
+    assert "not known" not in load.describe(load.load(folders), [GSPO, GRPO_R2])
+    path = folders[0] / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "compute/flops"}) + "\n" for row in rows))
+    said = load.describe(load.load(folders), [GSPO, GRPO_R2])
+    assert f"Training compute is not known of {GSPO}: the runs report no compute/flops." in said
+
+
 def test_every_metric_read_is_in_the_registry():
     kinds = "reward|clip|eval|routing|compute"
     for file in ANALYSIS.glob("*.py"):

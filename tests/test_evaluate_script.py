@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from test_runs import SMALL, only_run, train
 
 from gspo.commands import EvaluateCommand
 from gspo.config import CHOICES, register_schemas
@@ -128,6 +129,30 @@ def test_an_evaluation_says_where_the_limit_decided(script):
 def run(cwd: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "model=hf", "model.path=model", "k=3", "problems=120", "batch_rows=12",
             "benchmark=[math]", "sets=[math_easy,rated]", "max_new_tokens=16", *overrides]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_bfloat16_run_is_evaluated_as_it_evaluated_itself(tmp_path, overlap):
+    """The same samples by position, in the precision of the rollouts: the same numbers, to the last digit."""
+    options = [o for o in SMALL if not o.startswith(("steps", "evaluation.problems"))]
+    options += [
+        "steps=2",
+        "rollout.dtype=bfloat16",
+        "optim.lr=1e-2",
+        "evaluation.problems=24",
+        "tracking.wandb=disabled",
+    ]
+    done = train(tmp_path, *options, "rollout.staleness=1", f"rollout.overlap={str(overlap).lower()}")
+    assert done.returncode == 0 and "held-out responses are sampled in bfloat16" in done.stdout, done.stderr[-2000:]
+    recorded = json.loads((only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()[-1])
+    call = [sys.executable, str(SCRIPT), f"run={only_run(tmp_path)}", "k=2", "problems=24", "out=result"]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2: 2 samples a problem at temperature 1, computed in bfloat16 as during training" in done.stdout
+    for name, result in json.loads((tmp_path / "result" / "result.json").read_text())["sets"].items():
+        assert result["avg"]["value"] == recorded[f"eval/{name}/avg@2"]
+        assert result["tokens"] == recorded[f"eval/{name}/tokens"]
 
 
 @pytest.mark.slow

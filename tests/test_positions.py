@@ -126,7 +126,14 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
     policy = short_model("gpt2")
     save(policy.model, policy.tokenizer, tmp_path / "gpt2")
     small = [o for o in SMALL if not o.startswith(("model.", "rollout.max_new", "cold_start"))]
-    small += ["steps=3", "cold_start.steps=0", "model=hf", f"model.path={tmp_path / 'gpt2'}"]
+    small += [
+        "steps=3",
+        "evaluation.sets=[math_easy,rated]",
+        "evaluation.problems=20",
+        "cold_start.steps=0",
+        "model=hf",
+        f"model.path={tmp_path / 'gpt2'}",
+    ]
     done = train(tmp_path, *small, "rollout.max_new_tokens=14")
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stderr.splitlines() if "too long for 14 response tokens in 24 positions" in line]
@@ -136,7 +143,11 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum(row["filter/prompt_too_long"] for row in rows[1:]) > 0 and rows[0]["eval/rated/prompt_too_long"] > 0
     for script, options, words in (
-        ("evaluate.py", ["problems=20", "k=2"], "problems left out, whose prompt and response exceed"),
+        (
+            "evaluate.py",
+            ["sets=[math_easy,rated]", "problems=20", "k=2"],
+            "problems left out, whose prompt and response exceed",
+        ),
         ("sample.py", ["set=rated", "problems=20", "samples=1"], "problems left out: prompt and response exceed"),
     ):
         call = [sys.executable, str(ROOT / "experiments" / script), f"run={run}", *options]
@@ -144,4 +155,6 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
         assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
     none = train(tmp_path, *small, "rollout.max_new_tokens=22", "study=none")
     assert none.returncode == 2 and "leaves 2 of 24 positions for a prompt" in none.stderr
-    assert none.stderr.count("\n") == 1 and not list((tmp_path / "runs" / "none").glob("*"))
+    hard = train(tmp_path, *small, "rollout.max_new_tokens=14", "evaluation.sets=[math_hard]", "study=none")
+    assert hard.returncode == 2 and "no room for any prompt of the set math_hard in 24 positions" in hard.stderr
+    assert none.stderr.count("\n") == hard.stderr.count("\n") == 1 and not list((tmp_path / "runs" / "none").glob("*"))
