@@ -22,6 +22,7 @@ from stats import START, WINDOW, Interval, decline, estimate, paired_difference,
 
 DECLINES = 0.3  # a run declines if its last 10 batches lie this share below the peak of its EMA(0.9)
 TENFOLD = 10.0
+SPOKEN = {GRPO_R2: "GRPO with Routing Replay", GRPO: "GRPO"}
 CHANGED = (0.03, 0.30)  # "roughly 10 %" of experts, within a factor of about three
 
 
@@ -50,6 +51,15 @@ def judge(interval: Interval, line: float, name: str) -> str:
     return f"undecided (interval {kind}, includes {name})"
 
 
+def contenders(data: Data) -> tuple[str, str]:
+    """GSPO and its rival in these runs: GRPO with Routing Replay as in the paper; where no run has that, GRPO."""
+    return GSPO, GRPO if GRPO_R2 not in data.arms and GRPO in data.arms else GRPO_R2
+
+
+def as_in(figure: str, rival: str) -> str:
+    return figure if rival == GRPO_R2 else f"as in {figure}, where the rival has Routing Replay"
+
+
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
     """The training rewards of both arms over the last half of their common batches: index step, a column per seed."""
     tables = data.paired("reward/mean", a, b)
@@ -72,16 +82,18 @@ def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
 def reward(data: Data) -> Claim:
     """Fig 1, top. Criterion: mean paired difference GSPO - GRPO with Routing Replay of the training reward over the
     last half of the common batches. Seen: its interval lies above 0; contradicted: below; else undecided."""
-    interval, text = last_half(data, GSPO, GRPO_R2)
-    claim = "GSPO trains to a higher reward than GRPO with Routing Replay at equal compute"
-    return Claim("Fig. 1, top", claim, f"reward difference {text}", judge(interval, 0, "0"))
+    arms = contenders(data)
+    interval, text = last_half(data, *arms)
+    claim = f"GSPO trains to a higher reward than {SPOKEN[arms[1]]} at equal compute"
+    return Claim(as_in("Fig. 1, top", arms[1]), claim, f"reward difference {text}", judge(interval, 0, "0"))
 
 
 def held_out(data: Data) -> Claim | None:
     """Fig 1, bottom. Criterion: paired difference of the held-out scores, mean over the sets, at the last evaluation
     that all runs have. Seen: interval above 0; contradicted: below; else undecided. One seed: +-1.96 standard errors
     over problems, the arms' errors taken as independent. None if nothing was evaluated."""
-    pairs = [data.paired(name, GSPO, GRPO_R2) for name in scores(data)]
+    arms = contenders(data)
+    pairs = [data.paired(name, *arms) for name in scores(data)]
     differences = [(a - b).dropna() for a, b in pairs]
     steps = set.intersection(*(set(d.index) for d in differences)) if differences else set()
     if not steps:
@@ -90,12 +102,12 @@ def held_out(data: Data) -> Claim | None:
     values_S = np.mean([d.loc[step].to_numpy() for d in differences], axis=0)
     interval = estimate(values_S[None, :])
     if interval.seeds == 1:
-        errors = [x.loc[step] for name in scores(data) for x in data.paired(stderr_of(name), GSPO, GRPO_R2)]
+        errors = [x.loc[step] for name in scores(data) for x in data.paired(stderr_of(name), *arms)]
         half = 1.96 * float(np.sqrt(np.sum(np.square(errors)))) / len(differences)
         interval = Interval(interval.mean, interval.mean - half, interval.mean + half, 1)
     found = f"difference at batch {step}, mean over {len(differences)} held-out sets, {interval.text('+.3f')}"
     verdict = judge(interval, 0, "0").replace("within the single run", "over problems")
-    return Claim("Fig. 1, bottom", "GSPO ends higher on the held-out benchmarks", found, verdict)
+    return Claim(as_in("Fig. 1, bottom", arms[1]), "GSPO ends higher on the held-out benchmarks", found, verdict)
 
 
 def scores(data: Data) -> list[str]:
@@ -109,18 +121,18 @@ def stderr_of(score: str) -> str:
 
 
 def reward_and_flops(data: Data) -> list[pd.DataFrame]:
-    """Reward and FLOPs of GSPO, then of GRPO with Routing Replay: shared seeds, each arm's own length; if any run is
+    """Reward and FLOPs of GSPO, then of its rival: shared seeds, each arm's own length; if any run is
     unfinished, only the batches that all have, so that a run cut short is not taken for one that fell short."""
-    shared, tables = data.seeds(GSPO, GRPO_R2), []
-    unfinished = any(run.last < run.planned for run in data.of(GSPO, GRPO_R2))
-    for arm in (GSPO, GRPO_R2):
-        last = data.common_step(GSPO, GRPO_R2) if unfinished else data.common_step(arm)
+    arms, tables = contenders(data), []
+    shared, unfinished = data.seeds(*arms), any(run.last < run.planned for run in data.of(*arms))
+    for arm in arms:
+        last = data.common_step(*arms) if unfinished else data.common_step(arm)
         tables += [data.table(arm, name).loc[:last, shared] for name in ("reward/mean", "compute/flops")]
     return tables
 
 
 def compute_ratio(data: Data) -> Efficiency:
-    """The efficiency of GSPO against GRPO with Routing Replay."""
+    """The efficiency of GSPO against its rival."""
     return efficiency(*reward_and_flops(data))
 
 
@@ -138,21 +150,22 @@ def cheaper(data: Data) -> Claim:
     / compute at which GSPO's does (`like` in efficiency.py, which also says what counts where the level is not
     reached). Seen: interval above 1; contradicted: below; else undecided, as where the rival ends no higher than
     it starts: then its level was reached before training. The ratio to the rival's whole run is reported beside it."""
-    result = compute_ratio(data)
-    claim = "GSPO reaches the final reward of GRPO with Routing Replay with less compute"
+    result, rival_arm = compute_ratio(data), contenders(data)[1]
+    claim = f"GSPO reaches the final reward of {SPOKEN[rival_arm]} with less compute"
+    where = as_in("Fig. 1, efficiency", rival_arm)
     found = f"compute ratio, like for like, {result.like.text()}; against the rival's whole run "
     found += f"{result.to_end.text()} (the paper's points: {paper_compute_ratio():.2f})"
-    rival = data.table(GRPO_R2, "reward/mean")
+    rival = data.table(rival_arm, "reward/mean")
     if rival.tail(WINDOW).mean().mean() <= rival.head(START).mean().mean():
-        return Claim("Fig. 1, efficiency", claim, found, "undecided (the rival ends no higher than it starts)")
-    return Claim("Fig. 1, efficiency", claim, found, judge(result.like, 1, "1"))
+        return Claim(where, claim, found, "undecided (the rival ends no higher than it starts)")
+    return Claim(where, claim, found, judge(result.like, 1, "1"))
 
 
 def clipping(data: Data) -> Claim:
     """Fig 2. Criterion: share of clipped tokens (active: the clip removed the gradient), mean over the common batches,
     GSPO / GRPO with Routing Replay. Seen (in direction): ratio at least 10 and interval above 1; not seen: the whole
     interval below 10; else undecided. The paper's ratio, 115, is reported beside it, not tested."""
-    tables = data.paired("clip/token_active", GSPO, GRPO_R2)
+    tables = data.paired("clip/token_active", *contenders(data))
     result = ratio(*tables)
     paper_ratio = paper.series("fig2_clipped", GSPO)[0] / paper.series("fig2_clipped", GRPO_R2)[0]
     shares = " against ".join(f"{np.nanmean(t):.2g}" for t in tables)
@@ -233,7 +246,7 @@ def experts_change(data: Data) -> Claim | None:
 def all_claims(data: Data) -> list[Claim]:
     """Every claim that these runs can speak to, in the paper's order."""
     claims: list[Claim | None] = []
-    if lacking(data, (GSPO, GRPO_R2)) is None:
+    if lacking(data, contenders(data)) is None:
         claims += [reward(data), held_out(data), cheaper(data), clipping(data)]
     if lacking(data, (GRPO_R2, GRPO)) is None:
         claims += [collapse_without_replay(data), replay_helps(data)]

@@ -175,7 +175,7 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
     assert list(both.index) == [2] and interval.mean == pytest.approx(0.11) and interval.seeds == 1
     assert fig.effect(data, "bfloat16", "GRPO", "R3") is None
     assert fig.answer(data, "bfloat16", "R3").endswith("not judged, its four arms have no finished seed in common.")
-    monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption: [caption])
+    monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption, view: [caption])
     assert "43 of 48 runs, 3 seeds (1, 2, 3)" in fig.draw(data, tmp_path)[0]
 
 
