@@ -29,7 +29,7 @@ SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 
 def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = load.load(args.runs)
+    data = script.read(args, notes=False)
     for note in data.notes:
         if note.startswith(("unfinished", "left out", "cut")):
             print(f"note: {note}")
@@ -117,7 +117,7 @@ def draw(data: Data, numbers: pd.DataFrame, out: Path, view: View | None = None)
     style.key(left, {arm: look(arm) for arm in (GSPO, GRPO)}, loc="best")
     run = data.runs[0]
     words = (
-        f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Dots: "
+        f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Marks: "
     )
     words += "seeds; lines: means over seeds of the mean over all batches. Dashed: the range that the paper chose for "
     words += "each. Share axis linear below 0.0001. " + disparity(numbers)

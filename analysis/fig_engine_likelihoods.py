@@ -62,7 +62,7 @@ GAPS = {  # title of a panel, what it shows in which unit, and that unit
 
 def main() -> None:
     args = script.parser(__doc__, refused=script.DOTS | script.NO_CURVES).parse_args()
-    loaded = load.load(args.runs)
+    loaded = script.read(args, notes=False)
     data = chosen(loaded)
     print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
     paths = draw(data, args.out, script.view(args))

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--x", required=True, help="the setting on the x axis, such as optim.lr")
     parser.add_argument("--by", default="", help="a second setting: a row of panels for each of its values")
     args = parser.parse_args()
-    data = load.load(args.runs)
+    data = script.read(args, notes=False)
     for note in data.notes:
         if note.startswith(("unfinished", "left out", "cut")):
             print(f"note: {note}")
@@ -180,7 +180,8 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path, view: Vi
         line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
         least = 0.35 if column == "fall" else 1e-3  # the collapse rule's 0.3 is in view: smaller falls are noise
-        ax.set_ylim(0, 1.05 * max(numbers[column].max(), least))  # the rows share it
+        room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
+        ax.set_ylim(0, room * max(numbers[column].max(), least))  # the rows share it
     for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
         ax.set_title(f"{title}\n", pad=2)
         ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)

@@ -215,7 +215,7 @@ def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monk
     shown = []
     monkeypatch.setattr(fig.style, "save", lambda *args: shown.append(args) or [])
     fig.draw(read(whole), tmp_path)
-    figure, _, _, caption = shown[0]
+    figure, _, _, caption, _ = shown[0]
     reward, outside, active, _, sequences, _, _ = figure.axes
     assert [text.get_text() for text in reward.get_yticklabels()][:2] == ["GSPO bfloat16", "GSPO bfloat16 + R3"]
     means = {y: x for line in reward.lines if line.get_marker() == "|" for x, y in zip(*line.get_data(), strict=True)}
