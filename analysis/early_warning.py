@@ -244,4 +244,4 @@ def caption(runs: list[History], results: list[Result]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -11,6 +11,9 @@ above 1. `like` has no such bias, because the rival's curve is as noisy; the ver
 An arm that never reaches the level is censored: all that is known is that need(arm) is more than its whole run. Its
 ratios then lie between 0 and a bound, the same ratios with need(arm) = FLOPs(arm, whole run); an interval's lower end
 counts a censored draw as 0, its upper end as its bound.
+
+The curves are averaged over seeds. A batch whose row one seed has lost is first filled in that seed, from its
+neighbours: left out of the mean it would move the mean towards the other seeds.
 """
 
 from __future__ import annotations
@@ -18,16 +21,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from stats import WINDOW, Interval, block_indices, centred_mean, trailing_mean
+import pandas as pd
+from stats import WINDOW, Interval, block_indices, centred_mean, sign_flip_p, trailing_mean
 
 REPS = 1000
 
 
 @dataclass(frozen=True)
 class Ratio(Interval):
-    """A compute ratio with its interval; mean 0 stands for "not reached", which lies below `bound`."""
+    """A compute ratio with its interval; mean 0 stands for "not reached", which lies below `bound`. `values` are the
+    seeds' own ratios; NaN where a seed does not reach the level and its bound lies above 1: its side is unknown."""
 
-    bound: float
+    bound: float = np.inf
+
+    def p(self, line: float = 1.0) -> float:
+        """Exact two-sided sign test, which asks of each seed only on which side of the line it lies: of one that does
+        not reach the level no more is known. A seed whose side is unknown speaks for neither."""
+        if len(self.values) < 2:
+            return np.nan
+        return sign_flip_p(np.nan_to_num(np.sign(np.array(self.values) - line)))
 
     def text(self, form: str = ".2f") -> str:
         """The interval stands in brackets whether the level is reached or not: what a verdict says of it is seen."""
@@ -62,7 +74,8 @@ def ratios(reward_T, flops_T, rival_T, rival_flops_T) -> np.ndarray:
     """[[to_end, like], [their upper bounds]] of one pair of curves; 0 and the bound where the arm is censored."""
     _, need, rival_need = needs(reward_T, flops_T, rival_T, rival_flops_T)
     rival = np.array([rival_flops_T[-1], rival_need], float)
-    return np.array([rival / need, rival / min(need, flops_T[-1])])
+    least = np.nextafter(flops_T[-1], np.inf)  # where the arm is censored it needs more than its whole run
+    return np.array([rival / need, rival / min(need, least)])
 
 
 def efficiency(
@@ -75,7 +88,7 @@ def efficiency(
     With one seed only the second level is left and the interval is within-run. With two to four seeds, intervals from
     a bootstrap over seeds are too narrow; the second level makes up for some of it.
     """
-    tables = [np.asarray(x, float) for x in (reward_TS, flops_TS, rival_TS, rival_flops_TS)]
+    tables = [filled(x).to_numpy() for x in (reward_TS, flops_TS, rival_TS, rival_flops_TS)]
     curves, rival_curves = tables[0], tables[2]
     seeds = curves.shape[1]
     smooth, rival_smooth = (np.apply_along_axis(centred_mean, 0, x) for x in (curves, rival_curves))
@@ -95,8 +108,20 @@ def efficiency(
     (low, _), (_, high) = np.quantile(draws, [0.025, 0.975], axis=0, method="nearest")
     curve = [x.mean(1) for x in tables]
     point, bound = ratios(*curve)
-    to_end, like = (Ratio(point[i], low[i], high[i], seeds, bound[i]) for i in range(2))
+    each = zip(*(of_seed(*(x[:, seed] for x in tables)) for seed in range(seeds)), strict=True)
+    to_end, like = (Ratio(point[i], low[i], high[i], seeds, values, bound=bound[i]) for i, values in enumerate(each))
     return Efficiency(to_end, like, *needs(*curve))
+
+
+def of_seed(*curves: np.ndarray) -> list[float]:
+    """Both ratios of one seed; where the level is not reached 0, or NaN if the bound lies above 1."""
+    point, bound = ratios(*curves)
+    return np.where((point == 0) & (bound > 1), np.nan, point).tolist()
+
+
+def filled(table_TS: np.ndarray | pd.DataFrame) -> pd.DataFrame:
+    """Steps that a seed lost, from its own neighbours: between two on the line through them, at an end the nearest."""
+    return pd.DataFrame(table_TS).astype(float).interpolate(limit_direction="both")
 
 
 def centred(residuals_TS: np.ndarray) -> np.ndarray:

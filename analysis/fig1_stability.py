@@ -125,4 +125,4 @@ def paper_row(row, view: View) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

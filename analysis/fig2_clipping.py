@@ -29,7 +29,7 @@ from style import View
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
 MOST = 14  # arms
-PAPER_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0.27)}  # section 5.1
+PAPER_RANGES = paper.CLIP_RANGES
 
 
 def judged(data: Data) -> list[claims.Claim]:
@@ -149,4 +149,4 @@ def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged, REFUSED)
+    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))

@@ -68,4 +68,4 @@ def consistency(ax: Axes, data: Data, view: View) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

@@ -135,4 +135,4 @@ def lines(ax: Axes, numbers: pd.DataFrame, column: str, strength: float) -> None
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -108,4 +108,4 @@ def study(runs: list[Run]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

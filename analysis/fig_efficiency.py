@@ -107,4 +107,4 @@ def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged, REFUSED)
+    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))

@@ -28,6 +28,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
 from style import View
+from verdicts import LEVEL
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = "bfloat16", "float32", "no replay", "R3", "trainer", "engine"
 WORDS = {  # what makes an arm: the settings, and the words for their values
@@ -92,7 +93,8 @@ def chosen(data: Data) -> Data:
     shortest = min(runs.values(), key=lambda run: run.last)
     if shortest.last < (least := START + WINDOW):
         load.die(f"fig_engine_likelihoods needs {least} batches of every run; {shortest.path} has {shortest.last}")
-    cut = [replace(run, rows=run.rows[run.rows["step"] <= shortest.last]) for run in runs.values()]
+    whole = {"steps": shortest.last}
+    cut = [replace(r, rows=r.rows[r.rows["step"] <= shortest.last], settings=r.settings | whole) for r in runs.values()]
     others = [key for key in load.differing(cut) if key not in WORDS and not key.startswith("objective.")]
     notes = [f"the runs differ also in {', '.join(others)}"] if others else []
     return Data(cut, notes + missing(set(runs), seeds))
@@ -168,16 +170,16 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     if not (found := contrast(data, dtype, replay)):
         return f"{head} not judged, its four arms have no finished seed in common."
     interval, p, both = found
+    less, more = ("less", "more") if interval.low > 0 else ("more", "less")
+    less = f"GSPO loses {less} (or gains {more}) than GRPO"
     text = f"{head} the engine's log-probs change the reward of the last {WINDOW} batches by {both[GSPO].mean():+.3f} "
     text += f"with GSPO, by {both[GRPO].mean():+.3f} with GRPO; GSPO - GRPO {interval.text('+.3f')}"
     if (seeds := interval.seeds) == 1:
         return f"{text} (interval {interval.kind}). Not judged: one seed says nothing about others."
     text += f" (95 % t interval over {seeds} seeds; exact sign-flip p = {p:.2g}: {seeds} seeds cannot go below "
     text += f"{2 / 2**seeds:.2g}). "
-    if interval.low > 0:
-        return f"{text}Told apart: GSPO loses less (or gains more) than GRPO."
-    if interval.high < 0:
-        return f"{text}Told apart: GSPO loses more (or gains less) than GRPO."
+    if interval.low > 0 or interval.high < 0:
+        return f"{text}Told apart: {less}." if p < LEVEL else f"{text}Points to this: {less}; p is not below {LEVEL:g}."
     return f"{text}Not told apart: the interval includes 0, and any difference within it remains possible."
 
 
@@ -314,4 +316,4 @@ def caption(data: Data) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

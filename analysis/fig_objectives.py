@@ -227,4 +227,4 @@ def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

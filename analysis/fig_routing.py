@@ -106,4 +106,4 @@ def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    script.run(__doc__, draw, judged)
+    script.command(lambda: script.run(__doc__, draw, judged))

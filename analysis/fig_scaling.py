@@ -109,4 +109,4 @@ def draw(records: list[dict], out: Path, view: View) -> list[Path]:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -236,4 +236,4 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -1,22 +1,16 @@
-"""Runs from wherever they were recorded (sources.py): say which arm each is, give one tidy frame.
-
-Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
-in gspo/metrics.py.
-"""
+"""Runs from wherever they were recorded (sources.py): say which arm each is, give one tidy frame (runs.py)."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-import pandas as pd
 import sources
+from runs import ARMS as ARMS
+from runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die
+from runs import GRPO_R2 as GRPO_R2
+from runs import Refused as Refused
 from sources import Record
 
-GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
-ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
 OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setting
     "gspo": GSPO,
     "gspo_token": GSPO_TOKEN,
@@ -50,87 +44,9 @@ NOT_THE_ARM = (
 MAKES_THE_ARM = ("objective", "policy.routing_replay")
 
 
-@dataclass
-class Run:
-    """One run directory. `settings` is flat: {"optim.lr": 0.001, ...}."""
-
-    path: Path
-    settings: dict[str, object]
-    rows: pd.DataFrame
-    arm: str = ""
-    id: str = ""  # W&B's, where the source is W&B's
-
-    @property
-    def seed(self) -> int:
-        return int(self.settings["seed"])
-
-    @property
-    def last(self) -> int:
-        """The last rollout batch that the file describes."""
-        return int(self.rows["step"].max())
-
-    @property
-    def planned(self) -> int:
-        """Rollout batches that the settings ask for."""
-        return int(self.settings["steps"])
-
-
-@dataclass
-class Data:
-    """All runs. `rows` is tidy: columns run, arm, seed, step, then one per metric; notes say what was amiss."""
-
-    runs: list[Run]
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        frames = [run.rows.assign(run=str(run.path), arm=run.arm, seed=run.seed) for run in self.runs]
-        rows = pd.concat(frames, ignore_index=True)
-        first = ["run", "arm", "seed", "step"]
-        self.rows = rows[first + sorted(c for c in rows.columns if c not in first)]
-
-    @property
-    def arms(self) -> list[str]:
-        """The arms found: the paper's in their fixed order, then the others by name."""
-        found = {run.arm for run in self.runs}
-        return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
-
-    def of(self, *arms: str) -> list[Run]:
-        """The runs of these arms, by arm and seed."""
-        return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
-
-    def seeds(self, *arms: str) -> list[int]:
-        """The seeds that all of these arms have."""
-        return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
-
-    def common_step(self, *arms: str) -> int:
-        """The last rollout batch that every run of these arms has reached."""
-        return min(run.last for run in self.of(*arms))
-
-    def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """One metric of one arm: index step, a column per seed; NaN where the metric was not reported."""
-        rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
-        if metric not in rows:
-            rows = rows.assign(**{metric: float("nan")})
-        return rows.pivot(index="step", columns="seed", values=metric).astype(float)
-
-    def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
-        """The metric's tables of these arms, cut to the seeds and the rollout batches that all of them have."""
-        seeds, last = self.seeds(*arms), self.common_step(*arms)
-        return [self.table(arm, metric).loc[:last, seeds] for arm in arms]
-
-    def metrics(self, prefix: str) -> list[str]:
-        """Names of the reported metrics that start so."""
-        return [c for c in self.rows.columns if c.startswith(prefix) and self.rows[c].notna().any()]
-
-
-def die(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def load(paths: list[Path | str]) -> Data:
-    """All runs of these sources, labelled; dies if there are none, or if two are the same arm and seed."""
+    """All runs of these sources, labelled. Raises Refused if there are none, if a source cannot be read, and if two
+    runs are the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -148,8 +64,16 @@ def load(paths: list[Path | str]) -> Data:
     if not runs:
         die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
     label(runs, notes)
-    notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in runs if run.last < run.planned]
+    notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in runs if not run.finished]
+    notes += [f"lost: {run.path} has no row of {lost}" for run in runs if (lost := lost_steps(run))]
     return Data(runs, notes)
+
+
+def lost_steps(run: Run) -> str:
+    """The rollout batches before the last that have no row: "batch 7", "batches 7, 8"; empty if there are none."""
+    lost = sorted(set(range(1, run.last)) - set(run.rows["step"]))
+    some = ", ".join(map(str, lost[:3])) + (f", ... ({len(lost)} in all)" if len(lost) > 3 else "")
+    return f"batch{'es' if len(lost) > 1 else ''} {some}" if lost else ""
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:
@@ -200,13 +124,27 @@ def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
     """Why these arms cannot be compared, or None if they can."""
     if any(arm not in data.arms for arm in arms):
         return f"needs arms {' and '.join(arms)}; found: {', '.join(data.arms)}"
-    if any(not data.table(arm, "reward/mean").notna().any().all() for arm in arms):
-        return "needs reward/mean of every run"
     if not data.seeds(*arms):
         return f"needs a seed that all arms have (they are paired by seed): {', '.join(arms)} share none"
-    if data.common_step(*arms) < 2:
+    if any(len(run.column("reward/mean")) == 0 for run in data.compared(*arms)):
+        return "needs reward/mean of every run"
+    if min(run.last for run in data.compared(*arms)) < 2:
         return "needs at least 2 rollout batches of every run"
     return None
+
+
+def not_compared(data: Data, arms: tuple[str, ...]) -> str:
+    """The runs that a comparison of these arms leaves out, and why; empty if there are none."""
+    runs, seeds = data.left_out(*arms), data.seeds(*arms)
+    texts = []
+    for run in runs:
+        why = f"{run.last} of {run.planned} batches"
+        if run.collapsed is not None:
+            why += f", collapsed at step {run.collapsed}"
+        elif run.finished:
+            why = "its other run is unfinished" if run.seed in seeds else "no run of that seed to compare with"
+        texts.append(f"{run.arm}, seed {run.seed} ({why})")
+    return f"left out: {'; '.join(texts)}" if texts else ""
 
 
 def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """The paper's own points: read off the figures of arXiv:2507.18071, see the first lines of data/gspo_paper_figures.csv.
 
-Training rewards carry an error of about +-0.001. The paper's x axis has no ticks: only the markers' order is known.
+Training rewards carry a reading error of up to about 0.001. The paper's x axis has no ticks: only the markers'
+order is known.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 CSV = Path(__file__).parent / "data" / "gspo_paper_figures.csv"
+CLIP_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0.27)}  # section 5.1
 
 
 def series(figure: str, name: str) -> pd.Series:

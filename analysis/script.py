@@ -17,7 +17,7 @@ DOTS = {"seeds": "the seeds stand there as dots already"}
 NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is not training"}
 
 
-class Refused(argparse.Action):
+class DoesNothing(argparse.Action):
     """An option that can do nothing in this figure."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -56,7 +56,7 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
     }
     for name, how in every.items():
         why = (refused or {}).get(name)
-        silent = {"action": Refused, "nargs": "?", "const": why, "default": how.get("default", False)}
+        silent = {"action": DoesNothing, "nargs": "?", "const": why, "default": how.get("default", False)}
         options.add_argument(f"--{name}", **(silent | {"help": argparse.SUPPRESS} if why else how))
     return options
 
@@ -124,6 +124,15 @@ def one_study(path: str) -> None:
         address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
         command = f"python {sys.argv[0]} {address}"
         load.die(f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}")
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2."""
+    try:
+        main()
+    except load.Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def run(

@@ -18,6 +18,7 @@ import numpy as np
 WINDOW = 10  # batches in "final level" and in trailing means
 START = 5  # batches in "start reward": a single batch is noisy, more would hide the first gains
 REPS = 2000  # bootstrap draws
+TIE = 1e-9  # relative: differences of means of rounded rewards are known to some 1e-14 of the rewards
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
 # fmt: off
 T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -34,6 +35,8 @@ class Interval:
     low: float
     high: float
     seeds: int
+    values: tuple[float, ...] = ()  # of each seed, where there are several
+    logarithmic: bool = False  # the mean is the geometric one, as of ratios
 
     @property
     def kind(self) -> str:
@@ -43,6 +46,13 @@ class Interval:
         if math.isnan(self.low):
             return f"{self.mean:{form}} [no interval]"
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+    def p(self, line: float = 0.0) -> float:
+        """Exact two-sided sign-flip p of the seeds' mean being this number; NaN without several seeds."""
+        if len(self.values) < 2:
+            return math.nan
+        values_S = np.array(self.values)
+        return sign_flip_p(np.log(values_S / line) if self.logarithmic else values_S - line)
 
 
 def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
@@ -78,13 +88,13 @@ def t_quantile(freedom: int) -> float:
 
 
 def t_interval(values_S: np.ndarray) -> Interval:
-    """Mean over seeds and mean +- t_{0.975, S-1} sd / sqrt(S); without an interval for a single seed."""
+    """Mean over seeds and mean ± t_{0.975, S-1} sd / sqrt(S); without an interval for a single seed."""
     values_S = np.asarray(values_S, float)
     mean = float(values_S.mean())
     if len(values_S) < 2:
         return Interval(mean, math.nan, math.nan, 1)
     half = t_quantile(len(values_S) - 1) * values_S.std(ddof=1) / math.sqrt(len(values_S))
-    return Interval(mean, mean - half, mean + half, len(values_S))
+    return Interval(mean, mean - half, mean + half, len(values_S), tuple(values_S.tolist()))
 
 
 def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -111,8 +121,12 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
 
 
 def estimate(table_TS: np.ndarray) -> Interval:
-    """Mean over batches and seeds: t interval of the seeds' means, or the within-run interval of a single seed."""
+    """Mean over batches and seeds: t interval of the seeds' means, or the within-run interval of a single seed. A batch
+    that a seed lacks (NaN) is left out of that seed's mean alone; a seed that lacks all is left out."""
     table_TS = np.asarray(table_TS, float)
+    table_TS = table_TS[:, np.isfinite(table_TS).any(axis=0)]
+    if table_TS.shape[1] == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
     if table_TS.shape[1] == 1:
         return block_bootstrap(table_TS[:, 0])
     return t_interval(np.nanmean(table_TS, axis=0))
@@ -125,10 +139,15 @@ def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
 
 
 def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
-    """Mean of a over mean of b, per seed. Several seeds: geometric mean and t interval of the logarithms.
-    One seed: block bootstrap that draws the same batches of both arms. Where a seed's mean is 0 there is no interval;
-    inf if b is 0 throughout, NaN if both are."""
+    """Mean of a over mean of b, per seed, over the batches that both have. Several seeds: geometric mean and t interval
+    of the logarithms. One seed: block bootstrap that draws the same batches of both arms. Where a seed's mean is 0
+    there is no interval; inf if b is 0 throughout, NaN if both are."""
     a_TS, b_TS = np.asarray(a_TS, float), np.asarray(b_TS, float)
+    both_TS = np.isfinite(a_TS) & np.isfinite(b_TS)
+    seeds_S = both_TS.any(axis=0)
+    if not seeds_S.any():
+        return Interval(math.nan, math.nan, math.nan, 0)
+    a_TS, b_TS = (np.where(both_TS, x, np.nan)[:, seeds_S] for x in (a_TS, b_TS))
     a_S, b_S = np.nanmean(a_TS, axis=0), np.nanmean(b_TS, axis=0)
     seeds = len(a_S)
     if (a_S <= 0).any() or (b_S <= 0).any():  # no logarithm: the pooled ratio, without an interval
@@ -136,13 +155,15 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
         return Interval(point, math.nan, math.nan, seeds)
     if seeds > 1:
         log = t_interval(np.log(a_S / b_S))
-        return Interval(*(math.exp(x) for x in (log.mean, log.low, log.high)), seeds)
+        ends = (math.exp(x) for x in (log.mean, log.low, log.high))
+        return Interval(*ends, seeds, tuple((a_S / b_S).tolist()), logarithmic=True)
+    a_TS, b_TS = (x[both_TS.any(axis=1)] for x in (a_TS, b_TS))
     rng = np.random.default_rng(0)
     draws = []
     for _ in range(REPS):
         chosen = block_indices(len(a_TS), len(a_TS), rng)
-        below = np.nanmean(b_TS[chosen])
-        draws.append(np.nanmean(a_TS[chosen]) / below if below > 0 else np.inf)
+        below = b_TS[chosen].mean()
+        draws.append(a_TS[chosen].mean() / below if below > 0 else np.inf)
     low, high = np.quantile(draws, [0.025, 0.975], method="nearest")  # no interpolation: inf may occur
     return Interval(float(a_S[0] / b_S[0]), float(low), float(high), 1)
 
@@ -157,7 +178,26 @@ def decline(values_T: np.ndarray) -> float:
 
 def sign_flip_p(differences_S: np.ndarray) -> float:
     """Exact two-sided p of paired differences having mean 0: share of the 2^S sign patterns at least as extreme.
-    Its smallest value is 2 / 2^S: with fewer than 6 seeds it cannot fall below 0.05."""
+
+    Its smallest value is 2 / 2^S: with fewer than 6 seeds it cannot fall below 0.05. Patterns are counted without
+    listing them: a pattern's sum is a sum of its first half plus one of its second, and of the 2^(S/2) sums of the
+    second half, sorted, those that are large enough for a given first half are one stretch. Sums that differ by no
+    more than TIE of the sum of all sizes are ties, which count as as extreme; NaN if a difference is NaN.
+    """
     d = np.asarray(differences_S, float)
-    signs = 1 - 2 * ((np.arange(2 ** len(d))[:, None] >> np.arange(len(d))) & 1)
-    return float((np.abs((signs * d).mean(1)) >= abs(d.mean()) - 1e-12).mean())
+    if not len(d) or not np.isfinite(d).all():
+        return math.nan
+    extreme = abs(d.sum()) - TIE * np.abs(d).sum()
+    if extreme <= 0:
+        return 1.0
+    first, second = signed_sums(d[: len(d) // 2]), np.sort(signed_sums(d[len(d) // 2 :]))
+    as_extreme = len(second) - np.searchsorted(second, extreme - first)  # the other tail holds as many
+    return 2 * int(as_extreme.sum()) / 2 ** len(d)
+
+
+def signed_sums(values_S: np.ndarray) -> np.ndarray:
+    """The sums of all 2^S sign patterns."""
+    sums = np.zeros(1)
+    for value in values_S:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums

@@ -11,7 +11,6 @@ W&B project, over the one that it saved there before; it needs an account.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,11 @@ from urllib.parse import quote
 import claims
 import fig_curves
 import load
-import pandas as pd
 import reproduce
 import script
 from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_html, to_markdown
 from load import GRPO, Data, Run
-from stats import START, WINDOW, paired_difference, sign_flip_p
-
-from gspo.collapse import collapse
+from stats import START, WINDOW, paired_difference
 
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
@@ -127,8 +123,10 @@ def differences(data: Data, baseline: str) -> list[Block]:
             alone.append(f"{arm} is not compared with {rival}: {why}")
             continue
         a_TS, b_TS = claims.last_halves(data, arm, rival)
-        interval, seeds = paired_difference(a_TS, b_TS), a_TS.shape[1]
-        p = f"{sign_flip_p((a_TS - b_TS).mean()):.2g} (least possible {2 / 2**seeds:.2g})" if seeds > 1 else "-"
+        interval = paired_difference(a_TS, b_TS)
+        p = f"{interval.p():.2g} (least possible {2 / 2**interval.seeds:.2g})" if interval.seeds > 1 else "-"
+        if why := load.not_compared(data, (arm, rival)):
+            alone.append(f"{arm} against {rival}, {why}")
         batches = f"{a_TS.index[0]}-{a_TS.index[-1]}"
         rows.append((arm, rival, f"{interval.text('+.3f')} {interval.kind}", p, batches))
     others = [arm for arm in data.arms if arm not in pairs and arm not in pairs.values()]
@@ -154,22 +152,10 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
     """A row per run; `link(run)` is where it is to be seen."""
     rows = []
     for run in data.of(*data.arms):
-        batches = run.rows[run.rows["step"] > 0].sort_values("step").set_index("step")
-        rewards = batches.get("reward/mean", pd.Series(dtype=float)).astype(float).dropna()
-        at = collapse(rewards.tolist())
-        how = ended(run) + ("" if at is None else f"; collapsed at step {rewards.index[at]}")
-        end = reproduce.number(rewards.tail(WINDOW).mean(), ".3f")
+        how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")
+        end = reproduce.number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
         rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
     return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))
-
-
-def ended(run: Run) -> str:
-    """What the run's directory says; without one, from its rows."""
-    status = run.path / "status.json"
-    try:
-        return str(json.loads(status.read_text())["how"])
-    except (OSError, ValueError, KeyError):
-        return "finished" if run.last >= run.planned else "unfinished"
 
 
 def local(run: Run, folder: Path) -> Link | str:
@@ -179,4 +165,4 @@ def local(run: Run, folder: Path) -> Link | str:
 
 
 if __name__ == "__main__":
-    main()
+    script.command(main)

@@ -108,7 +108,7 @@ def report(
                 ],
             ),
             wr.H2("The runs, live"),
-            wr.P("Mean and standard error by objective." if by else "A line per run."),
+            wr.P("Mean and range of the runs, by objective." if by else "A line per run."),
             wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, by) for i, metric in enumerate(LIVE)]),
             wr.H2("Runs"),
             *as_wandb(study_report.runs(data, lambda run: linked(run, at))),
@@ -121,7 +121,7 @@ def live_panel(metric: str, place: int, by: str) -> wr.LinePlot:
     where = wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8)
     panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=where, max_runs_to_show=100)
     if by:
-        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(by), "mean", "stderr"
+        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(by), "mean", "minmax"
     return panel
 
 

@@ -18,11 +18,11 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
 
 import load
+import script
 from load import Run
 from stats import START, WINDOW, block_bootstrap
 
-from gspo.collapse import collapse, levels
-from gspo.run_files import said
+from gspo.collapse import levels
 
 MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
     "clipped tokens": ("clip/token_active", ".3g"),
@@ -72,7 +72,7 @@ def results(runs: list[Run]) -> list[list[str]]:
         ("reward, best smoothed", best),
     ]
     sets = sorted({name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name})
-    rows += [(f"{name}, last (best)", lambda run, name=name: held_out(run, name)) for name in sets]
+    rows += [(f"{name}, last ± 95 % (best)", lambda run, name=name: held_out(run, name)) for name in sets]
     rows += [(name, lambda run, m=metric, f=form: mean(run, m, f)) for name, (metric, form) in MEANS.items()]
     rows += [(name, lambda run, m=metric, f=form: total(run, m, f)) for name, (metric, form) in TOTALS.items()]
     rows += [(f"time, {name}", lambda run, n=name: share_of_time(run, n)) for name in ("checkpoint", "monitor")]
@@ -80,13 +80,7 @@ def results(runs: list[Run]) -> list[list[str]]:
 
 
 def reward(run: Run) -> pd.Series:
-    return column(run, "reward/mean")
-
-
-def column(run: Run, metric: str) -> pd.Series:
-    """A metric of the rollout batches by step, NaN left out."""
-    rows = run.rows[run.rows["step"] > 0].sort_values("step").set_index("step")
-    return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
+    return run.column("reward/mean")
 
 
 def interval(values: pd.Series) -> str:
@@ -95,10 +89,7 @@ def interval(values: pd.Series) -> str:
 
 def ended(run: Run) -> str:
     """By the registered rule and what the run's directory says of its end."""
-    rewards = column(run, "reward/mean")
-    at = collapse(rewards.tolist())
-    how = said(run.path).get("how", "finished" if run.last >= run.planned else "unfinished")
-    return how if at is None else f"{how}; collapsed at step {rewards.index[at]}"
+    return run.ended if run.collapsed is None else f"{run.ended}; collapsed at step {run.collapsed}"
 
 
 def best(run: Run) -> str:
@@ -109,7 +100,7 @@ def best(run: Run) -> str:
 
 
 def held_out(run: Run, name: str) -> str:
-    """The last score with its interval over problems, and the best of all evaluations: chosen after the fact."""
+    """The last score with its 95 % interval over problems, and the best of all evaluations: chosen after the fact."""
     if name not in run.rows:
         return "-"
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
@@ -117,26 +108,26 @@ def held_out(run: Run, name: str) -> str:
         return "-"
     stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
     half = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
-    around = "" if math.isnan(half) else f" +- {half:.3f}"
+    around = "" if math.isnan(half) else f" ± {half:.3f}"
     return f"{scores.iloc[-1]:.3f}{around} ({scores.max():.3f})"
 
 
 def mean(run: Run, metric: str, form: str) -> str:
-    values = column(run, metric)
+    values = run.column(metric)
     return f"{values.mean():{form}}" if len(values) else "-"
 
 
 def total(run: Run, metric: str, form: str) -> str:
     """The last value of a running total; seconds as hours."""
-    values = column(run, metric)
+    values = run.column(metric)
     return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
 
 
 def share_of_time(run: Run, name: str) -> str:
     """Of the seconds that the run took, those in which it waited for this."""
-    spent, seconds = column(run, f"time/{name}_s"), column(run, "compute/seconds")
+    spent, seconds = run.column(f"time/{name}_s"), run.column("compute/seconds")
     return f"{100 * spent.sum() / seconds.iloc[-1]:.2f} %" if len(spent) and len(seconds) else "-"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    script.command(lambda: sys.exit(main(sys.argv[1:])))

@@ -1,7 +1,7 @@
 """W&B dashboards from the metric registry: `python experiments/dashboard.py project=NAME [entity=TEAM]`
 
 Seven saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Evaluation, Efficiency. Runs are grouped by
-objective, and a group is drawn as its mean and standard error: over seeds, if nothing else differs in it (what does is
+objective, and a group is drawn as its mean and range: over seeds, if nothing else differs in it (what does is
 said). With a W&B account they are saved in the project, over the ones that this command saved before, and their
 addresses printed; without one, the JSON that W&B would be sent is written and the command to publish is printed.
 

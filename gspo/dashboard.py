@@ -31,7 +31,7 @@ PREFIX = "GSPO: "  # of the saved views' names, to tell them from those that peo
 
 def workspace(view: View, entity: str, project: str, by: str = GROUP_BY, study: str = "") -> ws.Workspace:
     """A saved view of a study's runs, or of all of the project: grouped by the setting `by`, each group drawn as its
-    mean and standard error."""
+    mean and the range of its runs; W&B knows no 95 % interval, and everything else here that has a ± means that."""
     by = view.by or by
     sections = []
     for name, panels in view.sections:
@@ -79,7 +79,7 @@ def _line_plot(panel: Panel, by: str) -> wr.LinePlot:
         title_y=panel.unit(),
         groupby=wr.Config(by),
         groupby_aggfunc="mean",
-        groupby_rangefunc="stderr",
+        groupby_rangefunc="minmax",
         max_runs_to_show=LINES,
     )
 

@@ -174,15 +174,15 @@ def first_difference(a: object, b: object, key: str = "") -> str | None:
 def table(results: dict[str, dict], samples: int) -> str:
     """The results for the terminal: a line per set; avg@k with its 95 % interval over problems, then the ratings."""
     k = str(samples)
-    heads = ("set", "problems", f"avg@{k}", "+-", "95 % interval", f"pass@{k}", f"maj@{k}", "truncated", "tokens")
+    heads = ("set", "problems", f"avg@{k}", "95 % interval", f"pass@{k}", f"maj@{k}", "truncated", "tokens")
     lines = [heads]
     for name, r in results.items():
         majority = r["maj"][k]["value"] if r["maj"] else None
         low, high = r["avg"]["interval_95"]
         between = f"{_figure(low)} .. {_figure(high)}"
         figures = [_figure(x) for x in (r["pass"][k]["value"], majority, r["truncated"])]
-        average = (_figure(r["avg"]["value"]), _figure(r["avg"]["stderr"]))
-        lines.append((name, str(r["problems"]), *average, between, *figures, _figure(r["tokens"], 1)))
+        average = _figure(r["avg"]["value"])
+        lines.append((name, str(r["problems"]), average, between, *figures, _figure(r["tokens"], 1)))
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     text = [
         "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))

@@ -60,7 +60,7 @@ METRICS = [
     Metric(
         "eval/elo",
         "Elo points",
-        "rating at which the rated set's solves are as expected (MAP, prior 1500 +- 700)",
+        "rating at which the rated set's solves are as expected (MAP; prior: mean 1500, standard deviation 700)",
         "max",
     ),
     Metric("eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior"),

@@ -156,13 +156,13 @@ def _ended(how: str) -> str:
 
 
 def _held_out(rows: list[dict], name: str) -> str:
-    """First and last score of a set, with the standard error over its problems."""
+    """First and last score of a set, with its 95 % interval over the problems: ±1.96 standard errors."""
     scored = [row for row in rows if known(row.get(name))]
     if not scored:
         return f"{name}: no score"
     first, last = scored[0], scored[-1]
     error = last.get(name.rsplit("/", 1)[0] + "/stderr")
-    around = f" +- {error:.3f}" if known(error) else ""
+    around = f" ± {1.96 * error:.3f} (95 % over its problems)" if known(error) else ""
     return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
 
 

@@ -21,6 +21,7 @@ import fig_efficiency  # noqa: E402
 import fig_routing  # noqa: E402
 import load  # noqa: E402
 import reproduce  # noqa: E402
+import script  # noqa: E402
 from load import GRPO, GRPO_R2, GSPO  # noqa: E402
 
 from gspo import metrics  # noqa: E402
@@ -91,19 +92,19 @@ def write_arms(folder: Path, effects: dict, seeds=(1, 2, 3), steps: int = 80) ->
 
 @pytest.fixture(scope="module")
 def paper_like(tmp_path_factory) -> Path:
-    return write_arms(tmp_path_factory.mktemp("paper_like"), PAPER_LIKE)
+    return write_arms(tmp_path_factory.mktemp("paper_like"), PAPER_LIKE, seeds=range(1, 7))
 
 
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory) -> load.Data:
     same = {GSPO: (0.25, 0.12), GRPO_R2: (0.25, 0.12)}
-    return load.load([write_arms(tmp_path_factory.mktemp("equal"), same, seeds=(1, 2, 3, 4, 5))])
+    return load.load([write_arms(tmp_path_factory.mktemp("equal"), same, seeds=range(1, 7))])
 
 
 @pytest.fixture(scope="module")
 def below(tmp_path_factory) -> load.Data:
     worse = {GSPO: (0.25, -0.12), GRPO_R2: (0.25, 0.12), GRPO: (0.25, 0.12)}
-    return load.load([write_arms(tmp_path_factory.mktemp("below"), worse)])
+    return load.load([write_arms(tmp_path_factory.mktemp("below"), worse, seeds=range(1, 7))])
 
 
 # -------------------------------------------------------------------------------------------------------- verdicts
@@ -117,10 +118,16 @@ def test_effects_that_are_there_are_seen(paper_like):
     assert all(verdict.startswith("seen") for verdict in found.values()), found
 
 
-def test_equal_arms_are_undecided(equal):
-    for claim in (claims.reward(equal), claims.held_out(equal), claims.cheaper(equal)):
-        assert claim.verdict.startswith("undecided"), claim
-    assert "includes 0" in claims.reward(equal).verdict
+def test_of_five_seeds_the_same_effects_only_point(paper_like):
+    found = verdicts(load.load([file for file in paper_like.iterdir() if "seed6" not in file.name]))
+    assert len(found) == 8
+    assert all(verdict.startswith("points to it (interval over 5 seeds") for verdict in found.values()), found
+
+
+def test_equal_arms_are_the_same_or_undecided(equal):
+    for claim in (claims.reward(equal), claims.held_out(equal)):
+        assert claim.verdict.startswith("the same within ±0.03 (interval over 6 seeds"), claim
+    assert claims.cheaper(equal).verdict == "undecided (interval over 6 seeds, includes 1)"
 
 
 def test_reaching_the_level_of_a_collapsed_rival_is_no_efficiency(tmp_path):
@@ -128,21 +135,21 @@ def test_reaching_the_level_of_a_collapsed_rival_is_no_efficiency(tmp_path):
         write_run(tmp_path, GSPO, seed, 0.5, 0.2)
         write_run(tmp_path, GRPO_R2, seed, 0.5, -0.4)
     data = load.load([tmp_path])
-    assert claims.reward(data).verdict.startswith("seen")
+    assert claims.reward(data).verdict.startswith("points to it")
     assert claims.cheaper(data).verdict == "undecided (the rival ends no higher than it starts)"
 
 
 def test_the_opposite_is_reported_as_not_seen(below):
     for claim in (claims.reward(below), claims.held_out(below), claims.cheaper(below), claims.stable(below)):
         assert claim.verdict.startswith("not seen: contradicted"), claim
-    assert claims.collapse_without_replay(below).verdict.startswith("not seen")
-    assert claims.replay_helps(below).verdict.startswith("undecided")
+    assert claims.collapse_without_replay(below).verdict.startswith("not seen: contradicted")
+    assert claims.replay_helps(below).verdict.startswith("the same within ±0.03")
 
 
 def test_clipping_verdicts(tmp_path, monkeypatch):
-    for share, verdict in ((0.15, "seen"), (0.004, "not seen"), (0.0, "not seen")):
+    for share, verdict in ((0.15, "seen"), (0.004, "not seen: contradicted"), (0.0, "points against it")):
         monkeypatch.setitem(CLIPPED, GSPO, (share, 2 * share))
-        folder = write_arms(tmp_path / str(share), {GSPO: (0.2, 0), GRPO_R2: (0.2, 0)}, steps=20)
+        folder = write_arms(tmp_path / str(share), {GSPO: (0.2, 0), GRPO_R2: (0.2, 0)}, range(1, 7), steps=20)
         assert claims.clipping(load.load([folder])).verdict.startswith(verdict)
 
 
@@ -156,9 +163,9 @@ def test_a_single_seed_gives_within_run_intervals(tmp_path):
 # --------------------------------------------------------------------------------------------------------- loading
 def test_tidy_frame(paper_like):
     data = load.load([paper_like / "gspo-none-seed1", paper_like])  # a run named twice counts once
-    assert list(data.rows.columns[:4]) == ["run", "arm", "seed", "step"] and len(data.runs) == 9
+    assert list(data.rows.columns[:4]) == ["run", "arm", "seed", "step"] and len(data.runs) == 18
     assert data.arms == [GSPO, GRPO_R2, GRPO]
-    assert data.table(GSPO, "reward/mean").shape == (80, 3)
+    assert data.table(GSPO, "reward/mean").shape == (80, 6)
     assert data.table(GSPO, "optim/grad_norm").isna().all(axis=None)  # null
     assert data.table(GSPO, "eval/elo", first_step=0).dropna().index.tolist() == [0, 20, 40, 60, 80]
 
@@ -175,12 +182,17 @@ def test_cut_last_line_and_unfinished_run(tmp_path):
     assert "batches 11 to 20" in claims.reward(data).found
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     def error(*paths: Path) -> str:
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(load.Refused) as stop:
             fig_efficiency.draw(load.load(list(paths)), tmp_path / "out")
-        assert stop.value.code == 2
-        return capsys.readouterr().err
+        monkeypatch.setattr(sys, "argv", ["fig_efficiency.py", *map(str, paths), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit) as end:
+            script.command(lambda: script.run("", fig_efficiency.draw, fig_efficiency.judged))
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"error: {stop.value}"
+        return line + "\n"
 
     assert "no runs under" in error(tmp_path)
     assert "does not exist" in error(tmp_path / "nothing")
@@ -203,7 +215,8 @@ def test_differing_settings_are_appended(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------- figures
 def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", str(paper_like), "--out", str(tmp_path / "figures")])
+    three = [str(file) for file in sorted(paper_like.iterdir()) if file.name[-1] in "123"]
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", *three, "--out", str(tmp_path / "figures")])
     reproduce.main()
     printed, summary = capsys.readouterr().out, (tmp_path / "figures" / "summary.md").read_text()
     assert summary in printed
@@ -212,7 +225,7 @@ def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, mo
         for suffix, magic in ((".pdf", b"%PDF"), (".png", b"\x89PNG")):
             path = tmp_path / "figures" / (name + suffix)
             assert path.read_bytes().startswith(magic) and str(path) in printed
-    data = load.load([paper_like])
+    data = load.load(three)
     for path in fig2_clipping.draw(data, tmp_path / "again") + fig_routing.draw(data, tmp_path / "again"):
         assert path.read_bytes() == (tmp_path / "figures" / path.name).read_bytes(), path.name
 
@@ -241,7 +254,7 @@ def test_without_evaluation_and_routing(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = load.load([tmp_path])
     assert all(path.is_file() for path in fig1_stability.draw(data, tmp_path / "figures"))
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused):
         fig_routing.draw(data, tmp_path / "figures")
     assert len(claims.all_claims(data)) == 4
     assert "experts kept" in "\n".join(reproduce.table(data))

@@ -29,6 +29,16 @@ def test_settings_that_differ_and_what_the_runs_did(tmp_path):
     assert "entropy" not in cells, "nobody reported it"
 
 
+def test_a_score_stands_with_its_95_percent_interval(tmp_path):
+    runs = [write(tmp_path, name, HEALTHY) for name in ("gspo", "grpo")]
+    for run in runs:
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}\n')
+    assert (
+        "eval/math/avg@2, last ± 95 % (best)  0.700 ± 0.098 (0.700)  0.700 ± 0.098 (0.700)\n" in compare(*runs).stdout
+    )
+
+
 def test_one_run_or_none_is_one_line(tmp_path):
     run = write(tmp_path, "gspo", HEALTHY)
     for paths in ([run], [tmp_path / "nowhere", run]):

@@ -99,7 +99,7 @@ def test_what_wandb_is_sent():
     for plot, panel in zip(plots, view.panels(), strict=True):
         assert plot["chartTitle"] == panel.title() and plot["yAxisTitle"] == panel.unit()
         assert plot["xAxis"] == "step" and plot["groupBy"] == "objective.value.name"
-        assert (plot["groupAgg"], plot["groupArea"]) == ("mean", "stderr")
+        assert (plot["groupAgg"], plot["groupArea"]) == ("mean", "minmax")
         assert plot["metrics"] == list(panel.metrics) or plot["metricRegex"] == dashboard.pattern(panel.metrics[0])
     texts = "".join(panel["config"]["value"] for panel in drawn if panel["viewType"] == "Markdown Panel")
     for panel in view.panels():

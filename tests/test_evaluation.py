@@ -291,6 +291,7 @@ def test_what_makes_an_evaluation_another_one():
 def test_the_table_says_what_the_ratings_rest_on():
     result = summarise([rows(group) for group in groups_of(Graded(), 20, 4)], [1, 2, 4])
     text = table({"rated": result}, 4)
+    assert "95 % interval" in text and f"{result['avg']['stderr']:.3f}" not in text, "one convention: 95 %"
     assert f"{result['avg']['value']:.3f}" in text and "20 problems rated 1000 to 2200, 80 attempts" in text
     low, high = result["avg"]["interval_95"]
     assert low < result["avg"]["value"] < high and f"{low:.3f} .. {high:.3f}" in text

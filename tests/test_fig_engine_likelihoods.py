@@ -136,18 +136,31 @@ def test_the_gap_in_words(whole):
 @pytest.mark.parametrize(
     "gspo, words",
     [
-        ({1: -0.01, 2: -0.02, 3: -0.03}, "Told apart: GSPO loses less (or gains more) than GRPO."),
-        ({1: -0.21, 2: -0.22, 3: -0.23}, "Told apart: GSPO loses more (or gains less) than GRPO."),
+        (
+            {1: -0.01, 2: -0.02, 3: -0.03},
+            "Points to this: GSPO loses less (or gains more) than GRPO; p is not below 0.05",
+        ),
+        ({1: -0.21, 2: -0.22, 3: -0.23}, "Points to this: GSPO loses more (or gains less) than GRPO; p is not below"),
         ({1: 0.05, 2: -0.15, 3: -0.16}, "Not told apart: the interval includes 0, and any difference within it"),
         ({1: 0.05, 2: -0.25, 3: -0.26}, "Not told apart: the interval includes 0, and any difference within it"),
     ],
 )
-def test_the_answer_in_its_three_cases(tmp_path, gspo, words):
+def test_the_answer_of_three_seeds(tmp_path, gspo, words):
     data = read(write_all(tmp_path, losses={"gspo": gspo, "grpo": LOSS["grpo"]}))
     sentence = fig.answer(data, "bfloat16", "no replay")
-    assert words in sentence and sentence.count("old apart") == 1
+    assert words in sentence and sentence.count("old apart") == ("Not told" in words)
     assert "by -0.120 with GRPO" in sentence and "3 seeds cannot go below 0.25" in sentence
     assert "GSPO - GRPO +0.000" in fig.answer(data, "float32", "no replay")
+
+
+@pytest.mark.parametrize(("loss", "words"), [(-0.02, "GSPO loses less"), (-0.22, "GSPO loses more")])
+def test_six_seeds_are_told_apart(tmp_path, loss, words):
+    for seed, old in product(range(1, 7), ("step_start", "engine")):
+        engine = old == "engine"
+        write_run(tmp_path, seed, "gspo", old, "bfloat16", "none", engine * (loss + 0.01 * (seed % 2)))
+        write_run(tmp_path, seed, "grpo", old, "bfloat16", "none", engine * -0.12)
+    sentence = fig.answer(read(tmp_path), "bfloat16", "no replay")
+    assert f"exact sign-flip p = 0.031: 6 seeds cannot go below 0.031). Told apart: {words}" in sentence
 
 
 def test_one_seed_is_not_judged(tmp_path):
@@ -182,24 +195,20 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
 def test_it_ends_in_one_line_without_arms_to_compare(tmp_path, capsys):
     write_run(tmp_path / "a", 1, "gspo", "step_start", "bfloat16", "none")
     write_run(tmp_path / "a", 2, "gspo", "engine", "bfloat16", "none")  # another seed: no pair
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"^fig_engine_likelihoods needs finished runs") as stop:
         read(tmp_path / "a")
-    error = capsys.readouterr().err
-    assert error.startswith("error: fig_engine_likelihoods needs finished runs") and error.count("\n") == 1
-    assert error.endswith("found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer\n")
+    assert str(stop.value).endswith("found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer")
     write_run(tmp_path / "b", 1, "gspo", "behaviour", "bfloat16", "none")
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"found: none$"):
         read(tmp_path / "b")
-    assert capsys.readouterr().err.endswith("found: none\n")
 
 
 def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path, capsys):
     write_run(tmp_path, 1, "gspo", "engine", "bfloat16", "none")
     other = write_run(tmp_path / "again", 1, "gspo", "engine", "bfloat16", "none") / "settings.yaml"
     other.write_text(yaml.safe_dump(yaml.safe_load(other.read_text()) | {"optim": {"lr": 1.0}}))
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)"):
         read(tmp_path)
-    assert "same arm and seed twice (GSPO, bfloat16, no replay, engine, seed 1)" in capsys.readouterr().err
 
 
 def test_the_program_prints_and_draws(whole, tmp_path, capsys, monkeypatch):
@@ -226,7 +235,7 @@ def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monk
             [x / half for x in (0.6, 0.6, 2e-3, 2e-3, *[0] * 4)]
         )
     assert [line.get_xdata()[0] for line in sequences.lines[-2:]] == pytest.approx([0.4, 0.5])
-    assert "Told apart: GSPO loses less" in caption
+    assert "Points to this: GSPO loses less" in caption
 
 
 def test_a_metric_that_is_not_reported_and_other_settings_that_differ(tmp_path):
@@ -250,9 +259,8 @@ def test_runs_that_are_finished_but_too_short(tmp_path, capsys):
         settings, file = folder / "settings.yaml", folder / "metrics.jsonl"
         settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"steps": 14}))
         file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:15]))
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused, match="needs 15 batches of every run"):
         read(tmp_path)
-    assert "needs 15 batches of every run" in capsys.readouterr().err
 
 
 def test_the_metrics_are_those_of_the_package():

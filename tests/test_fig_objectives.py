@@ -126,9 +126,9 @@ def test_all_runs_are_cut_to_the_batches_they_share(tmp_path, capsys):
     numbers = fig_objectives.measure(load.load([tmp_path]))
     assert numbers.loc[("GSPO", 1), "active"] == pytest.approx(0.2 * 8.5 / 10.5)  # of batches 1 .. 16
     short = write_run(tmp_path, "sapo", 1, 0.1, steps=14)
-    with pytest.raises(SystemExit):
+    with pytest.raises(load.Refused) as stop:
         fig_objectives.measure(load.load([tmp_path]))
-    assert capsys.readouterr().err == f"error: fig_objectives needs 15 rollout batches of every run; {short} has 14\n"
+    assert str(stop.value) == f"fig_objectives needs 15 rollout batches of every run; {short} has 14"
 
 
 def test_names_and_metrics_are_those_of_the_package():

@@ -70,7 +70,7 @@ def drawn(monkeypatch) -> list[tuple]:
 def said(capsys, call, *arguments) -> str:
     """The one line of an error with exit code 2."""
     with pytest.raises(SystemExit) as stop:
-        call(*arguments)
+        script.command(lambda: call(*arguments))
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1, message

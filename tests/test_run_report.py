@@ -82,6 +82,16 @@ def test_what_a_collapsed_run_says(tmp_path):
     assert text.count('class="good"') == text.count('class="bad"') == 3 and "stroke-dasharray" in text
 
 
+def test_a_score_stands_with_its_95_percent_interval(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}) + "\n")
+    words = " ".join(Page(run_report.page(folder)).words)
+    assert (
+        "eval/math/avg@2: 0.100 at step 0, 0.700 ± 0.098 (95 % over its problems) at step 91." in words
+    )  # 1.96 x 0.05
+
+
 def test_responses_of_different_problems_are_shown(tmp_path):
     folder = run(tmp_path, HEALTHY)
     text = run_report.page(folder)

@@ -1,0 +1,170 @@
+"""A recorded run and all runs together, as tables: what every statistic and figure reads. load.py makes them.
+
+Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
+in gspo/metrics.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+import pandas as pd
+
+from gspo.collapse import collapse
+from gspo.metrics import lookup
+
+GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
+ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
+NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns of the rows of all runs
+
+
+class Refused(ValueError):
+    """What cannot be done with these runs, in one line. A command prints it and ends with exit code 2 (script.py)."""
+
+
+@dataclass
+class Run:
+    """One run directory. `settings` is flat: {"optim.lr": 0.001, ...}."""
+
+    path: Path
+    settings: dict[str, object]
+    rows: pd.DataFrame
+    arm: str = ""
+    id: str = ""  # W&B's, where the source is W&B's
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings["seed"])
+
+    @property
+    def last(self) -> int:
+        """The last rollout batch that the file describes."""
+        return int(self.rows["step"].max())
+
+    @property
+    def planned(self) -> int:
+        """Rollout batches that the settings ask for."""
+        return int(self.settings["steps"])
+
+    @property
+    def moe(self) -> bool:
+        """Whether its model is a mixture of experts: by its settings, else by what it reported."""
+        if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
+            return True
+        return any(name.startswith("routing/") and self.rows[name].notna().any() for name in self.rows)
+
+    @property
+    def finished(self) -> bool:
+        return self.last >= self.planned
+
+    @property
+    def ended(self) -> str:
+        """What the run's directory says of its end; without one, from its rows."""
+        try:
+            return str(json.loads((self.path / "status.json").read_text())["how"])
+        except (OSError, ValueError, KeyError):
+            return "finished" if self.finished else "unfinished"
+
+    @cached_property
+    def collapsed(self) -> int | None:
+        """The step at which it collapsed by the registered rule, None if it did not."""
+        rewards = self.column("reward/mean")
+        at = collapse(rewards.tolist())
+        return None if at is None else int(rewards.index[at])
+
+    def column(self, metric: str, first_step: int = 1) -> pd.Series:
+        """A metric by step, NaN left out; empty where it was not reported."""
+        rows = self.rows[self.rows["step"] >= first_step].sort_values("step").set_index("step")
+        return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
+
+
+@dataclass
+class Data:
+    """All runs. `rows` is tidy: columns run, arm, seed, step, then one per metric; notes say what was amiss."""
+
+    runs: list[Run]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        frames = [run.rows.assign(run=str(run.path), arm=run.arm, seed=run.seed) for run in self.runs]
+        rows = pd.concat(frames, ignore_index=True)
+        self.rows = rows[[*NOT_METRICS, *sorted(c for c in rows.columns if c not in NOT_METRICS)]]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms found: the paper's in their fixed order, then the others by name."""
+        found = {run.arm for run in self.runs}
+        return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
+
+    def of(self, *arms: str) -> list[Run]:
+        """The runs of these arms, by arm and seed."""
+        return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
+
+    def seeds(self, *arms: str) -> list[int]:
+        """The seeds that all of these arms have."""
+        return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
+
+    def compared(self, *arms: str) -> list[Run]:
+        """The runs by which these arms are compared: of the seeds whose runs have finished in all of them; while there
+        is no such seed, of the seeds that all of them have begun."""
+        runs = self.of(*arms)
+        begun = self.seeds(*arms)
+        finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
+        return [run for run in runs if run.seed in (finished or begun)]
+
+    def left_out(self, *arms: str) -> list[Run]:
+        """The runs of these arms that are not among the compared."""
+        compared = self.compared(*arms)
+        return [run for run in self.of(*arms) if not any(run is other for other in compared)]
+
+    def common_step(self, *arms: str) -> int:
+        """The last rollout batch that every run of these arms has reached."""
+        return min(run.last for run in self.of(*arms))
+
+    def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
+        """One metric of one arm: index every step from the first to the arm's last, a column per seed; NaN where the
+        metric was not reported. Raises Refused for an arm that is not there and a metric that nobody knows."""
+        if arm not in self.arms:
+            die(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
+        rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
+        if metric not in rows:
+            self.known(metric)
+            rows = rows.assign(**{metric: float("nan")})
+        steps = pd.RangeIndex(first_step, rows["step"].max() + 1, name="step")
+        return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
+
+    def known(self, metric: str) -> None:
+        """Raises Refused for a metric that no run has recorded and that is not in the registry either."""
+        try:
+            lookup(metric)
+        except KeyError:
+            if metric not in self.rows:
+                die(f"no metric {metric!r}{nearest(metric, self.metrics(''))}")
+
+    def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
+        """The metric's tables of these arms, cut to the compared runs and the rollout batches that all of these have:
+        rows are the same steps in each. A step that a run lost is NaN in its column alone."""
+        runs = self.compared(*arms)
+        seeds, last = sorted({run.seed for run in runs}), min(run.last for run in runs)
+        return [self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms]
+
+    def metrics(self, prefix: str) -> list[str]:
+        """Names of the reported metrics that start so."""
+        names = (c for c in self.rows.columns if c not in NOT_METRICS)
+        return [c for c in names if c.startswith(prefix) and self.rows[c].notna().any()]
+
+
+def die(message: str) -> NoReturn:
+    raise Refused(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant, for the end of an error message; all that is known if nothing is near."""
+    close = get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
