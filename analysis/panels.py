@@ -113,11 +113,12 @@ def short_name(arm: str) -> str:
 
 def difference_caption(data: Data, a: str, b: str) -> str:
     """What `difference` draws."""
-    steps, seeds = claims.last_halves(data, a, b)[0].index, data.seeds(a, b)
+    a_TS = claims.last_halves(data, a, b)[0]
+    steps, seeds = a_TS.index, a_TS.shape[1]
     text = f"Paired difference: {a} - {b}, training reward, mean over batches {steps[0]} to {steps[-1]}, "
-    if len(seeds) == 1:
+    if seeds == 1:
         return f"{text}of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
-    return f"{text}paired by seed; bar: 95 % t interval over {len(seeds)} seeds; p: exact sign-flip test."
+    return f"{text}paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
 
 
 # ------------------------------------------------------------------------------------------------------- the paper's

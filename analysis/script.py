@@ -17,7 +17,7 @@ DOTS = {"seeds": "the seeds stand there as dots already"}
 NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is not training"}
 
 
-class Refused(argparse.Action):
+class DoesNothing(argparse.Action):
     """An option that can do nothing in this figure."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -56,7 +56,7 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
     }
     for name, how in every.items():
         why = (refused or {}).get(name)
-        silent = {"action": Refused, "nargs": "?", "const": why, "default": how.get("default", False)}
+        silent = {"action": DoesNothing, "nargs": "?", "const": why, "default": how.get("default", False)}
         options.add_argument(f"--{name}", **(silent | {"help": argparse.SUPPRESS} if why else how))
     return options
 
