@@ -36,7 +36,7 @@ def main() -> None:
     print(text + f"\nThe same in {file}")
 
 
-def draw_all(data: Data, out: Path, view: View) -> tuple[list[Path], list[str]]:
+def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path], list[str]]:
     """The figures that the runs permit: paths, and why the others were left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
