@@ -24,7 +24,9 @@ import pandas as pd
 import script
 import style
 from foresight import LR, Alarm, History, Value
+from looks import tint
 from matplotlib.axes import Axes
+from style import View
 
 from gspo.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
 
@@ -42,12 +44,14 @@ NAMES = {  # the stresses of sweeps/stressors.yaml
     ),
 }
 FREE = ("objective.", "optim.lr")  # what varies within a stress
+REFUSED = script.NO_CURVES | {"seeds": "its rows are signals, of all runs together"}
+MARKS = ("o", "s", "^")  # of LEADS
 PAIR = (load.GSPO, load.GRPO)
 MONITOR = "any, as the monitor ships"
 
 
 def main() -> None:
-    parser = script.parser(__doc__, needs_runs=False)
+    parser = script.parser(__doc__, needs_runs=False, refused=REFUSED)
     parser.add_argument("--save", action="store_true", help=f"keep the runs' metrics in analysis/data/{RECORDED.name}/")
     args = parser.parse_args()
     if args.save and not args.runs:
@@ -65,7 +69,7 @@ def main() -> None:
     if not results or len({run.stress for run in runs}) < 2:
         load.die("early_warning needs runs that collapsed and runs that did not, under two stresses or more")
     together = foresight.worth([foresight.judged(run, shipped(frame)) for run in runs])
-    paths = draw(results, together, runs, args.out)
+    paths = draw(results, together, runs, args.out, script.view(args))
     print("\n".join([*outcomes(frame, runs), "", *table(results, together), "", *map(str, paths)]))
 
 
@@ -193,18 +197,17 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- figure
-def draw(results: list[Result], together: Alarm, runs: list[History], out: Path) -> list[Path]:
+def draw(results: list[Result], together: Alarm, runs: list[History], out: Path, view: View) -> list[Path]:
     """A row per signal; panels: AUROC at three leads, among runs of one rate, collapses seen, lead, false alarms."""
-    figure = style.canvas(0.9 + 0.26 * (len(results) + 1))
+    figure = style.canvas(0.9 + 0.26 * (len(results) + 1), view)
     axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.5, 1, 1, 1, 1])
-    blue, other = style.COLOURS[load.GSPO], style.COLOURS[load.GRPO_R2]
     for row, r in enumerate(results):
         for place, area in enumerate(r.areas):
-            interval(axes[0], row + 0.22 * (place - 1), area, style.tint(blue, 1 - 0.33 * place))
-        interval(axes[1], row, r.same_lr, blue)
-    for row, (alarm, hue) in enumerate([*((r.fit, blue) for r in results), (together, other)]):
+            interval(axes[0], row + 0.22 * (place - 1), area, tint(style.INK, 1 - 0.3 * place), MARKS[place])
+        interval(axes[1], row, r.same_lr, style.INK)
+    for row, alarm in enumerate([*(r.fit for r in results), together]):
         for ax, value in zip(axes[2:], (alarm.seen, alarm.lead, alarm.false), strict=True):
-            interval(ax, row, value, hue)
+            interval(ax, row, value, style.INK, "o" if row < len(results) else "D")
     for ax in axes[:2]:
         ax.axvline(0.5, color=style.MUTED, lw=1, ls="--", zorder=1)
     titles = ("AUROC", "At one rate", "Seen", "Lead time", "False alarms")
@@ -216,28 +219,27 @@ def draw(results: list[Result], together: Alarm, runs: list[History], out: Path)
         ax.tick_params(axis="y", length=0)
     axes[0].set_ylim(len(results) + 0.6, -0.6)
     axes[0].set_yticks(range(len(results) + 1), [*(r.name.replace("_", " ") for r in results), "monitor as it ships"])
-    return style.save(figure, out, "early_warning", caption(runs, results))
+    return style.save(figure, out, "early_warning", caption(runs, results), view)
 
 
-def interval(ax: Axes, y: float, value: Value, hue: object) -> None:
+def interval(ax: Axes, y: float, value: Value, hue: str, mark: str = "o") -> None:
     if value.count:
         ax.plot([value.low, value.high], [y, y], color=hue, lw=1.4, zorder=2)
-        ax.plot(value.value, y, "o", ms=4, color=hue, mec="white", mew=0.5, zorder=3)
+        ax.plot(value.value, y, mark, ms=4.5, color=hue, mec="white", mew=0.5, zorder=3)
 
 
 def caption(runs: list[History], results: list[Result]) -> str:
     sick, kinds = [run for run in runs if run.collapsed is not None], sorted({run.stress for run in runs})
     counts = ", ".join(f"{area.count}" for area in results[0].areas)
     words = f"{len(sick)} collapsed and {len(runs) - len(sick)} healthy runs under {len(kinds)} kinds of stress "
-    words += f"({', '.join(kinds)}). AUROC: largest score until so many steps before the collapse (dark to light; of "
+    words += f"({', '.join(kinds)}). AUROC: largest score until so many steps before the collapse (dots, squares, "
+    words += f"triangles; of {counts} runs) against the healthy runs' over the same steps; then among runs of one "
+    words += "learning rate, where what the rate alone does to a score is no help. The others: warnings at a threshold "
     words += (
-        f"{counts} runs) against the healthy runs' over the same steps; then among runs of one learning rate, where "
+        "that at most 5 % of the healthy runs under the other stresses exceed; last row (diamonds): all signals at "
     )
-    words += (
-        "what the rate alone does to a score is no help. The others: warnings at a threshold that at most 5 % of the "
-    )
-    words += "healthy runs under the other stresses exceed; last row: all signals at the monitor's thresholds. Seen: "
-    words += "before the collapse, not at it, where the reward's own threshold lies. Bars: 95 % over runs."
+    words += "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own threshold lies. "
+    words += "Bars: 95 % intervals over runs."
     return words
 
 

@@ -42,10 +42,9 @@ class Ratio(Interval):
         return sign_flip_p(np.nan_to_num(np.sign(np.array(self.values) - line)))
 
     def text(self, form: str = ".2f") -> str:
-        if self.mean == self.low == 0:
-            return f"not reached, below {self.high:{form}}"
-        point, low = (f"{x:{form}}" if x > 0 else "not reached" for x in (self.mean, self.low))
-        return f"{point} [{low}, {self.high:{form}}]"
+        """The interval stands in brackets whether the level is reached or not: what a verdict says of it is seen."""
+        point = f"{self.mean:{form}}" if self.mean > 0 else f"not reached (below {self.bound:{form}})"
+        return f"{point} [{self.low:{form}}, {self.high:{form}}]"
 
 
 @dataclass(frozen=True)

@@ -16,38 +16,55 @@ from pathlib import Path
 import claims
 import load
 import numpy as np
+import panels
 import paper
 import script
 import style
 from load import GRPO_R2, GSPO, Data
+from looks import look, tint
 from matplotlib.axes import Axes
 from stats import estimate
+from style import View
 
-PAPERS = (GSPO, GRPO_R2)  # the arms of the paper's figure
+PAPERS = (GSPO, GRPO_R2)
+REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
+MOST = 14  # arms
 PAPER_RANGES = paper.CLIP_RANGES
 
 
 def judged(data: Data) -> list[claims.Claim]:
     """The claims that this figure speaks to."""
-    return [claims.clipping(data)]
+    return [] if load.lacking(data, claims.contenders(data)) else [claims.clipping(data)]
 
 
-def draw(data: Data, out: Path) -> list[Path]:
+def lacking(data: Data) -> str | None:
+    """Why the figure cannot be drawn, or None."""
+    if len(data.arms) > MOST:
+        return f"shows {MOST} arms at most; found: {', '.join(data.arms)}"
+    if not data.metrics("clip/token_active"):
+        return "needs clip/token_active, which no run has recorded"
+    return None
+
+
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """Bars of our arms, the paper's bars, and the shares by mini-batch."""
-    arms = claims.contenders(data)
-    load.require(data, "fig2", arms)
-    figure = style.canvas(1.5 + 0.55 * len(data.arms))
+    if why := lacking(data):
+        load.die(f"fig2 {why}")
+    view = view or View()
+    figure = style.canvas(1.7 + 0.55 * len(data.arms), view)
     bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
-    share_bars(bars, data)
+    share_bars(bars, data, view)
     paper_bars(companion)
-    minibatch_lines(by_minibatch, data)
-    kind = "95 % over seeds" if len(data.seeds(*arms)) > 1 else "95 % within the run"
-    words = f"Share of response tokens, mean over all updates; lines on the bars: {kind}. Solid: the clip removed the "
-    words += "gradient; pale: the ratio lies outside the band. Right: by mini-batch, axis linear below 0.0001."
-    caption = (
-        f"{load.describe(data, data.arms)} {clip_ranges(data)} {words}\n{' '.join(c.sentence() for c in judged(data))}"
+    minibatch_lines(by_minibatch, data, view)
+    words = f"{panels.named(data.arms)} {clip_ranges(data)} Share of response tokens, mean over all updates; lines on "
+    words += "the bars: 95 % intervals over seeds (of a single seed: within the run). Solid: the clip removed the "
+    words += (
+        "gradient; pale: the ratio lies outside the band. Right: by mini-batch, mean over seeds, axis linear below "
     )
-    return style.save(figure, out, "fig2_clipping", caption)
+    words += "0.0001." + (" Dots and thin lines: single seeds." if view.seeds else "")
+    words += " The paper's bars: GSPO and, as section 5.1 reads, GRPO + Routing Replay (R2)."
+    caption = "\n".join([f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))])
+    return style.save(figure, out, "fig2_clipping", caption, view)
 
 
 def clip_ranges(data: Data) -> str:
@@ -62,22 +79,28 @@ def clip_ranges(data: Data) -> str:
     return f"Clip ranges: {', '.join(parts)}."
 
 
-def share_bars(ax: Axes, data: Data) -> None:
+def share_bars(ax: Axes, data: Data, view: View) -> None:
     """Active (solid) and outside (pale) per arm, with the value written beside; axis from 0."""
     last, longest = data.common_step(*data.arms), 0.0
     for row, arm in enumerate(data.arms):
         for offset, name, strength in ((-0.19, "clip/token_active", 1.0), (0.19, "clip/token_outside", 0.4)):
-            share = estimate(data.table(arm, name).loc[:last])
+            table = data.table(arm, name).loc[:last]
+            if table.isna().all(axis=None):
+                continue
+            share = estimate(table)
             ends = np.clip([[share.mean - share.low], [share.high - share.mean]], 0, None)
-            hue = style.tint(style.colour(arm), strength)
+            hue = tint(look(arm).colour, strength)
             bars = {"height": 0.34, "color": hue, "error_kw": {"ecolor": style.INK, "elinewidth": 1}}
             ax.barh(row + offset, share.mean, xerr=None if np.isnan(ends).any() else ends, **bars)
+            if view.seeds:
+                seeds = {"ms": 4, "color": style.MUTED, "mec": "white", "mew": 0.5, "zorder": 4}
+                ax.plot(table.mean(), [row + offset] * table.shape[1], "o", **seeds)
             reach = style.finite_max([share.mean, share.high])
             text = f"{share.mean:.2g} {name.removeprefix('clip/token_')}"
             ax.annotate(text, (reach, row + offset), (5, 0), textcoords="offset points", va="center", fontsize=8)
             longest = max(longest, reach)
     ax.set_yticks(range(len(data.arms)), [style.short(arm) for arm in data.arms])
-    bar_axes(ax, data.arms, longest * 1.42)
+    bar_axes(ax, len(data.arms), longest * 1.42)
     ax.set_title("Clipped tokens, our runs")
 
 
@@ -85,40 +108,45 @@ def paper_bars(ax: Axes) -> None:
     """The paper's two bars."""
     for row, arm in enumerate(PAPERS):
         value = paper.series("fig2_clipped", arm)[0]
-        ax.barh(row, value, height=0.5, color=style.colour(arm))
+        ax.barh(row, value, height=0.5, color=look(arm).colour)
         ax.annotate(f"{value:g}", (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_yticks(range(len(PAPERS)), ["GSPO", "GRPO"])
-    bar_axes(ax, list(PAPERS), 0.2)
+    ax.set_yticks(range(len(PAPERS)), [style.short(arm) for arm in PAPERS])
+    bar_axes(ax, len(PAPERS), 0.2)
     ax.set_title("The paper's Fig. 2")
 
 
-def bar_axes(ax: Axes, arms: list[str], right: float) -> None:
-    """Horizontal bars from 0, the first arm on top, labels in the arms' colours."""
+def bar_axes(ax: Axes, arms: int, right: float) -> None:
+    """Horizontal bars from 0, the first arm on top."""
     ax.set_xlim(0, right or 1)
-    ax.set_ylim(len(arms) - 0.45, -0.55)
+    ax.set_ylim(arms - 0.45, -0.55)
     ax.grid(axis="x")
     ax.grid(axis="y", visible=False)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("share of tokens")
-    for text, arm in zip(ax.get_yticklabels(), arms, strict=True):
-        text.set(color=style.colour(arm), fontweight="bold")
+    for text in ax.get_yticklabels():
+        text.set_color(style.INK)
 
 
-def minibatch_lines(ax: Axes, data: Data) -> None:
+def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
     """clip/token_active by mini-batch of the step, mean over batches and seeds."""
     last, prefix = data.common_step(*data.arms), "clip/token_active_minibatch_"
     count = max((int(name.removeprefix(prefix)) for name in data.metrics(prefix)), default=1)
-    ends = []
-    for arm in data.arms:
-        share = [np.nanmean(data.table(arm, f"{prefix}{n}").loc[:last]) for n in range(1, count + 1)]
-        ax.plot(range(1, count + 1), share, "o-", ms=4, lw=1.6, color=style.colour(arm))
-        ends.append((share[-1], arm))
+    looks, largest = {arm: look(arm) for arm in data.arms}, 0.0
+    for arm, own in looks.items():
+        tables = [data.table(arm, f"{prefix}{n}").loc[:last] for n in range(1, count + 1)]
+        each = np.array([table.mean().to_numpy() for table in tables])  # [mini-batch, seed]
+        if view.seeds:
+            ax.plot(range(1, count + 1), each, color=tint(own.colour, 0.45), lw=0.8, zorder=1)
+        ax.plot(range(1, count + 1), each.mean(1), ms=5.5, lw=1.6, **own.plot())
+        largest = max(largest, style.finite_max(each.mean(1)))
     ax.set_yscale("symlog", linthresh=1e-4)
-    ax.set_ylim(0, max(1e-3, 2 * max(value for value, _ in ends)))
+    ax.set_ylim(0, max(1e-3, 2 * largest))
+    style.key(ax, looks, loc="best")
     ax.set_xticks(range(1, count + 1))
     ax.set_xlabel("mini-batch of the step")
+    ax.set_ylabel("share of tokens")
     ax.set_title("Clipped, by mini-batch")
 
 
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged))
+    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))

@@ -19,8 +19,9 @@ import panels
 import script
 import style
 from load import GRPO, GRPO_R2, Data
+from looks import look
 from matplotlib.axes import Axes
-from stats import WINDOW, centred_mean
+from style import View
 
 NEEDS = (GRPO_R2, GRPO)
 
@@ -30,36 +31,40 @@ def judged(data: Data) -> list[claims.Claim]:
     return [claims.collapse_without_replay(data), claims.replay_helps(data)]
 
 
-def draw(data: Data, out: Path) -> list[Path]:
-    """Training reward against compute, the paper's curve, and the routing consistency of both arms."""
-    load.require(data, "fig3", NEEDS)
-    figure = style.canvas(5.4)
-    grid = figure.add_gridspec(2, 2, width_ratios=[1.5, 1])
-    big, companion, routing = (figure.add_subplot(grid[place]) for place in ((slice(None), 0), (0, 1), (1, 1)))
-    panels.reward_against_compute(big, data, NEEDS)
-    big.set_title("Training reward, our runs")
-    panels.paper_rewards(companion, "fig3_reward", NEEDS)
-    consistency(routing, data)
-    described = f"{load.describe(data, list(NEEDS))} {panels.how_drawn(data, NEEDS)}"
-    caption = "\n".join([described, *(claim.sentence() for claim in judged(data))])
-    return style.save(figure, out, "fig3_routing_replay", caption)
+def lacking(data: Data) -> str | None:
+    """Why the figure cannot be drawn, or None: its question is of two arms."""
+    return panels.lacking(data, NEEDS)
 
 
-def consistency(ax: Axes, data: Data) -> None:
-    """Share of the step-start experts that the routers still choose, by batch; mean over layers and seeds, smoothed."""
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
+    """Training reward against compute and the paper's; the paired difference; the routing consistency of both arms."""
+    if why := lacking(data):
+        load.die(f"fig3 {why}")
+    view = view or View()
+    figure = style.canvas(5.8, view)
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1.25, 1])
+    big, companion = upper.subplots(1, 2, width_ratios=[1.6, 1])
+    gap, routing = lower.subplots(1, 2, width_ratios=[0.6, 1.6])
+    panels.reward_against_compute(big, data, NEEDS, view)
+    panels.paper_rewards(companion, "fig3_reward", NEEDS, view)
+    panels.difference(gap, data, *NEEDS)
+    consistency(routing, data, view)
+    words = [load.describe(data, list(NEEDS)), panels.named(NEEDS), panels.how_drawn(data, NEEDS, view)]
+    words += [panels.difference_caption(data, *NEEDS), "The paper's points are digitised, of single runs."]
+    found = "\n".join([" ".join(words), *(claim.sentence() for claim in judged(data))])
+    return style.save(figure, out, "fig3_routing_replay", found, view)
+
+
+def consistency(ax: Axes, data: Data, view: View) -> None:
+    """Share of the step-start experts that the routers still choose, by batch; mean over layers."""
     ends = []
     for arm in NEEDS:
-        table = data.table(arm, "routing/consistency").dropna()
-        if table.empty:
-            continue
-        mean, hue = table.mean(axis=1), style.colour(arm)
-        ax.plot(mean.index, mean, color=style.tint(hue, 0.4), lw=0.8)
-        smooth = centred_mean(mean, WINDOW)
-        ax.plot(mean.index, smooth, color=hue, lw=1.8)
-        ends.append((smooth[-1], style.short(arm), hue))
-    ax.set_xlabel("rollout batch")
+        table = data.table(arm, "routing/consistency").dropna(how="all")
+        ends.append((panels.curve(ax, table, look(arm), view), style.short(arm), look(arm)))
+    style.training_axis(ax, 0, view)
+    ax.set_ylabel("routing consistency")
     ax.set_title("Routing consistency within a step")
-    style.label_ends(ax, ends)
+    style.label_ends(ax, ends, letter=0.11)
 
 
 if __name__ == "__main__":

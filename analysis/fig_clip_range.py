@@ -18,20 +18,23 @@ import script
 import style
 from fig2_clipping import PAPER_RANGES
 from load import GRPO, GSPO, OBJECTIVES, Data
+from looks import look, tint
 from matplotlib.axes import Axes
 from stats import WINDOW, ratio, t_interval
+from style import View
 
+REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 
 
 def main() -> None:
-    args = script.arguments(__doc__)
-    data = load.load(args.runs)
+    args = script.parser(__doc__, refused=REFUSED).parse_args()
+    data = script.read(args, notes=False)
     for note in data.notes:
         if note.startswith(("unfinished", "left out", "cut")):
             print(f"note: {note}")
     numbers = measure(data)
-    paths = draw(data, numbers, args.out)
+    paths = draw(data, numbers, args.out, script.view(args))
     print("\n".join(["", *table(numbers), "", disparity(numbers), "", *map(str, paths)]))
 
 
@@ -91,9 +94,10 @@ def disparity(numbers: pd.DataFrame) -> str:
     return f"Each at the paper's own range: GSPO / GRPO {both} (the paper: about 115)."
 
 
-def draw(data: Data, numbers: pd.DataFrame, out: Path) -> list[Path]:
+def draw(data: Data, numbers: pd.DataFrame, out: Path, view: View | None = None) -> list[Path]:
     """Left: clipped share against the range; right: the reward at the end."""
-    figure = style.canvas(3.2)
+    view = view or View()
+    figure = style.canvas(3.2, view)
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
     lines(left, numbers, "active", 1.0)
     lines(left, numbers, "outside", 0.4)
@@ -109,24 +113,25 @@ def draw(data: Data, numbers: pd.DataFrame, out: Path) -> list[Path]:
         ax.set_xscale("log")
         ax.set_xlabel("lower clip range")
         for arm, name in ((GSPO, "gspo"), (GRPO, "grpo")):
-            ax.axvline(PAPER_RANGES[name][0], color=style.tint(style.colour(arm), 0.5), lw=1, ls="--", zorder=0)
-    left.legend(handles=[left.plot([], [], "o-", color=style.colour(a), label=a)[0] for a in (GSPO, GRPO)])
+            ax.axvline(PAPER_RANGES[name][0], color=tint(look(arm).colour, 0.5), lw=1, ls="--", zorder=0)
+    style.key(left, {arm: look(arm) for arm in (GSPO, GRPO)}, loc="best")
     run = data.runs[0]
     words = (
-        f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Dots: "
+        f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Marks: "
     )
     words += "seeds; lines: means over seeds of the mean over all batches. Dashed: the range that the paper chose for "
     words += "each. Share axis linear below 0.0001. " + disparity(numbers)
-    return style.save(figure, out, "fig_clip_range", words)
+    return style.save(figure, out, "fig_clip_range", words, view)
 
 
 def lines(ax: Axes, numbers: pd.DataFrame, column: str, strength: float) -> None:
     for arm, runs in numbers.groupby("arm"):
-        hue = style.colour(arm)
+        own = look(arm)
         if strength == 1:
-            ax.plot(runs["low"], runs[column], "o", ms=4, color=style.tint(hue, 0.5), mec="white", mew=0.4)
+            seeds = {"ms": 5, "color": tint(own.colour, 0.5), "mec": "white", "mew": 0.4}
+            ax.plot(runs["low"], runs[column], own.marker, **seeds)
         means = runs.groupby("low")[column].mean()
-        ax.plot(means.index, means, color=style.tint(hue, strength), lw=1.8 if strength == 1 else 1.2)
+        ax.plot(means.index, means, color=tint(own.colour, strength), ls=own.line, lw=1.8 if strength == 1 else 1.2)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,17 @@ from pathlib import Path
 import claims
 import load
 import numpy as np
+import panels
 import script
 import style
 from efficiency import Efficiency
 from load import GSPO, Data
+from looks import look, tint
 from matplotlib.axes import Axes
 from stats import WINDOW, Interval, trailing_mean
+from style import View
+
+REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 
 
 def judged(data: Data) -> list[claims.Claim]:
@@ -27,37 +32,48 @@ def judged(data: Data) -> list[claims.Claim]:
     return [claims.cheaper(data)]
 
 
-def draw(data: Data, out: Path) -> list[Path]:
-    """Left: the curves and where they reach the level. Right: the ratios with their intervals."""
+def lacking(data: Data) -> str | None:
+    """Why the figure cannot be drawn, or None."""
     arms = claims.contenders(data)
-    load.require(data, "fig_efficiency", arms)
-    if any(table.isna().any(axis=None) for table in claims.reward_and_flops(data)):
-        load.die("fig_efficiency needs compute/flops of every run")
+    if why := panels.lacking(data, arms):
+        return why
+    return None if style.has_compute(data, arms) else f"needs {style.COMPUTE} of every run"
+
+
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
+    """Left: the curves and where they reach the level. Right: the ratios with their intervals."""
+    if why := lacking(data):
+        load.die(f"fig_efficiency {why}")
+    arms, view = claims.contenders(data), view or View()
     result = claims.compute_ratio(data)
-    figure = style.canvas(3.4)
+    figure = style.canvas(3.4, view)
     curves, ratios = figure.subplots(1, 2, width_ratios=[1.45, 1])
-    reaching(curves, data, arms, result)
+    reaching(curves, data, result, view)
     ratio_axis(ratios, arms[1], result)
-    words = f"Left: trailing mean of {WINDOW} batches, mean over seeds; dotted: mean of the rival's last {WINDOW} "
-    words += "batches. Right: 95 % intervals, resampling seeds and blocks of batches."
+    words = f"{panels.named(arms)} Left: trailing mean of {WINDOW} batches, mean over seeds"
+    words += " (thin: single seeds)" * view.seeds + f"; dotted: mean of the rival's last {WINDOW} batches. Right: 95 % "
+    words += "intervals, resampling seeds and blocks of batches; an arrowhead marks the bound of a ratio whose level "
+    words += "was not reached, and 0 stands for not reached in an interval."
     caption = f"{load.describe(data, list(arms))} {words}\n{judged(data)[0].sentence()}"
-    return style.save(figure, out, "fig_efficiency", caption)
+    return style.save(figure, out, "fig_efficiency", caption, view)
 
 
-def reaching(ax: Axes, data: Data, arms: tuple[str, ...], result: Efficiency) -> None:
+def reaching(ax: Axes, data: Data, result: Efficiency, view: View) -> None:
     """Trailing-mean rewards against compute; dots where they first reach the rival's final level."""
     ends, largest = [], 0.0
-    reward, flops, rival, rival_flops = (table.mean(axis=1) for table in claims.reward_and_flops(data))
+    reward, flops, rival, rival_flops = claims.reward_and_flops(data)
     curves = ((reward, flops, result.need), (rival, rival_flops, result.rival_need))
-    for arm, (batches, x, need) in zip(arms, curves, strict=True):
-        y, hue = trailing_mean(batches), style.colour(arm)
-        ax.plot(x, y, color=hue, lw=2)
+    for arm, (batches, x, need) in zip(claims.contenders(data), curves, strict=True):
+        y, own, mean_x = trailing_mean(batches.mean(axis=1)), look(arm), x.mean(axis=1)
+        for seed in batches if view.seeds else ():
+            ax.plot(x[seed], trailing_mean(batches[seed]), color=tint(own.colour, 0.45), lw=0.8, zorder=1)
+        ax.plot(mean_x, y, lw=2, ms=5, markevery=max(1, len(y) // 8), **own.plot())
         if np.isfinite(need):
-            ax.plot(need, result.level, "o", color=hue, ms=7, mec="white", zorder=4)
-        ends.append((y[-1], style.short(arm), hue))
-        largest = max(largest, style.finite_max(x))
+            ax.plot(need, result.level, marker=own.marker, color=own.colour, ms=9, mec="white", zorder=4)
+        ends.append((y[-1], style.short(arm), own))
+        largest = max(largest, style.finite_max(mean_x))
     ax.axhline(result.level, color=style.INK, lw=1, ls=":")
-    style.flops_axis(ax, largest)
+    style.training_axis(ax, largest, view)
     ax.set_ylabel("training reward")
     ax.set_title("Reaching the rival's final level")
     style.label_ends(ax, ends)
@@ -73,7 +89,7 @@ def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
     ]
     right = max(2.0, 1.1 * style.finite_max([(r.mean, r.high) for _, r, _ in rows]))
     for row, (_, ratio, text) in enumerate(rows):
-        hue = style.OTHER if row == 2 else style.colour(GSPO)
+        hue = style.MUTED if row == 2 else look(GSPO).colour
         reached = ratio.mean > 0  # if not, the ratio lies somewhere below the bound
         ax.plot([ratio.low, ratio.high], [row, row], color=hue, lw=2)
         ax.plot(ratio.mean if reached else ratio.bound, row, "o" if reached else "<", color=hue, ms=7, mec="white")
@@ -86,9 +102,9 @@ def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
     ax.set_xlim(0, right)
     ax.grid(axis="y", visible=False)
     ax.tick_params(axis="y", length=0)
-    ax.set_xlabel(f"compute, {rival.replace('Routing Replay (R2)', 'R2')} / GSPO")
+    ax.set_xlabel(f"compute, {panels.short_name(rival)} / {GSPO}")
     ax.set_title("Ratio (over 1: GSPO cheaper)")
 
 
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged))
+    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))

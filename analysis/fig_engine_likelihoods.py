@@ -22,10 +22,12 @@ import pandas as pd
 import script
 import style
 from load import GRPO, GSPO, Data
+from looks import look, tint
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
+from style import View
 from verdicts import LEVEL
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = "bfloat16", "float32", "no replay", "R3", "trainer", "engine"
@@ -60,11 +62,11 @@ GAPS = {  # title of a panel, what it shows in which unit, and that unit
 
 
 def main() -> None:
-    args = script.arguments(__doc__)
-    loaded = load.load(args.runs)
+    args = script.parser(__doc__, refused=script.DOTS | script.NO_CURVES).parse_args()
+    loaded = script.read(args, notes=False)
     data = chosen(loaded)
     print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
-    paths = draw(data, args.out)
+    paths = draw(data, args.out, script.view(args))
     print("\n".join(["", *arm_table(data), "", *effect_table(data), "", *verdict(data), "", *map(str, paths)]))
 
 
@@ -241,10 +243,10 @@ def markdown(cells: list[list[str]]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- figure
-def draw(data: Data, out: Path) -> list[Path]:
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """Above, a row per pair of arms: reward, clip. Below, the gap in bfloat16."""
     numbers, coarse = measure(data), [cell for cell in CELLS if cell[0] == COARSE]
-    figure = style.canvas(6.2)
+    figure = style.canvas(6.2, view := view or View())
     grid = figure.add_gridspec(2, 4, height_ratios=[8, 4.6])
     upper = [figure.add_subplot(grid[0, columns]) for columns in (slice(0, 2), 2, 3)]
     lower = [figure.add_subplot(grid[1, i]) for i in range(4)]
@@ -263,19 +265,17 @@ def draw(data: Data, out: Path) -> list[Path]:
         ax.xaxis.set_major_locator(MaxNLocator(3))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     for ax in upper:
-        ax.axhspan(len(coarse) - 0.5, len(CELLS) - 0.45, color=style.tint(style.FAINT, 0.3), lw=0, zorder=0)
+        ax.axhspan(len(coarse) - 0.5, len(CELLS) - 0.45, color=tint(style.FAINT, 0.3), lw=0, zorder=0)
     for axes, cells in ((upper, CELLS), (lower, coarse)):
         for ax in axes:
             ax.grid(axis="y", visible=True)
             ax.tick_params(axis="y", length=0)
             ax.set(ylim=(len(cells) - 0.45, -0.55), yticks=range(len(cells)), yticklabels=[])
-        axes[0].set_yticklabels([f"{o} {d}{' + R3' * (r == REPLAY)}" for d, o, r in cells], fontweight="bold")
-        for text, cell in zip(axes[0].get_yticklabels(), cells, strict=True):
-            text.set_color(style.colour(cell[1]))
+        axes[0].set_yticklabels([f"{o} {d}{' + R3' * (r == REPLAY)}" for d, o, r in cells], color=style.INK)
     texts = [f"{old}'s log-probs{when} mini-batch{'es' * (when == ', all')}" for old, when, _, _ in MARKS]
-    handles = [Line2D([], [], label=t, **look(style.INK, m[0], m[3])) for t, m in zip(texts, MARKS, strict=True)]
+    handles = [Line2D([], [], label=t, **shape(style.INK, m[0], m[3])) for t, m in zip(texts, MARKS, strict=True)]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(MARKS))
-    return style.save(figure, out, "fig_engine_likelihoods", caption(data))
+    return style.save(figure, out, "fig_engine_likelihoods", caption(data), view)
 
 
 def reward_panel(ax: Axes, data: Data) -> None:
@@ -283,9 +283,9 @@ def reward_panel(ax: Axes, data: Data) -> None:
     ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     for row, cell in enumerate(CELLS):
         if found := effect(data, *cell):
-            interval, seeds, hue = *found, style.colour(cell[1])
-            ax.plot([interval.low, interval.high], [row, row], color=style.tint(hue, 0.45), lw=1.6, zorder=2)
-            ax.plot(seeds, np.full(len(seeds), row), "o", ms=5, color=style.tint(hue, 0.6), mec="white", mew=0.5)
+            interval, seeds, hue = *found, look(cell[1]).colour
+            ax.plot([interval.low, interval.high], [row, row], color=tint(hue, 0.45), lw=1.6, zorder=2)
+            ax.plot(seeds, np.full(len(seeds), row), "o", ms=5, color=tint(hue, 0.6), mec="white", mew=0.5)
             ax.plot(interval.mean, row, "|", ms=12, mew=2.4, color=hue, zorder=4)
     ax.set(title="Reward: engine's log-probs - trainer's", xlabel=f"difference, mean of the last {WINDOW} batches")
 
@@ -296,14 +296,14 @@ def marks(ax: Axes, numbers: pd.DataFrame, cells: Sequence[tuple], column: str, 
         for old, when, shift, symbol in kinds:
             if (arm := name(*cell, old)) in numbers.index:
                 seeds = numbers.loc[arm, column + when]
-                ax.plot(seeds, np.full(len(seeds), row + shift), **look(style.colour(cell[1]), old, symbol))
+                ax.plot(seeds, np.full(len(seeds), row + shift), **shape(look(cell[1]).colour, old, symbol))
 
 
-def look(hue: str, old: str, symbol: str) -> dict:
+def shape(hue: str, old: str, symbol: str) -> dict:
     """Filled: the engine's log-probs; hollow: the trainer's."""
-    shape = {"ls": "", "marker": symbol, "ms": 4.5, "clip_on": False, "zorder": 3}
-    filled = {"mfc": style.tint(hue, 0.75), "mec": "white", "mew": 0.4}
-    return shape | (filled if old == ENGINE else {"mfc": "white", "mec": hue})
+    common = {"ls": "", "marker": symbol, "ms": 4.5, "clip_on": False, "zorder": 3}
+    filled = {"mfc": tint(hue, 0.75), "mec": "white", "mew": 0.4}
+    return common | (filled if old == ENGINE else {"mfc": "white", "mec": hue})
 
 
 def caption(data: Data) -> str:

@@ -19,9 +19,11 @@ import pandas as pd
 import script
 import style
 from load import Data
+from looks import look, tint
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from stats import START, WINDOW
+from style import STRIP, View
 
 MEANS = {  # what is averaged over the batches of a run
     "active": "clip/token_active",
@@ -31,17 +33,15 @@ MEANS = {  # what is averaged over the batches of a run
     "length": "length/mean",
 }
 WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # in the table
-STRIP = "#F2F2F2"
+REFUSED = script.DOTS | script.NO_CURVES
 LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO: times the length) are written at the edge, or they would flatten the rest
 REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}  # for never removing a gradient
 
 
 def main() -> None:
-    args = script.arguments(__doc__)
-    data = load.load(args.runs)
-    for note in data.notes:
-        print(f"note: {note}")
-    paths = draw(data, args.out)
+    args = script.parser(__doc__, refused=REFUSED).parse_args()
+    data = script.read(args)
+    paths = draw(data, args.out, script.view(args))
     print("\n".join(["", *table(measure(data)), "", *map(str, paths)]))
 
 
@@ -97,11 +97,12 @@ def number(value: float, form: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- figure
-def draw(data: Data, out: Path) -> list[Path]:
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """A row per arm, a panel per quantity."""
     numbers = measure(data)
     names = [name(arm) for arm in arms_of(numbers)]
-    figure = style.canvas(0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)))
+    view = view or View()
+    figure = style.canvas(0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)), view)
     axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.6, 1, 1, 1, 1])
     limit = gradient_limit(data)
     gain_panel(axes[0], numbers)
@@ -113,11 +114,11 @@ def draw(data: Data, out: Path) -> list[Path]:
         ax.tick_params(axis="y", length=0)
     axes[0].set_ylim(len(names) - 0.4, -0.6)
     axes[0].set_yticks(range(len(names)), names)
-    for text, arm in zip(axes[0].get_yticklabels(), arms_of(numbers), strict=True):
-        text.set(color=style.colour(arm), fontweight="bold")
+    for text in axes[0].get_yticklabels():
+        text.set_color(style.INK)
     figure.align_xlabels()
     caption = f"{load.describe(data, data.arms)}\n{definitions(numbers, limit)}"
-    return style.save(figure, out, "fig_objectives", caption)
+    return style.save(figure, out, "fig_objectives", caption, view)
 
 
 def name(arm: str) -> str:
@@ -128,14 +129,16 @@ def name(arm: str) -> str:
 def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None, right: float = math.inf) -> None:
     """Each arm's seeds as pale dots, their mean as a bar; zeros go to `left` if given, arms above `right` nowhere."""
     for row, arm in enumerate(arms_of(numbers)):
-        seeds, hue = numbers.loc[arm, column].dropna().to_numpy(), style.colour(arm)
+        seeds, own = numbers.loc[arm, column].dropna().to_numpy(), look(arm)
         if not len(seeds) or seeds.mean() > right:
             continue
         x, mean = seeds, seeds.mean()
         if left is not None:
             x, mean = np.where(seeds == 0, left, seeds), mean or left
-        ax.plot(x, np.full(len(x), row), "o", ms=5, color=style.tint(hue, 0.45), mec="white", mew=0.5, zorder=3)
-        ax.plot(mean, row, "|", ms=11, mew=2.4, color=hue, zorder=4)
+        ax.plot(
+            x, np.full(len(x), row), own.marker, ms=5.5, color=tint(own.colour, 0.5), mec="white", mew=0.5, zorder=3
+        )
+        ax.plot(mean, row, "|", ms=11, mew=2.4, color=own.colour, zorder=4)
 
 
 def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
@@ -182,7 +185,7 @@ def weight_panel(ax: Axes, numbers: pd.DataFrame) -> None:
         if means[arm] > right:
             at = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8.5, "zorder": 4}
             box = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"}
-            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", color=style.colour(arm), bbox=box, **at)
+            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", color=style.INK, bbox=box, **at)
     ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     ax.set_title("Weight left")
     ax.set_xlabel("1 = on policy")

@@ -16,11 +16,14 @@ import claims
 import load
 import matplotlib
 import numpy as np
+import panels
 import script
 import style
 from load import Data
+from looks import Look, look, tint
 from matplotlib.axes import Axes
 from stats import centred_mean, estimate
+from style import View
 
 PREFIX = "routing/consistency_layer_"
 MOST = 6  # arms: a panel each
@@ -32,42 +35,59 @@ def judged(data: Data) -> list[claims.Claim]:
     return [claim for claim in (claims.experts_change(data),) if claim]
 
 
-def draw(data: Data, out: Path) -> list[Path]:
+def lacking(data: Data) -> str | None:
+    """Why the figure cannot be drawn, or None."""
+    if not data.metrics(PREFIX):
+        return (
+            f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, so nothing is routed"
+        )
+    return f"shows {MOST} arms at most; name some of the runs" if len(data.arms) > MOST else None
+
+
+def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """One panel per arm: consistency by batch, a line per layer. Last panel: mean by layer, a line per arm."""
-    layers = sorted(int(name.removeprefix(PREFIX)) for name in data.metrics(PREFIX))
-    if not layers:
-        load.die(f"fig_routing needs {PREFIX}*; these runs report none (a model without MoE layers)")
-    figure = style.canvas(3.1)
+    if why := lacking(data):
+        load.die(f"fig_routing {why}")
+    layers, view = sorted(int(name.removeprefix(PREFIX)) for name in data.metrics(PREFIX)), view or View()
+    figure = style.canvas(3.1, view)
     axes = figure.subplots(1, len(data.arms) + 1, sharey=True)
     for ax, arm in zip(axes, data.arms, strict=False):
-        by_step(ax, data, arm, layers)
+        by_step(ax, data, arm, layers, view)
     name_layers(axes[len(data.arms) - 1])
     by_layer(axes[-1], data, layers)
     axes[0].set_ylabel("routing consistency")
-    words = f"Lines: mean over seeds, smoothed over ±5 batches; grey dashes: the paper's {PAPER}. Right: mean over "
-    words += "batches, bars 95 % intervals (over seeds; of a single seed within the run)."
-    caption = f"{load.describe(data, data.arms)} {words}\n{' '.join(c.sentence() for c in judged(data))}"
-    return style.save(figure, out, "fig_routing", caption)
+    words = f"{panels.named(data.arms)} Lines: mean over seeds, smoothed over ±{view.smooth} batches"
+    words += " (thin: single seeds)" * view.seeds + f"; grey dashes: the paper's {PAPER}. Right: mean over batches, "
+    words += "bars 95 % intervals (over seeds; of a single seed within the run)."
+    caption = "\n".join([f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))])
+    return style.save(figure, out, "fig_routing", caption, view)
 
 
-def by_step(ax: Axes, data: Data, arm: str, layers: list[int]) -> None:
+def by_step(ax: Axes, data: Data, arm: str, layers: list[int], view: View) -> None:
     """A line per layer, dark to light with depth."""
     hues = matplotlib.colormaps["viridis"](np.linspace(0, 0.75, len(layers)))
     for layer, hue in zip(layers, hues, strict=True):
-        mean = data.table(arm, f"{PREFIX}{layer}").mean(axis=1).dropna()
+        table = data.table(arm, f"{PREFIX}{layer}")
+        mean, reach = table.mean(axis=1).dropna(), 2 * view.smooth
         if mean.empty:
             continue
-        ax.plot(mean.index, centred_mean(mean), color=hue, lw=1.5, label=f"layer {layer}")
+        for seed in table if view.seeds else ():
+            line = table[seed].dropna()
+            ax.plot(line.index, centred_mean(line, reach), color=tint(matplotlib.colors.to_hex(hue), 0.45), lw=0.7)
+        ax.plot(mean.index, centred_mean(mean, reach), color=hue, lw=1.5, label=f"layer {layer}")
     ax.axhline(PAPER, color=style.MUTED, lw=1, ls="--", zorder=1)
-    ax.set_title(style.short(arm), color=style.colour(arm))
-    ax.set_xlabel("rollout batch")
+    ax.set_title(style.short(arm))
+    style.training_axis(ax, 0, view)
 
 
 def name_layers(ax: Axes) -> None:
     """Names of the layers at the ends of their lines: of all if they are few, else of the first and the last."""
     lines = [line for line in ax.lines if line.get_label().startswith("layer")]
-    named = lines if len(lines) <= 6 else [lines[0], lines[-1]]
-    style.label_ends(ax, [(line.get_ydata()[-1], line.get_label(), line.get_color()) for line in named])
+    ends, named = [], lines if len(lines) <= 6 else [lines[0], lines[-1]]
+    for line in named:
+        own = Look(matplotlib.colors.to_hex(line.get_color()), "")
+        ends.append((line.get_ydata()[-1], line.get_label(), own))
+    style.label_ends(ax, ends)
 
 
 def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
@@ -77,8 +97,9 @@ def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
         means = [estimate(data.table(arm, f"{PREFIX}{layer}")) for layer in layers]
         x, y = np.array(layers) + offset, np.array([m.mean for m in means])
         ends = np.array([[m.mean - m.low for m in means], [m.high - m.mean for m in means]])
-        ax.errorbar(x, y, yerr=np.nan_to_num(ends), color=style.colour(arm), marker="o", ms=4, lw=1.2)
+        ax.errorbar(x, y, yerr=np.nan_to_num(ends), ecolor=look(arm).colour, ms=4.5, lw=1.2, **look(arm).plot())
     ax.axhline(PAPER, color=style.MUTED, lw=1, ls="--", zorder=1)
+    style.key(ax, {arm: look(arm) for arm in data.arms}, loc="best")
     ax.set_title("Mean by layer")
     ax.set_xlabel("MoE layer")
     ax.set_xticks(layers if len(layers) <= 8 else layers[:: len(layers) // 6])

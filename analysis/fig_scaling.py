@@ -18,19 +18,22 @@ from pathlib import Path
 
 import script
 import style
+from looks import BLUE, VERMILION
 from matplotlib.ticker import NullLocator, ScalarFormatter
+from style import View
 
 ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
-LINES = {1: "-", 2: "--"}
+LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # threads
+REFUSED = script.NO_CURVES | {"seeds": "it measures time, once for each point"}
 
 
 def main() -> None:
-    args = script.arguments(__doc__)
+    args = script.parser(__doc__, refused=REFUSED).parse_args()
     path = Path(args.runs[0])
     if not path.is_file():
         sys.exit(f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`")
     records = json.loads(path.read_text())["points"]
-    print("\n".join(["", *table(records), "", *map(str, draw(records, args.out))]))
+    print("\n".join(["", *table(records), "", *map(str, draw(records, args.out, script.view(args)))]))
 
 
 def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
@@ -63,35 +66,37 @@ def table(records: list[dict]) -> list[str]:
     return rows
 
 
-def draw(records: list[dict], out: Path) -> list[Path]:
+def draw(records: list[dict], out: Path, view: View) -> list[Path]:
     found = lines(records)
     curves = list(dict.fromkeys(curve for curve, _ in found))
-    figure = style.canvas(3.9)
+    figure = style.canvas(4.2, view)
     axes = figure.subplots(len(ROWS), len(curves), squeeze=False, sharex="col", sharey="row")
     for column, curve in enumerate(curves):
         for row, (key, label) in enumerate(ROWS):
             ax = axes[row][column]
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
-            for threads, dash in LINES.items():
+            for threads, (dash, mark, hue) in LINES.items():
                 points = found.get((curve, threads))
                 if points:
                     text = f"{threads} thread{'s' * (threads > 1)}"
                     ys = [p[key] for p in points]
-                    ax.plot([p["x"] for p in points], ys, dash, color="#0072B2", marker="o", markersize=3, label=text)
+                    ax.plot([p["x"] for p in points], ys, dash, color=hue, marker=mark, ms=3.5, label=text)
             if row == 0:
                 first = found[curve, min(LINES)][0]
                 xs = [p["x"] for p in found[curve, min(LINES)]]
-                ax.plot(xs, [first[key] * x / first["x"] for x in xs], color="#999999", lw=0.8, ls=":", label="linear")
+                ax.plot(
+                    xs, [first[key] * x / first["x"] for x in xs], color=style.MUTED, lw=0.8, ls=":", label="linear"
+                )
             ax.xaxis.set_major_formatter(ScalarFormatter())
             ax.xaxis.set_minor_locator(NullLocator())
             ax.set_xticks([p["x"] for p in found[curve, min(LINES)]])
-            ax.tick_params(axis="x", labelsize=6)
+            ax.tick_params(axis="x", labelsize=7, rotation=45)
             if row:
                 ax.set_xlabel(curve)
             if not column:
                 ax.set_ylabel(label)
-    axes[0][0].legend(frameon=False, fontsize=7)
+    axes[0][0].legend(fontsize=8)
     return style.save(
         figure,
         out,
@@ -99,6 +104,7 @@ def draw(records: list[dict], out: Path) -> list[Path]:
         "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing changed at a time "
         "around 64 responses of 128 tokens, width 64, 16 experts of which a token visits 2 (lengths: 32 responses; "
         "widths: 64 tokens).",
+        view,
     )
 
 

@@ -19,13 +19,16 @@ import pandas as pd
 import script
 import style
 from load import GRPO, GSPO, OBJECTIVES, Data, Run
+from looks import Look, looks, tint
 from matplotlib.axes import Axes
 from stats import START, WINDOW, t_interval
+from style import View
 
 from gspo.collapse import collapse, levels
 
 REPLAY = "policy.routing_replay"
-LINES = (*style.COLOURS.values(), "#E69F00", "#56B4E9", "#CC79A7")  # enough colours to tell lines apart
+MOST = 8  # lines that can be told apart
+REFUSED = script.DOTS | script.NO_CURVES
 PANELS = {  # column: title, what its y axis says
     "end": ("Reward at the end", f"last {WINDOW} batches"),
     "fall": ("Fall from the peak", "share of it lost at the end"),
@@ -46,16 +49,16 @@ DERIVED = {  # settings that a sweep must change along with one
 
 
 def main() -> None:
-    parser = script.parser(__doc__)
+    parser = script.parser(__doc__, refused=REFUSED)
     parser.add_argument("--x", required=True, help="the setting on the x axis, such as optim.lr")
     parser.add_argument("--by", default="", help="a second setting: a row of panels for each of its values")
     args = parser.parse_args()
-    data = load.load(args.runs)
+    data = script.read(args, notes=False)
     for note in data.notes:
         if note.startswith(("unfinished", "left out", "cut")):
             print(f"note: {note}")
     numbers = measure(data, args.x, args.by)
-    paths = draw(data, numbers, args.x, args.by, args.out)
+    paths = draw(data, numbers, args.x, args.by, args.out, script.view(args))
     print("\n".join(["", *table(numbers, args.x, args.by), "", *map(str, paths)]))
 
 
@@ -72,7 +75,7 @@ def measure(data: Data, x: str, by: str) -> pd.DataFrame:
         load.die(
             f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, {x}={twice.iloc[0]['x']}: give one"
         )
-    if numbers["arm"].nunique() > len(LINES):
+    if numbers["arm"].nunique() > MOST:
         load.die(f"{numbers['arm'].nunique()} arms are more than a figure of lines can tell apart: give fewer runs")
     return numbers
 
@@ -164,19 +167,21 @@ def difference(cell: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- figure
-def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[Path]:
+def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path, view: View | None = None) -> list[Path]:
     """Rows: values of `by`; columns: PANELS."""
     values, groups = ordered(numbers["x"]), ordered(numbers["by"])
-    figure = style.canvas(0.4 + 2.1 * len(groups))
+    drawn, view = looks(sorted(numbers["arm"].unique())), view or View()
+    figure = style.canvas(0.4 + 2.1 * len(groups), view)
     axes = figure.subplots(len(groups), len(PANELS), squeeze=False, sharex=True, sharey="col")
     for line, group in zip(axes, groups, strict=True):
         rows = numbers[numbers["by"] == group]
         for ax, column in zip(line, PANELS, strict=True):
-            panel(ax, rows, column, values, colours(numbers))
+            panel(ax, rows, column, values, drawn)
         line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
         least = 0.35 if column == "fall" else 1e-3  # the collapse rule's 0.3 is in view: smaller falls are noise
-        ax.set_ylim(0, 1.05 * max(numbers[column].max(), least))  # the rows share it
+        room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
+        ax.set_ylim(0, room * max(numbers[column].max(), least))  # the rows share it
     for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
         ax.set_title(f"{title}\n", pad=2)
         ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
@@ -185,12 +190,9 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path) -> list[
             range(len(values)), [f"{value:g}" if isinstance(value, float) else f"{value}" for value in values]
         )
         ax.set_xlabel(NAMES.get(x, x))
-    arms = sorted(numbers["arm"].unique(), reverse=True)
-    hues = colours(numbers)
-    handles = [axes[0, 0].plot([], [], "o-", color=hues[name], label=name)[0] for name in arms]
-    axes[0, -1].legend(handles=handles, loc="best")
+    style.key(axes[0, -1], dict(sorted(drawn.items(), reverse=True)), loc="best")
     study = Path(data.runs[0].settings["study"]).name
-    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, by))
+    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, by), view)
 
 
 def ordered(column: pd.Series) -> list:
@@ -198,24 +200,17 @@ def ordered(column: pd.Series) -> list:
     return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, Real) else (1, 0, str(v)))
 
 
-def colours(numbers: pd.DataFrame) -> dict[str, str]:
-    """Of each arm: its own in all figures, or one that is free here."""
-    arms = sorted(numbers["arm"].unique())
-    free = iter(hue for hue in LINES if hue not in [style.COLOURS.get(name) for name in arms])
-    return {name: style.COLOURS.get(name) or next(free) for name in arms}
-
-
-def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, hues: dict[str, str]) -> None:
+def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, drawn: dict[str, Look]) -> None:
     """Seeds as pale dots, crosses where they collapsed; the mean as a line. The start of the reward is dashed."""
     for name, runs in rows.groupby("arm", sort=True):
-        shift, hue = 0.1 * (list(hues).index(name) - (len(hues) - 1) / 2), hues[name]
+        shift, own = 0.1 * (list(drawn).index(name) - (len(drawn) - 1) / 2), drawn[name]
         place = runs["x"].map(values.index).to_numpy() + shift
         fell = runs["collapsed"].to_numpy(bool)
         y = runs[column].to_numpy(float)
-        ax.plot(place[~fell], y[~fell], "o", ms=4, color=style.tint(hue, 0.5), mec="white", mew=0.4)
-        ax.plot(place[fell], y[fell], "x", ms=5, mew=1.4, color=style.tint(hue, 0.8))
+        ax.plot(place[~fell], y[~fell], own.marker, ms=4.5, color=tint(own.colour, 0.5), mec="white", mew=0.4)
+        ax.plot(place[fell], y[fell], "x", ms=5, mew=1.4, color=tint(own.colour, 0.8))
         means = {value: runs.loc[runs["x"] == value, column].mean() for value in values}
-        ax.plot([i + shift for i in range(len(values))], means.values(), color=hue, lw=1.8)
+        ax.plot([i + shift for i in range(len(values))], means.values(), color=own.colour, ls=own.line, lw=1.8)
     if column == "end":
         starts = [rows.loc[rows["x"] == value, "start"].mean() for value in values]
         ax.plot(range(len(values)), starts, color=style.MUTED, lw=1, ls="--")
@@ -228,10 +223,8 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
     run = data.runs[0]
     seeds = numbers.groupby(["by", "x", "arm"])["seed"].count()
     counted = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
-    words = (
-        f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Dots: seeds; crosses: seeds that "
-    )
-    words += "collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
+    words = f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Marks: seeds; crosses: "
+    words += "seeds that collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
     words += "Fall: of the smoothed reward from its peak (of batch 10 on) to the end. Clipped share: axis linear below "
     words += "0.0001."
     if x in DERIVED:

@@ -1,63 +1,154 @@
-"""Panels that several figures share: reward against compute from runs, and the paper's curve beside it."""
+"""Panels that several figures share: curves of arms, the paper's beside them, the paired difference that is judged."""
 
 from __future__ import annotations
 
+import claims
+import load
 import numpy as np
+import pandas as pd
 import paper
 import style
-from load import Data
+from load import GRPO_R2, Data
+from looks import Look, look, tint
 from matplotlib.axes import Axes
-from stats import WINDOW, centred_mean, t_quantile
+from stats import centred_mean, paired_difference, sign_flip_p, t_quantile
+from style import COMPUTE, View
+
+BAND = 3  # seeds: of two an interval is 13 standard errors wide, of one there is none
 
 
-def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...]) -> None:
-    """Training reward of each arm over its FLOPs: raw or per seed thin, mean smoothed (centred, 10 batches) thick.
+def named(arms: tuple[str, ...] | list[str]) -> str:
+    """For captions."""
+    return f"Arm{'s' * (len(arms) > 1)}: {', '.join(arms)}."
 
-    One seed: raw batches thin. Two or three: each seed's smoothed curve thin. Four or more: 95 % t band of the
-    smoothed curves. The mean is drawn as far as all seeds of the arm have come; its x is their mean compute.
+
+# ---------------------------------------------------------------------------------------------------------- curves
+def curve(
+    ax: Axes,
+    values: pd.DataFrame,
+    own: Look,
+    view: View,
+    x: pd.DataFrame | None = None,
+    band: bool = True,
+    least: float = -np.inf,
+) -> float:
+    """One arm: `values` (index step, a column per seed) against `x` (alike) or the step. Returns where the mean ends.
+
+    Thick: mean over seeds as far as all have come, smoothed. Band: its pointwise 95 % t interval, from 3 seeds on.
+    Thin: every seed smoothed likewise if asked for, or if there are two; of a single seed the batches themselves.
+    On a logarithmic axis, where `least` is the smallest value, 0 is a gap and bands end at that value.
     """
-    ends, largest = [], 0.0
+    reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
+    for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
+        line = values[seed].dropna()
+        at = line.index if x is None else x.loc[line.index, seed]
+        line = line.to_numpy() if values.shape[1] == 1 else centred_mean(line, reach)
+        ax.plot(at, np.where(line >= least, line, np.nan), **faint)
+    whole = values.dropna().index
+    if not len(whole):
+        return float("nan")
+    smooth = np.column_stack([centred_mean(values.loc[whole, seed], reach) for seed in values])
+    at = whole.to_numpy() if x is None else x.loc[whole].mean(axis=1).to_numpy()
+    mean, seeds = smooth.mean(1), smooth.shape[1]
+    if band and seeds >= BAND:
+        half = t_quantile(seeds - 1) * smooth.std(1, ddof=1) / np.sqrt(seeds)
+        low, high = np.maximum(mean - half, least), np.maximum(mean + half, least)
+        ax.fill_between(at, low, high, color=own.colour, alpha=0.1, lw=0, zorder=0)
+        for edge in (low, high):
+            ax.plot(at, edge, color=tint(own.colour, 0.4), lw=0.6, ls=own.line, zorder=1)
+    ax.plot(
+        at, np.where(mean >= least, mean, np.nan), lw=2.2, ms=5, markevery=max(1, len(at) // 8), zorder=3, **own.plot()
+    )
+    return float(mean[-1])
+
+
+def how_drawn(data: Data, arms: tuple[str, ...] | list[str], view: View, bands: bool = True) -> str:
+    """What `curve` draws, for the caption."""
+    counts = [len(data.seeds(arm)) for arm in arms]
+    thin = ["batches (where there is one seed)"] * (1 in counts)
+    thin += ["single seeds"] * any(1 < n < BAND or (n > 1 and view.seeds) for n in counts)
+    text = f"Thin lines: {' or '.join(thin)}. " if thin else ""
+    text += "Bands: pointwise 95 % intervals over seeds (Student's t). " if bands and max(counts) >= BAND else ""
+    smoothed = f", smoothed over ±{view.smooth} batches" if view.smooth else ", not smoothed"
+    mean = "mean over seeds" if max(counts) > 1 else "the run"
+    return f"{text}Thick lines: {mean}{smoothed}."
+
+
+def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: View) -> None:
+    """Training reward of each arm over its FLOPs, or over batches where a run has not recorded them."""
+    compute, ends, largest = style.has_compute(data, arms), [], 0.0
     for arm in arms:
-        reward, flops = data.table(arm, "reward/mean"), data.table(arm, "compute/flops")
-        whole = reward.notna().all(axis=1)
-        smooth = np.column_stack([centred_mean(reward[seed][whole]) for seed in reward])
-        x, mean, hue = flops[whole].mean(axis=1).to_numpy(), smooth.mean(1), style.colour(arm)
-        seeds = smooth.shape[1]
-        if seeds == 1:
-            ax.plot(flops.iloc[:, 0], reward.iloc[:, 0], color=style.tint(hue, 0.4), lw=0.8, zorder=1)
-        elif seeds < 4:
-            for seed in reward:
-                ax.plot(flops[seed], centred_mean(reward[seed]), color=style.tint(hue, 0.5), lw=0.9, zorder=1)
-        else:
-            half = t_quantile(seeds - 1) * smooth.std(1, ddof=1) / np.sqrt(seeds)
-            ax.fill_between(x, mean - half, mean + half, color=hue, alpha=0.18, lw=0, zorder=1)
-        ax.plot(x, mean, color=hue, lw=2.4, zorder=3)
-        ends.append((mean[-1], style.short(arm), hue))
-        largest = max(largest, style.finite_max(flops))
-    style.flops_axis(ax, largest)
+        flops = data.table(arm, COMPUTE) if compute else None
+        ends.append((curve(ax, data.table(arm, "reward/mean"), look(arm), view, flops), style.short(arm), look(arm)))
+        largest = max(largest, style.finite_max(flops)) if compute else 0.0
+    style.training_axis(ax, largest, view)
     ax.set_ylabel("training reward (mean of batch)")
+    ax.set_title("Training reward, our runs")
     style.label_ends(ax, ends)
 
 
-def how_drawn(data: Data, arms: tuple[str, ...]) -> str:
-    """What the lines of `reward_against_compute` are, for the caption."""
-    counts = [len(data.seeds(arm)) for arm in arms]
-    thin = ["batches"] * (1 in counts) + ["single seeds"] * any(1 < n < 4 for n in counts)
-    text = f"Thin lines: {' (where there is one seed) or '.join(thin)}. " if thin else ""
-    text += "Bands: 95 % intervals over seeds. " if max(counts) >= 4 else ""
-    return (
-        f"{text}Thick lines: mean, smoothed over ±{WINDOW // 2} batches. The paper's points are digitised, single runs."
-    )
+def difference(ax: Axes, data: Data, a: str, b: str) -> None:
+    """The paired difference a - b that is judged: a dot per seed, their mean with its 95 % interval, the p, the 0."""
+    a_TS, b_TS = claims.last_halves(data, a, b)
+    each, mean = (a_TS - b_TS).mean(), paired_difference(a_TS, b_TS)
+    ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
+    ax.plot(range(len(each)), each, "o", ms=5, color=style.MUTED, mec="white", mew=0.5, zorder=3)
+    at = len(each) + 0.6
+    ax.plot([at, at], [mean.low, mean.high], color=style.INK, lw=2, zorder=2)
+    ax.plot(at, mean.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
+    few = len(each) <= 8
+    ax.set_xticks([*range(len(each)), at] if few else [at], [*map(str, each.index), "mean"] if few else ["mean"])
+    ax.set_xlim(-0.7, at + 0.9)
+    ax.tick_params(axis="x", labelsize=8)
+    ax.set_xlabel("seed")
+    ax.set_ylabel(f"{short_name(a)} - {short_name(b)}")
+    p = f", p = {sign_flip_p(each):.2g}" if len(each) > 1 else ""
+    ax.set_title(f"Paired difference\n{mean.mean:+.3f}{p}")
+    ax.margins(y=0.12)
 
 
-def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...]) -> None:
-    """The paper's training-reward curve, digitised; x is the marker's number, the paper's axis has no ticks."""
+def short_name(arm: str) -> str:
+    return arm.replace("Routing Replay (", "").replace(")", "")
+
+
+def difference_caption(data: Data, a: str, b: str) -> str:
+    """What `difference` draws."""
+    a_TS = claims.last_halves(data, a, b)[0]
+    steps, seeds = a_TS.index, a_TS.shape[1]
+    text = f"Paired difference: {a} - {b}, training reward, mean over batches {steps[0]} to {steps[-1]}, "
+    if seeds == 1:
+        return f"{text}of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
+    return f"{text}paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
+
+
+# ------------------------------------------------------------------------------------------------------- the paper's
+def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoothed: bool) -> None:
+    """The paper's points, digitised; x is the marker's number, the paper's axis has no ticks."""
     for arm in arms:
         points = paper.series(figure, arm)
         points = points.loc[points.first_valid_index() :]  # nothing is drawn where the first markers are hidden
-        hue = style.colour(arm)
-        ax.plot(points.index, points, color=style.tint(hue, 0.4), lw=0.8)
-        ax.plot(points.index, centred_mean(points), color=hue, lw=1.8)
-        ax.plot(points.index, points, ".", color=hue, ms=3)
+        own = look(arm)
+        if not smoothed:
+            shown = points.dropna()
+            ax.plot(shown.index, shown, lw=1.6, ms=4.5, **own.plot())
+            continue
+        ax.plot(points.index, points, ".", ms=3, color=tint(own.colour, 0.5))
+        every = {"markevery": max(1, len(points) // 6), "lw": 1.8, "ms": 4.5}
+        ax.plot(points.index, centred_mean(points, 2 * view.smooth), **every, **own.plot())
     ax.set_xlabel("marker number")
+
+
+def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> None:
+    """The paper's training rewards."""
+    paper_curves(ax, figure, arms, view, smoothed=True)
+    ax.set_ylabel("training reward")
     ax.set_title(f"The paper's {figure[:3].capitalize()}. {figure[3]}")
+    style.key(ax, {arm: look(arm) for arm in arms}, loc="best")
+
+
+def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
+    """Why these arms cannot be compared, or None; of models without experts it says so."""
+    why = load.lacking(data, arms)
+    if why and GRPO_R2 in arms and not data.metrics("routing/"):
+        return why.replace("; found:", " (these runs route nothing: dense models have no Routing Replay); found:")
+    return why

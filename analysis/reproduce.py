@@ -22,12 +22,13 @@ import pandas as pd
 import script
 from load import Data
 from stats import START, WINDOW
+from style import View
 
 
 def main() -> None:
-    args = script.arguments(__doc__)
-    data = load.load(args.runs)
-    paths, left_out = draw_all(data, args.out)
+    args = script.parser(__doc__).parse_args()
+    data = script.read(args, notes=False)
+    paths, left_out = draw_all(data, args.out, script.view(args))
     text = "\n".join(summary(data, paths, left_out)) + "\n"
     file = args.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -35,20 +36,15 @@ def main() -> None:
     print(text + f"\nThe same in {file}")
 
 
-def draw_all(data: Data, out: Path) -> tuple[list[Path], list[str]]:
+def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path], list[str]]:
     """The figures that the runs permit: paths, and why the others were left out."""
     paths, left_out = [], []
-    for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency):
-        try:
-            paths += figure.draw(data, out)
-        except load.Refused as error:
-            left_out.append(f"{figure.__name__} left out: {error}")
-    if not data.metrics(fig_routing.PREFIX):
-        left_out.append("fig_routing left out: no routing metrics in these runs")
-    elif len(data.arms) > fig_routing.MOST:
-        left_out.append(f"fig_routing left out: it shows {fig_routing.MOST} arms at most; name some of the runs")
-    else:
-        paths += fig_routing.draw(data, out)
+    for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
+        why = figure.lacking(data)
+        if why is None:
+            paths += figure.draw(data, out, view)
+        else:
+            left_out.append(f"{figure.__name__} left out: {why}")
     return paths, left_out
 
 

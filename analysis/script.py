@@ -8,16 +8,62 @@ from collections.abc import Callable
 from pathlib import Path
 
 import load
+import sources
 from claims import Claim
+from style import FORMATS, View
+
+# Why a figure refuses options for curves: --seeds, --smooth and --log-x.
+DOTS = {"seeds": "the seeds stand there as dots already"}
+NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is not training"}
 
 
-def parser(doc: str, needs_runs: bool = True) -> argparse.ArgumentParser:
-    """The options that all scripts of this folder share; the script's docstring is its help."""
+class DoesNothing(argparse.Action):
+    """An option that can do nothing in this figure."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        load.die(f"{option_string} does nothing in {Path(sys.argv[0]).stem}: {self.const}; leave it out")
+
+
+def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None) -> argparse.ArgumentParser:
+    """The options that all scripts of this folder share; the script's docstring is its help. `refused`: those that
+    can do nothing in this figure, and why."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
     options.add_argument("--out", type=folder, default="figures", help="folder for what is written (default: figures)")
+    every = {
+        "seeds": {"action": "store_true", "help": "draw the curve of every single seed too, thin"},
+        "smooth": {
+            "type": batches,
+            "default": View.smooth,
+            "metavar": "N",
+            "help": f"average curves over N batches on either side (default: {View.smooth}; 0: as they are)",
+        },
+        "log-x": {"action": "store_true", "help": "logarithmic axis of training compute or batches"},
+        "format": {
+            "type": formats,
+            "default": View.formats,
+            "metavar": "F[,F]",
+            "help": f"{', '.join(FORMATS)}, or several with commas (default: {','.join(View.formats)})",
+        },
+        "no-caption": {"action": "store_true", "help": "leave the caption out of the picture"},
+        "width": {
+            "type": inches,
+            "default": View.width,
+            "metavar": "INCHES",
+            "help": f"width of the picture (default: {View.width:g}); text keeps its size",
+        },
+    }
+    for name, how in every.items():
+        why = (refused or {}).get(name)
+        silent = {"action": DoesNothing, "nargs": "?", "const": why, "default": how.get("default", False)}
+        options.add_argument(f"--{name}", **(silent | {"help": argparse.SUPPRESS} if why else how))
     return options
+
+
+def view(args: argparse.Namespace) -> View:
+    """How to draw, from the command line."""
+    return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width)
 
 
 def folder(name: str) -> Path:
@@ -30,9 +76,54 @@ def folder(name: str) -> Path:
     return path
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    """The command line of a script that has no other options."""
-    return parser(doc).parse_args()
+def batches(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of batches: 0, 1, 2, ...")
+    return int(text)
+
+
+def formats(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(FORMATS):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join(FORMATS)}")
+    return names
+
+
+def inches(text: str) -> float:
+    try:
+        width = float(text)
+    except ValueError:
+        width = 0.0
+    if not 6 <= width <= 40:
+        raise argparse.ArgumentTypeError(f"{text!r}: a width of 6 to 40 inches (narrower, the panels' text collides)")
+    return width
+
+
+def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = True) -> load.Data:
+    """The runs named on the command line; prints what was amiss with them. Dies where an option finds nothing to do,
+    and, unless a figure is of several studies, where one of the names holds more than one."""
+    for path in () if several_studies else args.runs:
+        one_study(path)
+    data = load.load(args.runs)
+    for note in data.notes if notes else ():
+        print(f"note: {note}")
+    if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
+        load.die("--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out")
+    return data
+
+
+def one_study(path: str) -> None:
+    """Runs of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
+    try:
+        found = [record for record in sources.records(path) if len(record.rows)]
+    except (OSError, ValueError):
+        return  # load.load says what is wrong
+    studies = {str(record.settings.get("study")): record.path.parent for record in found}
+    if len(studies) > 1:
+        name, folder = sorted(studies.items())[0]
+        address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
+        command = f"python {sys.argv[0]} {address}"
+        load.die(f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}")
 
 
 def command(main: Callable[[], None]) -> None:
@@ -44,13 +135,16 @@ def command(main: Callable[[], None]) -> None:
         raise SystemExit(2) from None
 
 
-def run(doc: str, draw: Callable[[load.Data, Path], list[Path]], judge: Callable[[load.Data], list[Claim]]) -> None:
+def run(
+    doc: str,
+    draw: Callable[[load.Data, Path, View], list[Path]],
+    judge: Callable[[load.Data], list[Claim]],
+    refused: dict[str, str] | None = None,
+) -> None:
     """Draw one figure from the runs named on the command line."""
-    args = arguments(doc)
-    data = load.load(args.runs)
-    for note in data.notes:
-        print(f"note: {note}")
-    for path in draw(data, args.out):
+    args = parser(doc, refused=refused).parse_args()
+    data = read(args)
+    for path in draw(data, args.out, view(args)):
         print(path)
     for claim in judge(data):
         print(claim.sentence())

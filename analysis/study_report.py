@@ -34,13 +34,13 @@ FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # sett
 
 
 def main() -> None:
-    options = script.parser(__doc__)
+    options = script.parser(__doc__, refused={"format": "the report shows PNG files"})
     options.add_argument("--figures", nargs="*", type=Path, default=[], help="further PNG files to show")
     of = "the arm that the others are compared with (default: each with GRPO under the same settings)"
     options.add_argument("--baseline", default="", metavar="ARM", help=of)
     options.add_argument("--publish", default="", metavar="ENTITY/PROJECT", help="save it as a W&B Report too")
     args = options.parse_args()
-    data = load.load(args.runs)
+    data, view = script.read(args, several_studies=True, notes=False), script.view(args)
     if args.baseline and args.baseline not in data.arms:
         load.die(f"--baseline {args.baseline!r} is no arm of these runs: {', '.join(data.arms)}")
     for path in args.figures:
@@ -50,9 +50,11 @@ def main() -> None:
         import wandb_report  # here, for wandb takes a second to import
 
         wandb_report.check(args.publish, data)
-    drawn, left_out = reproduce.draw_all(data, args.out)
+    drawn, left_out = reproduce.draw_all(data, args.out, view)
     data.notes += [why.split("; found: ")[0] for why in left_out]  # the arms stand in the table of settings
-    figures = [path for path in (*fig_curves.draw(data, args.out), *drawn, *args.figures) if path.suffix == ".png"]
+    figures = [
+        path for path in (*fig_curves.draw(data, args.out, view), *drawn, *args.figures) if path.suffix == ".png"
+    ]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"
     words = opening(data, args.baseline)

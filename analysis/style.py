@@ -1,24 +1,42 @@
-"""One look for all figures: colours, axes, caption, and files that come out byte for byte the same."""
+"""One style for all figures: axes, caption, and files that come out byte for byte the same. The arms: looks.py."""
 
 from __future__ import annotations
 
 import math
 import os
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+from load import Data
+from looks import Look
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import offset_copy
+from stats import WINDOW
 
-# Okabe and Ito's palette, told apart with any common colour blindness; an arm has its colour in every figure.
-COLOURS = {GSPO: "#0072B2", GRPO_R2: "#D55E00", GRPO: "#7A5195", GSPO_TOKEN: "#009E73"}
-OTHER, INK, MUTED, FAINT = "#555555", "#222222", "#6B6B6B", "#D9D9D9"
+INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # what belongs to no arm
 WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
 CAPTION_SIZE = 8.5
+FORMATS = ("pdf", "png", "svg")
+COMPUTE = "compute/flops"
+
+
+@dataclass(frozen=True)
+class View:
+    """How figures are drawn and written: what script.py's options say."""
+
+    seeds: bool = False  # each seed's curve too
+    smooth: int = WINDOW // 2  # batches on either side over which curves are averaged
+    log_x: bool = False
+    formats: tuple[str, ...] = ("pdf", "png")
+    caption: bool = True
+    width: float = WIDTH  # inches
+
 
 matplotlib.use("Agg")
 matplotlib.rcParams.update(
@@ -47,13 +65,9 @@ matplotlib.rcParams.update(
         "lines.solid_capstyle": "round",
         "pdf.fonttype": 42,  # TrueType: text in the PDF stays text
         "ps.fonttype": 42,
+        "svg.hashsalt": "gspo",  # the same names inside the file each time
     }
 )
-
-
-def colour(arm: str) -> str:
-    """An arm's colour; appended settings ("GRPO [optim.lr=0.001]") keep the colour of the arm."""
-    return COLOURS.get(arm.split(" [")[0], OTHER)
 
 
 def short(arm: str) -> str:
@@ -61,55 +75,86 @@ def short(arm: str) -> str:
     return arm.replace("GRPO + Routing Replay (R2)", "GRPO +\nRouting Replay").replace(" [", "\n[")
 
 
-def canvas(height: float) -> Figure:
-    """An empty figure of README width; `height` in inches, the caption not counted."""
-    return Figure(figsize=(WIDTH, height), layout="constrained")
+def canvas(height: float, view: View) -> Figure:
+    """An empty figure; `height` in inches, the caption not counted."""
+    return Figure(figsize=(view.width, height), layout="constrained")
 
 
-def tint(hex_colour: str, strength: float) -> tuple[float, ...]:
-    """A colour mixed with white: strength 1 is the colour itself. Opaque, so that overlaps do not darken."""
-    return tuple(1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(hex_colour))
-
-
-def label_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Write names at the right edge, at the height where their lines end, kept apart. (y, text, colour) each."""
+def label_ends(ax: Axes, ends: list[tuple[float, str, Look]], letter: float = 0.075) -> None:
+    """Write names at the right edge with a piece of their lines, at the height where these end, kept apart; `letter`:
+    the height of a line of text as a share of the panel's."""
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)  # the labels are placed for these limits
+    log = ax.get_yscale() == "log"
+    scale = np.log if log else np.asarray
     place, gap = -math.inf, 0.0
-    for y, text, hue in sorted(ends):
-        size = 0.075 * (1 + text.count("\n"))
-        place = max((y - low) / (high - low), place + (gap + size) / 2)
+    for y, text, look in sorted((end for end in ends if np.isfinite(end[0])), key=lambda end: end[:2]):
+        size = letter * (1 + text.count("\n"))
+        place = max(float((scale(y) - scale(low)) / (scale(high) - scale(low))), place + (gap + size) / 2)
         gap = size
-        ax.text(1.02, place, text, transform=ax.transAxes, color=hue, va="center", fontweight="bold", linespacing=1.1)
+        stroke = {"arrowstyle": "-", "color": look.colour, "ls": look.line, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+        at = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        ax.annotate("", (1, place), (26, 0), arrowprops=stroke, annotation_clip=False, **at)
+        middle = offset_copy(ax.transAxes, ax.get_figure(root=True), x=14, units="points")
+        mark = look.plot() | {"ls": ""}
+        ax.add_line(Line2D([1], [place], transform=middle, clip_on=False, ms=5.5, **mark))
+        ax.annotate(text, (1, place), (31, 0), color=INK, va="center", linespacing=1.1, annotation_clip=False, **at)
 
 
-def flops_axis(ax: Axes, largest: float) -> None:
-    """x axis in FLOPs, the power of ten in the label instead of at the ticks."""
+def key(ax: Axes, looks: dict[str, Look], **where: object) -> None:
+    """A legend of arms, in a panel without room for names at the lines' ends."""
+    lines = [Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()]
+    ax.legend(handles=lines, fontsize=8, handlelength=2.6, **where)
+
+
+def training_axis(ax: Axes, largest: float, view: View) -> None:
+    """The x axis of curves: FLOPs up to `largest`, the power of ten in the label instead of at the ticks; batches
+    where there is no such number (0)."""
     power = math.floor(math.log10(largest)) if largest > 0 else 0
+    if view.log_x:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        ax.xaxis.set_minor_locator(NullLocator())
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=not largest))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 10**power:g}"))
-    ax.set_xlabel(rf"training compute ($10^{{{power}}}$ FLOPs)")
-    ax.set_xlim(0, largest * 1.01)
+    if largest and not view.log_x:
+        ax.set_xlim(0, largest * 1.01)
+    ax.set_xlabel(rf"training compute ($10^{{{power}}}$ FLOPs)" if largest else "rollout batch")
 
 
-def save(figure: Figure, out: Path, name: str, caption: str) -> list[Path]:
-    """Write out/name.pdf and .png with the caption, wrapped, under the panels. The same runs give the same bytes."""
+def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
+    """Whether every run of these arms has recorded its compute; if not, batches are the x axis."""
+    return all(data.table(arm, COMPUTE).notna().any().all() for arm in arms)
+
+
+def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list[Path]:
+    """Write out/name in the formats asked for, the caption wrapped under the panels. The same runs give the same
+    bytes."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
-    width = int(WIDTH * 72 / (CAPTION_SIZE * 0.54))  # letters: they are some 0.54 of the font size wide
-    lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, width)]
+    if view.caption:
+        write_under(figure, caption)
+    figure.draw_without_rendering()  # arrange the panels once, for all files
+    figure.set_layout_engine("none")
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"{name}.{suffix}" for suffix in view.formats]
+    for path in paths:
+        undated = {".pdf": {"CreationDate": None}, ".png": {"Software": None}, ".svg": {"Date": None}}[path.suffix]
+        figure.savefig(path, dpi=160, metadata=undated)
+    return paths
+
+
+def write_under(figure: Figure, caption: str) -> None:
+    """The caption, wrapped, below the panels; the figure grows by its height."""
     width, height = figure.get_size_inches()
+    letters = int(width * 72 / (CAPTION_SIZE * 0.54))  # they are some 0.54 of the font size wide
+    lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)]
     under = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
     total = height + under
     figure.set_size_inches(width, total)
     figure.get_layout_engine().set(rect=(0, under / total, 1, 1 - under / total), w_pad=0.06, h_pad=0.06)
     text = "\n".join(lines)
     figure.text(0.012, (under - 4 / 72) / total, text, va="top", fontsize=CAPTION_SIZE, color=INK, linespacing=1.35)
-    figure.draw_without_rendering()  # arrange the panels once, for both files
-    figure.set_layout_engine("none")
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{name}.pdf", out / f"{name}.png"]
-    figure.savefig(paths[0], metadata={"CreationDate": None})
-    figure.savefig(paths[1], dpi=160, metadata={"Software": None})
-    return paths
 
 
 def finite_max(*values: np.ndarray) -> float:

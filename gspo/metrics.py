@@ -151,7 +151,7 @@ METRICS = [
     Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
     Metric("optim/grad_norm", "norm", "mean over the step's updates of the gradient norm before clipping"),
     Metric("optim/grad_norm_max", "norm", "largest gradient norm of the step's updates, before clipping", "max"),
-    Metric("optim/lr", "1", "learning rate of the step's last update", "last"),
+    Metric("optim/lr", "learning rate", "learning rate of the step's last update", "last"),
     Metric("optim/updates", "updates", "optimizer updates so far", "last"),
     Metric("optim/skipped", "updates", "updates of the step that were left out: their gradient was not finite", "max"),
     Metric(

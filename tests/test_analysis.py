@@ -22,7 +22,6 @@ import fig_routing  # noqa: E402
 import load  # noqa: E402
 import reproduce  # noqa: E402
 import script  # noqa: E402
-import style  # noqa: E402
 from load import GRPO, GRPO_R2, GSPO  # noqa: E402
 
 from gspo import metrics  # noqa: E402
@@ -186,10 +185,10 @@ def test_cut_last_line_and_unfinished_run(tmp_path):
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     def error(*paths: Path) -> str:
         with pytest.raises(load.Refused) as stop:
-            fig1_stability.draw(load.load(list(paths)), tmp_path / "out")
-        monkeypatch.setattr(sys, "argv", ["fig1_stability.py", *map(str, paths), "--out", str(tmp_path / "out")])
+            fig_efficiency.draw(load.load(list(paths)), tmp_path / "out")
+        monkeypatch.setattr(sys, "argv", ["fig_efficiency.py", *map(str, paths), "--out", str(tmp_path / "out")])
         with pytest.raises(SystemExit) as end:
-            script.command(lambda: script.run("", fig1_stability.draw, fig1_stability.judged))
+            script.command(lambda: script.run("", fig_efficiency.draw, fig_efficiency.judged))
         assert end.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"error: {stop.value}"
@@ -198,7 +197,7 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     assert "no runs under" in error(tmp_path)
     assert "does not exist" in error(tmp_path / "nothing")
     first = write_run(tmp_path / "a", GSPO, 1, 0.2, 0.1, steps=5)
-    needs = "error: fig1 needs arms GSPO and GRPO + Routing Replay (R2); found: GSPO\n"
+    needs = "error: fig_efficiency needs arms GSPO and GRPO + Routing Replay (R2); found: GSPO\n"
     assert error(tmp_path) == needs
     write_run(tmp_path / "a", GRPO_R2, 2, 0.2, 0.1, steps=5)
     assert "share none" in error(tmp_path)
@@ -219,7 +218,6 @@ def test_differing_settings_are_appended(tmp_path):
     write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=5, optim={"lr": 0.01})
     data = load.load([tmp_path])
     assert data.arms == ["GSPO [optim.lr=0.001]", "GSPO [optim.lr=0.01]"]
-    assert style.colour(data.arms[0]) == style.colour(GSPO)
 
 
 # --------------------------------------------------------------------------------------------------------- figures

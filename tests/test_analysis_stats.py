@@ -78,7 +78,9 @@ def test_efficiency_by_hand():
     assert efficiency.ratios(0 * t, flops, early, flops) == pytest.approx(np.array([[0, 0], [1, 0.75]]))  # censored
     never = efficiency.efficiency(*(x[:, None] for x in (0 * t, flops, early, flops)))
     assert never.need == math.inf and never.like.bound == pytest.approx(0.75)
-    assert never.like.text().startswith("not reached, below ")
+    # the same brackets as where it is reached, so that "the interval includes 1" can be read off
+    assert efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text() == "not reached (below 0.95) [0.00, 1.00]"
+    assert efficiency.Ratio(1.1, 0, 1.5, 3, bound=1.1).text() == "1.10 [0.00, 1.50]"
 
 
 def test_paper_points():

@@ -188,7 +188,7 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
     assert list(both.index) == [2] and interval.mean == pytest.approx(0.11) and interval.seeds == 1
     assert fig.effect(data, "bfloat16", "GRPO", "R3") is None
     assert fig.answer(data, "bfloat16", "R3").endswith("not judged, its four arms have no finished seed in common.")
-    monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption: [caption])
+    monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption, view: [caption])
     assert "43 of 48 runs, 3 seeds (1, 2, 3)" in fig.draw(data, tmp_path)[0]
 
 
@@ -224,7 +224,7 @@ def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monk
     shown = []
     monkeypatch.setattr(fig.style, "save", lambda *args: shown.append(args) or [])
     fig.draw(read(whole), tmp_path)
-    figure, _, _, caption = shown[0]
+    figure, _, _, caption, _ = shown[0]
     reward, outside, active, _, sequences, _, _ = figure.axes
     assert [text.get_text() for text in reward.get_yticklabels()][:2] == ["GSPO bfloat16", "GSPO bfloat16 + R3"]
     means = {y: x for line in reward.lines if line.get_marker() == "|" for x, y in zip(*line.get_data(), strict=True)}

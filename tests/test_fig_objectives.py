@@ -97,7 +97,7 @@ def test_the_figure_shows_zero_as_never_and_is_the_same_twice(runs, tmp_path, mo
     assert [path.suffix for path in first] == [".pdf", ".png"]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
 
-    figure, _, _, caption = shown[0]
+    figure, _, _, caption, _ = shown[0]
     gain, active, outside, weight, _ = figure.axes
     assert [text.get_text() for text in gain.get_yticklabels()] == ["SAPO", "GRPO", "GSPO", "LUSPO"]
     for ax in (active, outside):  # SAPO, in row 0, at the place of "never": left of every share that is not 0

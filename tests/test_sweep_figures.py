@@ -5,9 +5,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
 
@@ -17,6 +19,8 @@ import fig_curves
 import fig_sweep
 import foresight
 import load
+import looks
+import panels
 import style
 
 from gspo.collapse import SIGNALS
@@ -189,18 +193,17 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     pdf, png = fig_curves.draw(data, tmp_path)
     assert pdf.name == "fig_curves_known.pdf" and png.read_bytes() == fig_curves.draw(data, tmp_path)[1].read_bytes()
     assert capsys.readouterr().out == ""
-    fig_curves.draw(data, tmp_path, ["reward/mean", "routing/consistency"])
+    fig_curves.draw(data, tmp_path, metrics=["reward/mean", "routing/consistency"])
     assert "have not recorded routing/consistency" in capsys.readouterr().out
     for metrics, said in ((["clop/share"], "'clop/share' is not in gspo/metrics.py"), (["kl/ref"], "none of kl/ref")):
         with pytest.raises(load.Refused, match=said):
-            fig_curves.draw(data, tmp_path, metrics)
+            fig_curves.draw(data, tmp_path, metrics=metrics)
 
 
-def test_colours_tell_arms_apart():
-    own = fig_curves.colours(["GSPO", "GRPO"])
-    assert own["GSPO"] == style.colour("GSPO") and own["GRPO"] == style.colour("GRPO")
-    for count in (5, 20):
-        arms = [f"GSPO [x={n}]" for n in range(count)]
-        assert len(set(fig_curves.colours(arms).values())) == count
-    values = fig_curves.drawable(pd.Series([0.0, 0.1, -1.0]), log=True)
-    assert pd.isna(values).tolist() == [True, False, True]
+def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
+    ax = Figure().add_subplot()
+    values = pd.DataFrame({seed: [0.1 + 0.01 * seed, 0.0, 0.2, 0.3] for seed in (1, 2, 3)}, index=[1, 2, 3, 4])
+    panels.curve(ax, values, looks.look("GSPO"), style.View(smooth=0, seeds=True), least=0.1)
+    thick = ax.lines[-1].get_ydata()
+    assert pd.isna(thick).tolist() == [False, True, False, False] and thick[0] == pytest.approx(0.12)
+    assert all((line.get_ydata()[np.isfinite(line.get_ydata())] >= 0.1).all() for line in ax.lines)

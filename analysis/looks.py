@@ -1,0 +1,83 @@
+"""How every arm is drawn, the same in every figure: a colour of Okabe and Ito's palette, a marker, a kind of line.
+
+The paper's arms are told apart by colour alone under the three kinds of colour blindness and by lightness alone in grey
+(tests/test_looks.py measures both); all others by colour, marker and line together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import matplotlib
+from load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
+DASHES, CHAIN, DOTS = (0, (5, 1.6)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.2, 1.4))
+REPLAYED = (0, (6, 1.2, 1.2, 1.2, 1.2, 1.2))
+
+
+@dataclass(frozen=True)
+class Look:
+    """One arm's. `line` is a matplotlib line style."""
+
+    colour: str
+    marker: str
+    line: str | tuple = "-"
+
+    def plot(self) -> dict[str, object]:
+        """Arguments of `Axes.plot`."""
+        return {"color": self.colour, "marker": self.marker, "ls": self.line, "mec": "white", "mew": 0.5}
+
+
+LOOKS = {
+    GSPO: Look(BLUE, "o", "-"),
+    GRPO_R2: Look(ORANGE, "s", DASHES),
+    GRPO: Look(BLACK, "^", CHAIN),
+    GSPO_TOKEN: Look(GREEN, "D", DOTS),
+    "LUSPO": Look(SKY, "v", "-"),
+    "GMPO": Look(VERMILION, "P", "-"),
+    "Dr.GRPO": Look(PURPLE, "X", "-"),
+    "DAPO": Look(SKY, "<", DASHES),
+    "PPO": Look(VERMILION, ">", DASHES),
+    "REINFORCE": Look(PURPLE, "*", DASHES),
+    "CISPO": Look(SKY, "h", CHAIN),
+    "MiniRL": Look(VERMILION, "p", CHAIN),
+    "DPPO": Look(PURPLE, "d", CHAIN),
+    "SAPO": Look(SKY, "8", DOTS),
+}
+OTHER = Look(GREY, ".", "-")  # an objective of one's own
+VARIANTS = ("-", DASHES, CHAIN, DOTS)
+
+
+def look(arm: str) -> Look:
+    """An arm's look. Appended settings ("GRPO [optim.lr=0.001]") keep the arm's; a replay without a look of its own
+    has the colour and marker of its objective and the line of replays."""
+    name = arm.split(" [")[0]
+    if name in LOOKS:
+        return LOOKS[name]
+    base, replay, _ = name.partition(" + Routing Replay")
+    known = LOOKS.get(base, OTHER)
+    return replace(known, line=REPLAYED) if replay else known
+
+
+def looks(arms: list[str]) -> dict[str, Look]:
+    """A look for each arm, all different: arms that would share one (the same objective at several settings) get
+    shades of its colour, from dark to pale, and kinds of line in turn."""
+    sharing, seen, found = Counter(look(arm) for arm in arms), Counter(), {}
+    for arm in arms:
+        own = look(arm)
+        if sharing[own] > 1:
+            place = seen[own]
+            seen[own] += 1
+            shade = tint(own.colour, 1 - 0.7 * place / (sharing[own] - 1))
+            found[arm] = replace(own, colour=shade, line=VARIANTS[place % len(VARIANTS)])
+        else:
+            found[arm] = own
+    return found
+
+
+def tint(colour: str, strength: float) -> str:
+    """A colour mixed with white: strength 1 is the colour itself. Opaque, so that overlaps do not darken."""
+    return matplotlib.colors.to_hex([1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)])
