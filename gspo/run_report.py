@@ -141,7 +141,7 @@ def _went_on(folder: Path) -> list[str]:
     lines, at = [], [str(row["step"]) for row in read_rows(folder / CONTINUED)]
     if at:
         times = "once" if len(at) == 1 else f"{len(at)} times"
-        lines.append(f"It was interrupted and continued {times}, from the checkpoint of step {', '.join(at)}.")
+        lines.append(f"It was continued {times}, from the checkpoint of step {', '.join(at)}.")
     for back in _json(folder / "rollbacks.json"):
         lines.append(
             f"The monitor took it back from step {back['from']} to step {back['to']}, at a lower learning rate."

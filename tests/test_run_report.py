@@ -72,7 +72,7 @@ def test_what_a_collapsed_run_says(tmp_path):
         "from 0.400 (first 5 batches) to 0.100 (last 10)",
         "It collapsed at step 3",
         "from step 60 to step 30",
-        "interrupted and continued 2 times, from the checkpoint of step 10, 20",
+        "continued 2 times, from the checkpoint of step 10, 20",
         "Does the reward keep rising? No: it collapsed",
         "mismatch <high>",
         "<b>2</b>&#2",
