@@ -129,6 +129,9 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
     except ValueError:
         if not (folder / "settings.yaml").exists():
             shutil.rmtree(folder)
+            for parent in (folder.parent, folder.parent.parent):  # runs/STUDY, where this made them
+                with suppress(OSError):
+                    parent.rmdir()
         raise
 
 
