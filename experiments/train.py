@@ -147,6 +147,9 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
     except ValueError:
         if new:
             shutil.rmtree(folder)
+            for parent in (folder.parent, folder.parent.parent):  # runs/STUDY, where this made them
+                with suppress(OSError):
+                    parent.rmdir()
         raise
 
 
