@@ -385,6 +385,7 @@ def test_ctrl_c_while_the_libraries_load_is_one_line(tmp_path, script):
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     for line in process.stderr:
         if line.rstrip().endswith(("numpy", "torch._C", "yaml", "omegaconf")):  # some library has begun to load
