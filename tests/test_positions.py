@@ -31,7 +31,8 @@ LONG = ChainArithmetic(max_operands=6)
 
 def short_model(family: str) -> Policy:
     tokenizer = small_policy().tokenizer
-    ends = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    ends = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1}
+    ends["eos_token_id"] = tokenizer.eos_token_id
     torch.manual_seed(0)
     if family == "gpt2":
         config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS, **ends)
@@ -157,4 +158,5 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
     assert none.returncode == 2 and "leaves 2 of 24 positions for a prompt" in none.stderr
     hard = train(tmp_path, *small, "rollout.max_new_tokens=14", "evaluation.sets=[math_hard]", "study=none")
     assert hard.returncode == 2 and "no room for any prompt of the set math_hard in 24 positions" in hard.stderr
-    assert none.stderr.count("\n") == hard.stderr.count("\n") == 1 and not list((tmp_path / "runs" / "none").glob("*"))
+    assert none.stderr.count("\n") == hard.stderr.count("\n") == 1
+    assert not list((tmp_path / "runs" / "none").rglob("settings.yaml"))
