@@ -60,7 +60,8 @@ def main(config: DictConfig) -> None:
     device = usable_device(command.device, "device")
     subject = of_run(command) if command.run else of_model(command, device)
     say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
-    policy, sets = subject.engine.policy, [with_room(s, subject.engine, s.limit) for s in subject.sets]
+    sets = subject.sets if command.max_new_tokens else [within_positions(s, subject.engine) for s in subject.sets]
+    policy, sets = subject.engine.policy, [with_room(s, subject.engine, s.limit) for s in sets]
     settings = {
         **subject.identity,
         "weights": fingerprint(policy.model),
@@ -92,6 +93,17 @@ def main(config: DictConfig) -> None:
     for warning in cut_short(results, subject.sets):
         print(f"warning: {warning}", file=sys.stderr)
     print(f"numbers in {written}, responses beside it")
+
+
+def within_positions(held_out: HeldOut, engine: LocalEngine) -> HeldOut:
+    """The set with as much of its own response length as the model has positions for, beside the longest prompt; half
+    of the positions at least, so that one long prompt does not shorten all responses. Says so where that is less."""
+    room = engine.room(held_out.problems, held_out.limit)
+    if room == held_out.limit:
+        return held_out
+    limit = min(held_out.limit, max(room, engine.positions // 2))
+    print(f"{held_out.name}: up to {limit} response tokens in place of {held_out.limit}: {engine.positions} positions")
+    return replace(held_out, limit=limit)
 
 
 def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
