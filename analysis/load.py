@@ -39,6 +39,7 @@ NOT_THE_ARM = (
     "runs",
     "on_existing",
     "resume",
+    "dry_run",
     "threads",
     "prompt_used",
 )

@@ -164,6 +164,7 @@ def test_a_critic_that_sees_the_same_responses_again_and_again_learns_their_rewa
     assert abs(explained[0]) < 1e-6 and explained[-1] > 0.15 and explained[-1] > explained[7], explained
 
 
+@pytest.mark.slow
 def test_ppo_learns_with_its_critic():
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
     t = trainer(PPO(), lr=3e-3, rollout=rollout, parts={"advantage": GAE()}, aggregation=Aggregation("token-mean"))

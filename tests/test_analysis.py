@@ -202,7 +202,7 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "a", GRPO_R2, 2, 0.2, 0.1, steps=5)
     assert "share none" in error(tmp_path)
     again = write_run(tmp_path / "b", GSPO, 1, 0.2, 0.1, steps=6, study="other")
-    message = error(tmp_path)
+    message = error(tmp_path / "a", tmp_path / "b")
     assert str(first) in message and str(again) in message and "twice" in message
 
 

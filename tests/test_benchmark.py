@@ -67,6 +67,7 @@ def test_nested_settings_become_a_command_line():
     assert flat({"a": {"b": {"c": 1}, "d": "x"}, "e": 2.5}) == ["a.b.c=1", "a.d=x", "e=2.5"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes(tmp_path):
     sizes = ["size.prompts=4", "size.group_size=4", "size.new_tokens=12", "size.hidden=16", "size.layers=1"]
     command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=2", *sizes]
@@ -81,5 +82,6 @@ def test_the_command_measures_and_writes(tmp_path):
     parts = [record["batches"][0][f"{phase}_s"] for phase in phases]
     assert 0.8 < sum(parts) / record["batches"][0]["total_s"] <= 1.0 + 1e-6
     assert record["own_forward"] and record["matmul_gflops"] > 0.1
-    refused = subprocess.run([*command, "peer=trl", "workload=gpu"], capture_output=True, text=True, check=False)
+    gpu = [*command[:2], "peer=trl", "workload=gpu"]
+    refused = subprocess.run(gpu, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert refused.returncode == 2 and "workload=gpu" in refused.stderr

@@ -284,17 +284,21 @@ def test_verdicts_do_not_depend_on_the_load():
         assert took > 0.8 + 0.3 + 2 * 0.3  # it did starve, each program by more than the waiting limit
 
 
-def test_more_than_150_programs_a_second():
-    """The best of some tries: others may be busy here."""
-    rates = []
-    with CodeRunner(LIMITS, slots=2) as runner:
-        run(runner, ("", ""), ("", ""))
-        while len(rates) < 6 and max(rates, default=0) <= 150:
+def test_programs_run_faster_than_interpreters_start():
+    """The harness forks one that has started. The best of some tries: others may be busy here."""
+    gains = []
+    with CodeRunner(LIMITS, slots=1) as runner:
+        run(runner, ("", ""))
+        while len(gains) < 6 and max(gains, default=0) <= 1:
             start = time.monotonic()
-            results = run(runner, *[("print(int(input()) + 1)", str(i)) for i in range(150)])
-            rates.append(150 / (time.monotonic() - start))
-            assert [output for output, _ in results] == [b"%d\n" % (i + 1) for i in range(150)]
-    assert max(rates) > 150
+            for _ in range(20):
+                subprocess.run([sys.executable, "-I", "-c", "print(2)"], capture_output=True, check=True)
+            plain = time.monotonic() - start
+            start = time.monotonic()
+            results = run(runner, *[("print(int(input()) + 1)", str(i)) for i in range(20)])
+            gains.append(plain / (time.monotonic() - start))
+            assert [output for output, _ in results] == [b"%d\n" % (i + 1) for i in range(20)]
+    assert max(gains) > 1
 
 
 @LINUX

@@ -67,6 +67,7 @@ class Chatty(TinyMoE):
         return model, tokenizer
 
 
+@pytest.mark.slow
 def test_two_that_want_it_at_once_make_it_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         folders = pool.map(make, [tmp_path, tmp_path])

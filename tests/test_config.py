@@ -546,7 +546,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
     for name, first, count in (("test", 0, 3), ("train", 3, 40)):
         rows = [{"question": f"{i} apples?", "answer": f"#### {i}"} for i in range(first, first + count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["task=gsm8k", f"task.path={tmp_path}", "model=hf", "model.path=x", "cold_start.steps=0"]
+    options = ["task=gsm8k", f"task.path={tmp_path}", "model=hf", "model.path=x", "rollout.prompts_per_step=32"]
     message = r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
     with pytest.raises(ValueError, match=message):
         check_training_set(settings(*options, "rollout.query_set=64"))

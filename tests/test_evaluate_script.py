@@ -119,7 +119,7 @@ def test_an_evaluation_takes_each_benchmarks_own_length(script, tmp_path):
 
 
 def test_an_evaluation_says_where_the_limit_decided(script):
-    sets = [HeldOut("gsm8k", None, [], 2048), HeldOut("aime24", None, [], 100)]
+    sets = [HeldOut("gsm8k", None, [], limit=2048), HeldOut("aime24", None, [], limit=100)]
     results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
     (line,) = script.cut_short(results, sets)
     assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line

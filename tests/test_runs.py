@@ -97,9 +97,9 @@ def straight(tmp_path_factory) -> Path:
 
 def test_a_run_directory_holds_everything(straight):
     rows = read_rows(straight / "metrics.jsonl")
-    assert straight.name.startswith("gspo_tiny-seed1-")
-    assert yaml.safe_load((straight / "settings.yaml").read_text())["options"]["objective"] == "gspo_tiny"
-    assert "objective gspo_tiny" in (straight / "report.html").read_text()
+    assert straight.name.startswith("gspo-seed1-")
+    assert yaml.safe_load((straight / "settings.yaml").read_text())["options"]["objective"] == "gspo"
+    assert "objective gspo" in (straight / "report.html").read_text()
     assert [row["step"] for row in rows] == list(range(13))
     assert "eval/math_easy/avg@2" in rows[0] and "reward/mean" not in rows[0]
     assert all("reward/mean" in row and "routing/consistency" in row for row in rows[1:])

@@ -42,7 +42,7 @@ def test_what_an_agent_of_wandb_would_start_composes(path):
     """The commands as W&B's own agent writes them, for values drawn from the file."""
     sweep, draw = yaml.safe_load(path.read_text()), random.Random(0)
     assert (ROOT / sweep["program"]).exists()
-    blocks = {name for name in vars(settings()) if hasattr(getattr(settings(), name), "__dataclass_fields__")}
+    blocks = {name for name, value in vars(settings()).items() if hasattr(value, "__dataclass_fields__")}
     assert not blocks & set(sweep["parameters"]), "W&B locks the names of a sweep's parameters"
     folders = set()
     for _ in range(8):

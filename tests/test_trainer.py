@@ -153,6 +153,7 @@ def test_rows_without_advantage_change_nothing_in_the_gradient():
     assert results[0][1] <= 3 < 8, "five of eight groups should have had no backward pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [GSPO(clip_low=0.02, clip_high=0.03), GRPO()])
 def test_reward_rises_on_a_task_that_can_be_learned(objective):
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
