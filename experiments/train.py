@@ -128,7 +128,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
 
 
 def about_the_model(policy: Policy) -> list[str]:
-    """Warnings."""
+    """What the user is warned of because of the model's architecture."""
     kind, found = type(policy.model).__name__, []
     if policy.active_parameters is None:
         found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")

@@ -44,6 +44,8 @@ def find(settings: Settings, in_sweep: bool) -> Path:
         difference = same_result(settings, read_settings(folder))
         if difference:
             raise ValueError(f"{folder} was made with other settings: {difference}")
+        if not (settings.resume or in_sweep):
+            print(f"{folder} is there already ({how}): this command goes on with it")
     return folder
 
 
