@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from gspo.assembly import assemble
 from gspo.checks import check_training_set, warnings
-from gspo.config import Settings, chosen_settings, folder_of, register_schemas, write_settings
+from gspo.config import Settings, chosen_settings, register_schemas, write_settings
 from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
@@ -46,7 +46,7 @@ def main(config: DictConfig) -> None:
     job = HydraConfig.get()
     settings = chosen_settings(config, list(job.overrides.task), job.runtime.choices)
     if settings.dry_run:
-        folder = folder_of(settings)
+        folder = find(settings, in_sweep=False)
         print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
         return
     if first := taken_by_another_job(settings):
@@ -63,7 +63,7 @@ def main(config: DictConfig) -> None:
             if not stop.requested():  # a sweep that was asked to stop starts no further run
                 run(settings, alone=job.mode == RunMode.RUN and not under_agent())
         except Stopped:
-            print(f"{settings.label()}: stopped before its first step")
+            print(f"{settings.label()}: stopped before its first step; the same command starts it again")
     stop.requeue()
 
 
@@ -94,10 +94,10 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
+    warn(supersede(folder, trainer.state.step if checkpoint else -1))
     claim(settings, folder, trainer.policy.prompts_are)
     warn(warnings(settings))
     warn(about_the_model(trainer.policy))
-    warn(supersede(folder, trainer.state.step if checkpoint else -1))
     tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, settings.tags())
     how, reason = "failed", ""
     note_start(folder, trainer.state.step if checkpoint else None)
@@ -121,7 +121,8 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         sync = tracker.finish(W_AND_B[how])
     if how != "rolled back":
         upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep says one command for all of its runs
-        print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{upload}")
+        again = "; the same command goes on with it" if how == "stopped" else ""
+        print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{again}{upload}")
         print((folder / "report.txt").read_text(), end="")
         print(f"more in {folder / PAGE}")
     return how

@@ -170,7 +170,9 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     if choices is not None:
         if settings.options:
             raise ValueError(f"options={settings.options} is written by the program; say objective=...")
-        own = {group: name for group, name in choices.items() if not group.startswith("hydra/")}
+        if choices.get("sizes") != choices.get("model"):
+            raise ValueError(f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, it is not chosen")
+        own = {group: name for group, name in choices.items() if not group.startswith(("hydra/", "sizes"))}
         settings.options = {group: name for group, name in own.items() if name}
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
@@ -263,11 +265,15 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
     recorded = OmegaConf.structured(read_settings(folder))
     known, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     for override in overrides:
-        key = override.split("=")[0].lstrip("+~")
+        key = override.split("=")[0].lstrip("+")
+        if key.startswith("~"):
+            raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
         if key not in known:
             raise ValueError(f"{override}: {unknown(key, sorted(known))}")
         if key not in ("resume", "dry_run") and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
+        if any(name.startswith(f"{key}.") for name in known):
+            raise ValueError(f"{override} with resume={folder}: say which of its settings, {key}.NAME=...")
         changes.append(override.lstrip("+"))
     return to_settings(OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)}))
 

@@ -78,8 +78,9 @@ def with_room(held_out: HeldOut, engine: Engine, max_new_tokens: int) -> HeldOut
     kept = [problem for problem in held_out.problems if engine.fits(problem, max_new_tokens)]
     if not kept:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for any prompt of the set {held_out.name} in "
-            f"{engine.positions} positions; lower it, or leave the set out"
+            f"up to {max_new_tokens} response tokens leave no room for any prompt of the set {held_out.name} in "
+            f"{engine.positions} positions; lower max_new_tokens (in training rollout.max_new_tokens), or choose other "
+            "sets=... (in training evaluation.sets=...)"
         )
     return replace(held_out, problems=kept, left_out=len(held_out.problems) - len(kept))
 

@@ -169,8 +169,8 @@ def usable_device(wanted: str, key: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError) as error:  # unknown to torch; no such hardware; a build without it
+        torch.zeros(1, device=wanted).item()
+    except (RuntimeError, AssertionError) as error:  # unknown to torch; no such hardware; a build without it; no memory
         raise ValueError(f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}") from None
     return wanted
 

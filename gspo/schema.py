@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -17,6 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from gspo.arguments import nearest
 from gspo.ranges import refusal
 
+ALIKE = 0.6  # share of equal letters from which on the nearest key is taken for the one that was meant
 GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm")  # options of train.py that are no settings of their own
 
 
@@ -83,10 +85,15 @@ def _plain(value: Any) -> Any:
 
 
 def unknown(key: str, known: list[str]) -> str:
-    """That there is no such setting, and which known one is nearest to it."""
+    """That there is no such setting, which known one is nearest to it, and where that is far, all of the same group."""
     groups = GROUPS_BESIDE_SETTINGS if "objective" in known else ()
-    near = nearest(key, [name for name in (*known, *groups) if not key.startswith(f"{name}.")])
-    return f"there is no setting {key}: the nearest is {near}"
+    choosable = [name for name in (*known, *groups) if not key.startswith(f"{name}.") and not name.endswith(".name")]
+    near, (group, _, last) = nearest(key, choosable), key.rpartition(".")
+    text = f"there is no setting {key}: the nearest is {near}"
+    if SequenceMatcher(None, last, near.rpartition(".")[2]).ratio() >= ALIKE:
+        return text
+    beside = [name.rpartition(".")[2] for name in choosable if name.rpartition(".")[0] == group]
+    return f"{text} (of {', '.join(beside)})" if beside else text
 
 
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:

@@ -142,4 +142,6 @@ def forecast(planned: list[dict]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
     said = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return "\n".join([*lines, f"{len(planned)} jobs: {said}; without dry_run=true those not finished or collapsed run"])
+    ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
+    others = f"those not {' or '.join(ended)} are started" if ended else "all are started"
+    return "\n".join([*lines, f"{len(planned)} jobs: {said}; without dry_run=true {others}"])

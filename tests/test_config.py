@@ -429,6 +429,7 @@ UNKNOWN = [  # override, the unknown key, the nearest one
     ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
     ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
     ("+lr=0.1", "lr", "optim.lr"),
+    ("+rollout.top_p=0.9", "rollout.top_p", "rollout.dtype"),
     ("+objective.clip=1", "objective.clip", "objective.clip_low"),
     ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
     ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
@@ -440,7 +441,9 @@ UNKNOWN = [  # override, the unknown key, the nearest one
 def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(override, key, nearest):
     with pytest.raises((ValueError, ConfigCompositionException)) as refused:
         settings(override)
-    assert explain(refused.value) == f"there is no setting {key}: the nearest is {nearest}"
+    said, _, others = explain(refused.value).partition(" (of ")
+    assert said == f"there is no setting {key}: the nearest is {nearest}"
+    assert not others or nearest.rpartition(".")[2] in others, "where it is far, all of its group are named"
 
 
 @pytest.mark.parametrize("name", ["evaluate", "sample", "benchmark"])
@@ -540,6 +543,18 @@ def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_s
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
     with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
         open_policy(chosen, None, report=lambda *_: pytest.fail("the cold start began"))
+
+
+def test_sizes_follow_the_model_and_are_no_recorded_option():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=["sizes=tiny"], return_hydra_config=True)
+        chosen = composed.hydra.runtime.choices
+        with open_dict(composed):
+            composed.pop("hydra")
+        with pytest.raises(ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"):
+            to_settings(composed, chosen)
+        chosen["sizes"] = chosen["model"]
+        assert "sizes" not in to_settings(composed, chosen).options
 
 
 def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):

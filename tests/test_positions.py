@@ -97,7 +97,7 @@ def test_held_out_problems_that_do_not_fit_are_left_out_and_counted():
     assert 0 < len(groups) < 20 and metrics["eval/rated/prompt_too_long"] == 20 - len(groups)
     (whole,) = held_out_sets(LONG, ["rated"], 20)
     assert [group[0].problem for group in groups] == [p for p in whole.problems if len(p.prompt) <= 10]
-    with pytest.raises(ValueError, match="max_new_tokens=22 leaves no room for any prompt of the set rated in 24 pos"):
+    with pytest.raises(ValueError, match="22 response tokens leave no room for any prompt of the set rated in 24 pos"):
         with_room(whole, engine, 22)
 
 
