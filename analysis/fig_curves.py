@@ -22,6 +22,7 @@ from load import Data, Run
 from looks import Look, looks
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from runs import nearest
 from style import View
 
 from gspo.metrics import lookup
@@ -82,7 +83,7 @@ def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
     if missing and tuple(metrics) != METRICS:
         print(f"note: the runs have not recorded {', '.join(missing)}")
     if len(missing) == len(metrics):
-        load.die(f"the runs have recorded none of {', '.join(metrics)}")
+        load.die(f"the runs have recorded none of {', '.join(metrics)}{nearest(metrics[0], data.metrics(''))}")
     return [metric for metric in metrics if metric not in missing]
 
 
