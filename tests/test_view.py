@@ -85,7 +85,7 @@ class Viewer:
 
 
 def test_the_page_shows_the_runs_and_their_curves(study, page):
-    (run,) = (study / "runs" / "small").glob("gspo-*")
+    (run,) = (study / "runs" / "small").glob("gspo*-*")
     with Viewer(study, "runs") as viewer:
         assert "1 runs of small" in viewer.said[0]
         page.goto(viewer.address)
@@ -148,7 +148,7 @@ def wait_for_rows(folder: Path, number: int) -> int:
 
 
 def test_offline_files_alone_will_do(study, page, tmp_path):
-    (run,) = (study / "runs" / "small").glob("gspo-*")
+    (run,) = (study / "runs" / "small").glob("gspo*-*")
     shutil.copytree(run / "wandb", tmp_path / "copied")
     with Viewer(tmp_path, "copied") as viewer:
         page.goto(viewer.address)
@@ -157,7 +157,7 @@ def test_offline_files_alone_will_do(study, page, tmp_path):
 
 
 def test_the_report_of_a_run_opens_from_disk_without_a_network(study, page):
-    (run,) = (study / "runs" / "small").glob("gspo-*")
+    (run,) = (study / "runs" / "small").glob("gspo*-*")
     page.context.set_offline(True)
     page.goto(f"file://{run / 'report.html'}")
     assert run.name in page.title() and page.outside == [] and page.errors == []
@@ -183,8 +183,8 @@ def test_the_report_of_a_study_opens_from_disk_without_a_network(study, page):
     for i in range(pictures.count()):
         assert pictures.nth(i).evaluate("image => image.complete && image.naturalWidth > 500")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    page.get_by_role("link", name="gspo-").first.click()
-    assert "gspo-" in page.title() and page.get_by_role("heading", name="Is it stable?").is_visible()
+    page.get_by_role("link", name="gspo").first.click()
+    assert "gspo" in page.title() and page.get_by_role("heading", name="Is it stable?").is_visible()
 
 
 def test_what_the_page_is_given_when_a_run_goes_back(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ def test_it_waits_for_the_first_row(tmp_path):
 
 
 def test_in_the_terminal(study):
-    (run,) = (study / "runs" / "small").glob("gspo-*")
+    (run,) = (study / "runs" / "small").glob("gspo*-*")
     program = [sys.executable, str(ROOT / "experiments" / "view.py"), "runs/small", "in=terminal"]
     pid, screen = pty.fork()
     if pid == 0:
