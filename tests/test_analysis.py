@@ -221,6 +221,7 @@ def test_differing_settings_are_appended(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- figures
+@pytest.mark.slow
 def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, monkeypatch, capsys):
     three = [str(file) for file in sorted(paper_like.iterdir()) if file.name[-1] in "123"]
     monkeypatch.setattr(sys, "argv", ["reproduce.py", *three, "--out", str(tmp_path / "figures")])

@@ -187,6 +187,7 @@ def test_wrong_options_end_in_one_line(argument, said, tmp_path):
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_with_an_account_views_are_saved_and_replaced(tmp_path):
     write(tmp_path / "runs" / "a", "gspo", HEALTHY)
     with serving() as server:

@@ -40,6 +40,7 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
     assert special(plan, 3) == "seed=1 preset=trl" and special(plan[:1], 0) == "steps=2 seed=1"
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
     sweep = ["-m", "experiment=micro_moe", "preset=trl,ms_swift", "optim.lr=1e-4,-1", "dry_run=true", "study=s"]
     done = subprocess.run(

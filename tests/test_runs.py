@@ -123,6 +123,7 @@ def test_wandb_has_the_same_numbers(straight):
     assert "rollouts" in " ".join(seen[1])
 
 
+@pytest.mark.slow
 def test_an_existing_directory_is_refused_and_left_alone(straight):
     before = {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()}
     done = train(straight.parents[2], *SMALL)
@@ -281,6 +282,7 @@ def test_evaluate_and_sample_read_a_run(straight):
     assert bad.returncode == 2 and "step_000010, step_000012" in bad.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_write_one_run(straight):
     with exclusive(straight):
         done = train(straight.parents[2], f"resume={straight}", "steps=20")

@@ -127,6 +127,7 @@ def test_published_and_published_again(tmp_path):
         assert refused.returncode == 2 and "permission denied" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_one_seed_and_runs_without_rewards_are_said_to_be_so(tmp_path):
     write(tmp_path / "runs" / "s", "gspo", HEALTHY)
     other = write(tmp_path / "runs" / "s", "grpo", HEALTHY)
@@ -139,6 +140,7 @@ def test_one_seed_and_runs_without_rewards_are_said_to_be_so(tmp_path):
     assert "CISPO is not compared with GRPO: needs reward/mean of every run" in words and other.name in words
 
 
+@pytest.mark.slow
 def test_odd_names_of_studies(tmp_path):
     study = "a|b <i>&'x #1"
     folder = write(tmp_path / "runs (1)" / "h#1", "gspo", HEALTHY)

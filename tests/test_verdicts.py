@@ -233,6 +233,7 @@ def test_ratios_and_ranges_follow_the_same_rule():
 
 
 # --------------------------------------------------------------------------------------------------- arms there are
+@pytest.mark.slow
 def test_dense_models_are_compared_with_grpo_and_asked_nothing_of_moe(tmp_path):
     shares = {"clip/token_active": 0.01, "clip/token_outside": 0.02}
     for seed in (1, 2):
