@@ -289,7 +289,8 @@ def test_a_response_does_not_see_its_neighbours_nor_its_future(laid_out):
     row = int(batch.mask_BT.sum(1).argmax())
     column = batch.prompt_width + 4
     batch.tokens_BS[row, column] = (batch.tokens_BS[row, column] + 1) % 90
-    changed = (policy.forward(batch).logp_BT != before).nonzero()
+    # other rows may round otherwise, as the experts' groups have changed: 1e-5 in sums of a few hundred numbers
+    changed = ((policy.forward(batch).logp_BT - before).abs() > 1e-4).nonzero()
     assert (changed[:, 0] == row).all() and int(changed[:, 1].min()) == 4 and len(changed) > 3
 
 
