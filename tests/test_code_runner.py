@@ -284,6 +284,26 @@ def test_verdicts_do_not_depend_on_the_load():
         assert took > 0.8 + 0.3 + 2 * 0.3  # it did starve, each program by more than the waiting limit
 
 
+def test_threads_that_queue_together_excuse_their_program_once(tmp_path, monkeypatch):
+    """24 threads queue for 5 of every 20 ms: 15 ms were waited, however many there are. One that queued for longer
+    than since the last look (the kernel books it at its end) takes back what looked like waiting before."""
+    clock = code_server.Clock(os.getpid(), {"wall_seconds": 0.5, "cpu_seconds": 1.0, "total_cpu_seconds": 1.0})
+    clock.tasks, clock.cpu_now = str(tmp_path), lambda: 0.0
+
+    def look(queued: dict[int, float], seconds: float) -> float:
+        for task, total in queued.items():
+            (tmp_path / str(task)).mkdir(exist_ok=True)
+            (tmp_path / str(task) / "schedstat").write_text(f"0 {int(total * 1e9)} 7\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: clock.time + seconds)
+            clock.measure()
+        return clock.waited
+
+    assert look({task: 0.005 for task in range(24)}, 0.020) == pytest.approx(0.015)
+    assert look({task: 0.010 for task in range(24)}, 0.020) == pytest.approx(0.030)
+    assert look({0: 0.010 + 0.045}, 0.020) == pytest.approx(0.005)
+
+
 def test_programs_run_faster_than_interpreters_start():
     """The harness forks one that has started. The best of some tries: others may be busy here."""
     gains = []

@@ -13,7 +13,8 @@ and the server answers, when the child has ended, {"why": "exit" | "timeout", "s
 
 Waiting = time in which no thread of the child was running or ready to run: wall clock - CPU time - time in the
 queue of the scheduler (/proc/PID/task/*/schedstat). On a busy machine a program computes later, but does not wait
-longer.
+longer. Of several threads the one that queued longest between two looks counts: threads that stand in the queue at
+the same time would otherwise excuse their program many times over.
 
 Command line: file descriptor of the control socket, process id of the harness (0 where it is not visible), spare
 user id.
@@ -219,7 +220,7 @@ class Clock:
     def measure(self) -> None:
         """Brings cpu, waited and time up to date."""
         now, cpu, queued = time.monotonic(), self.cpu_now(), self.queue_times()
-        delay = sum(value - self.queued.get(task, 0) for task, value in queued.items()) / 1e9
+        delay = max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0) / 1e9
         if self.active:
             # time in the queue is booked when it is over: it looks like waiting first and is then taken back
             self.waited = max(0.0, self.waited + now - self.time - (cpu - self.cpu) - delay)
