@@ -1,10 +1,10 @@
 """The benchmark: its workloads' models, its arithmetic, and one real measurement from the command line."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from conftest import problems
@@ -72,7 +72,7 @@ def test_the_command_measures_and_writes(tmp_path):
     sizes = ["size.prompts=4", "size.group_size=4", "size.new_tokens=12", "size.hidden=16", "size.layers=1"]
     command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=2", *sizes]
     out = tmp_path / "x.json"
-    done = subprocess.run([*command, f"out={out}", f"runs={tmp_path}"], capture_output=True, text=True, check=False)
+    done = forked.run([*command, f"out={out}", f"runs={tmp_path}"])
     assert done.returncode == 0, done.stderr
     for phase in ("rollout", "update", "diagnostics", "tracking", "of matmul peak", "peak memory"):
         assert phase in done.stdout
@@ -83,5 +83,5 @@ def test_the_command_measures_and_writes(tmp_path):
     assert 0.8 < sum(parts) / record["batches"][0]["total_s"] <= 1.0 + 1e-6
     assert record["own_forward"] and record["matmul_gflops"] > 0.1
     gpu = [*command[:2], "peer=trl", "workload=gpu"]
-    refused = subprocess.run(gpu, capture_output=True, text=True, check=False, cwd=tmp_path)
+    refused = forked.run(gpu, cwd=tmp_path)
     assert refused.returncode == 2 and "workload=gpu" in refused.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pandas as pd
 import pytest
 from test_sweep_figures import HEALTHY, write
@@ -226,7 +227,7 @@ def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
     )
     for overrides in EVERYTHING.values():
         command = [sys.executable, str(ROOT / "experiments" / "train.py"), *small.split(), *overrides.split()]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = forked.run(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     frames = [record.rows for record in sources.records(tmp_path / "runs" / "all")]
     names = {name for rows in frames for name in rows.columns[pd.notna(rows).any()]}

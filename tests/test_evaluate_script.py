@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -147,7 +148,7 @@ def test_a_bfloat16_run_is_evaluated_as_it_evaluated_itself(tmp_path, overlap):
     assert done.returncode == 0 and "held-out responses are sampled in bfloat16" in done.stdout, done.stderr[-2000:]
     recorded = json.loads((only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()[-1])
     call = [sys.executable, str(SCRIPT), f"run={only_run(tmp_path)}", "k=2", "problems=24", "out=result"]
-    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forked.run(call, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 2: 2 samples a problem at temperature 1, computed in bfloat16 as during training" in done.stdout
     for name, result in json.loads((tmp_path / "result" / "result.json").read_text())["sets"].items():

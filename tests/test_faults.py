@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_runs import ROOT, SMALL, command, comparable, environment, evaluate, only_run, train, wandb_rows
+from test_runs import ROOT, SMALL, comparable, environment, evaluate, only_run, train, wandb_rows
 
 from gspo.tracking import read_rows
 
@@ -153,14 +154,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_wandb_out_of_reach_is_tracked_offline(tmp_path, straight):
     unreachable = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "5"}
-    done = subprocess.run(
-        command(*SMALL, "tracking.wandb=online"),
-        cwd=tmp_path,
-        env=environment() | unreachable,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = train(tmp_path, *SMALL, "tracking.wandb=online", account=unreachable)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "W&B cannot be reached or refuses, tracking goes on offline" in done.stderr and "wandb sync" in done.stdout
     run = only_run(tmp_path)
@@ -180,7 +174,7 @@ FORCED = [str(FIRST_WRONG_STEP), str(LR)]
 def train_falling(cwd: Path, *overrides: str) -> subprocess.CompletedProcess:
     """A run whose every response is wrong from FIRST_WRONG_STEP on, as long as its learning rate is LR."""
     script = [sys.executable, str(ROOT / "tests" / "falling.py"), *FORCED, *overrides]
-    return subprocess.run(script, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+    return forked.run(script, cwd=cwd, env=environment())
 
 
 @pytest.mark.slow
@@ -233,7 +227,7 @@ def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed
     assert evaluate(only_run(folder)).returncode == 0, "what an evaluation leaves in the run is in nobody's way"
     go_on = [f"resume={only_run(folder).relative_to(folder)}", "steps=45"]
     killer = [sys.executable, str(ROOT / "tests" / "killer.py"), "rollback.decided", "13", "--falling", *FORCED, *go_on]
-    killed = subprocess.run(killer, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    killed = forked.run(killer, cwd=folder, env=environment())
     assert killed.returncode == -9 and (folder / "killed_in").exists(), killed.stderr[-3000:]
     assert not json.loads((only_run(folder) / "rollbacks.json").read_text())[0]["moved"]
     done = train_falling(folder, f"resume={only_run(folder).relative_to(folder)}")

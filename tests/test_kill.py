@@ -3,10 +3,10 @@
 That is promised for one machine, one build of the program and its libraries, and one number of threads.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from killer import MOMENTS as ALL
@@ -37,14 +37,8 @@ def test_a_run_killed_in_every_phase_ends_as_one_that_was_left_alone(tmp_path):
     for number, moment in enumerate(MOMENTS):
         step = 5 + 2 * number  # the first checkpoints have been written by then
         resume = [f"resume={only_run(folder).relative_to(folder)}"] if number else SETTINGS
-        process = subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "killer.py"), moment, str(step), *resume],
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        killer = [sys.executable, str(ROOT / "tests" / "killer.py"), moment, str(step), *resume]
+        process = forked.run(killer, cwd=folder, env=environment())
         assert process.returncode == -9, f"{moment}: {process.returncode} {process.stderr[-2000:]}"
         where, _, at = (folder / "killed_in").read_text().rpartition(" step ")
         assert where == moment and step <= int(at) < STEPS

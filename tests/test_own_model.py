@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import yaml
@@ -216,7 +217,7 @@ def first_row(run: Path) -> dict:
 
 def run_script(cwd: Path, name: str, *arguments: str) -> subprocess.CompletedProcess:
     line = [sys.executable, str(ROOT / "experiments" / name), *arguments]
-    return subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+    return forked.run(line, cwd=cwd, env=environment())
 
 
 @pytest.mark.slow

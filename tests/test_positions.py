@@ -2,9 +2,9 @@
 counted and said."""
 
 import json
-import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 from conftest import small_policy
@@ -152,7 +152,7 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
         ("sample.py", ["set=rated", "problems=20", "samples=1"], "problems left out: prompt and response exceed"),
     ):
         call = [sys.executable, str(ROOT / "experiments" / script), f"run={run}", *options]
-        done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = forked.run(call, cwd=tmp_path)
         assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
     none = train(tmp_path, *small, "rollout.max_new_tokens=22", "study=none")
     assert none.returncode == 2 and "leaves 2 of 24 positions for a prompt" in none.stderr

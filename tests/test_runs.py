@@ -11,6 +11,7 @@ import time
 import zlib
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import yaml
@@ -44,12 +45,12 @@ def environment() -> dict[str, str]:
 
 def train(cwd: Path, *overrides: str, account: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     there = environment() | (account or {})
-    return subprocess.run(command(*overrides), cwd=cwd, env=there, capture_output=True, text=True, check=False)
+    return forked.run(command(*overrides), cwd=cwd, env=there)
 
 
 def evaluate(run: Path, *overrides: str) -> subprocess.CompletedProcess:
     script = [sys.executable, str(ROOT / "experiments" / "evaluate.py"), f"run={run}", "problems=2", "k=1", *overrides]
-    return subprocess.run(script, cwd=run, env=environment(), capture_output=True, text=True, check=False)
+    return forked.run(script, cwd=run, env=environment())
 
 
 def only_run(folder: Path) -> Path:
@@ -261,13 +262,7 @@ def test_a_foreign_folder_is_refused(straight, tmp_path):
 def test_evaluate_and_sample_read_a_run(straight):
     def script(name, *overrides):
         path = str(ROOT / "experiments" / name)
-        return subprocess.run(
-            [sys.executable, path, f"run={straight}", *overrides],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=straight,
-        )
+        return forked.run([sys.executable, path, f"run={straight}", *overrides], cwd=straight)
 
     done = script("evaluate.py", "problems=8", "k=2")
     assert done.returncode == 0, done.stderr
