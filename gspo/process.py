@@ -27,7 +27,7 @@ from gspo import interrupt
 from gspo.schema import plain_words
 
 COLLAPSED = 4
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
@@ -148,13 +148,19 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
     return reported
 
 
+_DISK: list[Exception] = []  # the failure that ended a job of the sweep in this process
+
+
 def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
     """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error.
-    That is right where the disk fails: they would fail too, and why could not be written down."""
+    Where the disk fails none is begun: they would fail too, and why could not be written down."""
+    if _DISK:
+        raise _DISK[0]
     try:
         job(config)
     except Exception as error:
         if isinstance(error, Broken) or (isinstance(error, OSError) and error.errno in DISK):
+            _DISK.append(error)
             raise
         if not isinstance(error, (*USER_ERRORS, OSError)):
             traceback.print_exc()
