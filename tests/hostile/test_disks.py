@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_i
         writer.close()
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
     """ulimit -f, a quota of its own kind: safetensors and torch meet it, and each tells it otherwise."""
     script = [*("prlimit", "--fsize=30000"), sys.executable, str(ROOT / "experiments" / "train.py"), *SMALL]
@@ -121,9 +123,14 @@ def test_a_ready_cold_start_on_a_read_only_disk_is_used(tmp_path):
             cold_start(MODEL, TASK, ColdStartSettings(steps=3), disk, lambda *_: pytest.fail("in vain"))
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> Path:
+    return cold_start(MODEL, TASK, SETTINGS, tmp_path_factory.mktemp("cold_starts"), lambda *_: None)
+
+
 @pytest.fixture
-def made(tmp_path) -> Path:
-    return cold_start(MODEL, TASK, SETTINGS, tmp_path / "cold_starts", lambda *_: None)
+def made(once, tmp_path) -> Path:
+    return shutil.copytree(once, tmp_path / once.name)
 
 
 def again(folder: Path) -> Path:
@@ -158,6 +165,7 @@ def test_a_cold_start_of_an_earlier_version_has_no_checksums_and_is_used(made):
         again(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "cold_start.json"])
 def test_an_emptied_file_of_an_earlier_version_s_cold_start_is_named(tmp_path, name):
     done = train(tmp_path, *SMALL, "steps=1")
@@ -169,6 +177,7 @@ def test_an_emptied_file_of_an_earlier_version_s_cold_start_is_named(tmp_path, n
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(folder.name) in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cold_start_is_on_the_disk_before_it_has_its_name(tmp_path):
     """The system calls of a real process: every file is synced, then the folder renamed, then that is synced."""
     code = f"""
@@ -255,6 +264,7 @@ def test_only_what_this_process_made_is_taken_away(tmp_path):
     assert empty.exists(), "it was made by somebody else"
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_built_removes_no_folder_that_was_there(tmp_path):
     wrong = ("rollout.max_new_tokens=100000", "tracking.wandb=disabled")  # found out once the model is known
     done = train(tmp_path, *SMALL, *wrong)

@@ -186,6 +186,7 @@ def test_runs_may_lie_behind_a_link_that_the_user_made(tmp_path):
     assert evaluate(only_run(tmp_path)).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_linked_manifest_is_not_written_to(tmp_path, mine):
     study = tmp_path / "runs" / "small"
     study.mkdir(parents=True)
