@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import signal
@@ -176,6 +177,10 @@ UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: 
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, and leave with its exit code."""
     interrupt.end()
+    for stream in (sys.stdout, sys.stderr):  # what the terminal's alphabet lacks is printed as an escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the jobs of a sweep
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once

@@ -218,8 +218,9 @@ def say(folder: Path, how: str, step: int, reason: str = "") -> None:
 def code_state() -> dict:
     """Which code and which machine: commit, whether it was changed, versions."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    text = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace", "check": False}
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], **text).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], **text).stdout
     return {
         "commit": commit or None,
         "changed_files": [line[3:] for line in changed.splitlines()],

@@ -237,7 +237,7 @@ class Clock:
         """Whether a thread runs or stands in the queue just now."""
         with contextlib.suppress(OSError):
             for task in os.listdir(self.tasks):
-                with open(f"{self.tasks}/{task}/stat") as file:
+                with open(f"{self.tasks}/{task}/stat", encoding="utf-8") as file:
                     if file.read().rpartition(")")[2].split()[0] == "R":
                         return True
         return False
@@ -253,7 +253,7 @@ class Clock:
         times = {}
         with contextlib.suppress(OSError):  # not Linux
             for task in os.listdir(self.tasks):
-                with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat") as file:
+                with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat", encoding="utf-8") as file:
                     times[task] = int(file.read().split()[1])  # unless the thread has just ended
         return times
 
