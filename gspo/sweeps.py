@@ -138,15 +138,16 @@ def private(folder: Path) -> None:
     ValueError where another user could put something there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (folder.absolute(), *folder.resolve().parents):
-        found = place.lstat()
-        others = not found.st_mode & stat.S_ISVTX and (
-            found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and shared_group(found.st_gid))
-        )
-        ours = found.st_uid in ((os.geteuid(),) if place == folder.absolute() else (0, os.geteuid()))
-        if others or not ours or place.is_symlink():
+        found, above = place.lstat(), place != folder.absolute()
+        mode, owners = found.st_mode, (os.geteuid(), 0) if above else (os.geteuid(),)
+        others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and shared_group(found.st_gid))
+        if above and mode & stat.S_ISVTX:  # as /tmp: nobody can rename what is another's
+            others = False
+        if others or found.st_uid not in owners or stat.S_ISLNK(mode):
             raise ValueError(
                 f"hydra.launcher.submitit_folder: jobs run the pickles that lie in {folder}, and another user could "
-                f"replace them in {place}: chmod go-w {place}, or choose a folder of your own"
+                f"replace them in {place}: chmod go-w {place}, or say hydra.launcher.submitit_folder=FOLDER/%j with a "
+                "FOLDER that you alone can write to"
             )
 
 

@@ -28,7 +28,7 @@ import wandb
 from requests.utils import get_netrc_auth
 
 from gspo.metrics import lookup
-from gspo.run_files import replace_text
+from gspo.run_files import append_to, replace_text
 
 if TYPE_CHECKING:
     from gspo.tracking import TrackingSettings
@@ -96,7 +96,7 @@ class WandbRun:
         """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
         for file in self.folder.glob("wandb/offline-run-*/*.wandb"):
             if file.parent.name != newest.name:
-                file.with_name(f"{file.name}.synced").touch()
+                append_to(file.with_name(f"{file.name}.synced")).close()
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
         asked, environment, (entity, project, _) = self.settings, os.environ, self._known()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -141,7 +142,7 @@ def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
     nothing = os.open(os.devnull, os.O_RDWR)
     channel, stdin, stdout = (*fds, nothing, nothing)[:3]
     wanted = [stdin, stdout, nothing, channel, *([plan.landlock_fd] if plan.landlock_fd is not None else [])]
-    high = [os.dup2(fd, 64 + i, inheritable=False) for i, fd in enumerate(wanted)]  # out of each other's way
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]  # out of each other's way
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(len(wanted), TABLE_FDS)

@@ -95,7 +95,7 @@ def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
 
 
 def test_what_the_terminal_cannot_show_is_printed_as_an_escape(tmp_path):
-    code = "from gspo.process import command_line; command_line(lambda: print('advantage β → 1 \\udcff'))"
+    code = r"from gspo.process import command_line; command_line(lambda: print('advantage \u03b2 \u2192 1 \udcff'))"
     for locale in (ASCII, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "utf-8"}):
         there = os.environ | locale | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=there, capture_output=True, check=False)

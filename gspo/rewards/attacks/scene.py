@@ -21,6 +21,7 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[3]
 PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/run/lock", "/", sys.prefix, str(PROJECT), os.path.dirname(os.__file__))
+LONGEST_FOLDER = 70  # bytes of the temporary folder: the path of a Unix socket in it has 108 at most
 THREADS = 64  # more at the same time count as a breach
 LINUX = sys.platform == "linux"
 
@@ -148,7 +149,9 @@ class Scene:
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
     """Sets the scene in a temporary folder, and clears it away."""
-    with tempfile.TemporaryDirectory(prefix="decoys-") as folder:
+    usual = tempfile.gettempdir()
+    short = usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="decoys-", dir=short) as folder:
         decoys = Scene(Path(folder))
         try:
             yield decoys
