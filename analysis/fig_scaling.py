@@ -32,7 +32,7 @@ def main() -> None:
     path = Path(args.runs[0])
     if not path.is_file():
         sys.exit(f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`")
-    records = json.loads(path.read_text())["points"]
+    records = json.loads(path.read_text(encoding="utf-8"))["points"]
     print("\n".join(["", *table(records), "", *map(str, draw(records, args.out, script.view(args)))]))
 
 

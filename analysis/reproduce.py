@@ -24,6 +24,8 @@ from load import Data
 from stats import START, WINDOW
 from style import View
 
+from gspo.run_files import replace_text
+
 
 def main() -> None:
     args = script.parser(__doc__).parse_args()
@@ -32,7 +34,7 @@ def main() -> None:
     text = "\n".join(summary(data, paths, left_out)) + "\n"
     file = args.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    replace_text(file, text)
     print(text + f"\nThe same in {file}")
 
 

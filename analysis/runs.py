@@ -67,7 +67,7 @@ class Run:
     def ended(self) -> str:
         """What the run's directory says of its end; without one, from its rows."""
         try:
-            return str(json.loads((self.path / "status.json").read_text())["how"])
+            return str(json.loads((self.path / "status.json").read_text(encoding="utf-8"))["how"])
         except (OSError, ValueError, KeyError):
             return "finished" if self.finished else "unfinished"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,9 @@ def one_study(path: str) -> None:
 
 def command(main: Callable[[], None]) -> None:
     """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2."""
+    for stream in (sys.stdout, sys.stderr):  # what the terminal's alphabet lacks is printed as an escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except load.Refused as error:

@@ -9,7 +9,9 @@ W&B's files inside a run directory are a view of it and are not read again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +23,8 @@ import pyarrow as pa
 import wandb_files
 import yaml
 from pyarrow import parquet
+
+from gspo.run_files import replace_bytes
 
 SERVER = "wandb:"
 KEY = b"gspo"  # of what a cache file says beside the table
@@ -217,10 +221,8 @@ def _keep(record: Record, kept: Path, said: dict[str, object]) -> None:
     said |= {"settings": record.settings, "notes": record.notes, "id": record.id}
     table = pa.Table.from_pandas(record.rows, preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), KEY: json.dumps(said, default=str)})
-    beside = kept.with_name(f"{kept.name}.{os.getpid()}")
-    try:
+    file = io.BytesIO()
+    parquet.write_table(table, file, compression="zstd")
+    with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(table, beside, compression="zstd")
-        beside.replace(kept)
-    except OSError:
-        beside.unlink(missing_ok=True)
+        replace_bytes(kept, file.getvalue())

@@ -25,6 +25,8 @@ from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_
 from load import GRPO, Data, Run
 from stats import START, WINDOW, paired_difference
 
+from gspo.run_files import replace_text
+
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
     "Held-out scores: first -> last evaluation."
@@ -63,7 +65,7 @@ def main() -> None:
         (args.out / f"report_{name}.html", to_html(title, content)),
         (args.out / f"report_{name}.md", to_markdown(title, content, args.out)),
     ):
-        path.write_text(text)
+        replace_text(path, text)
         print(path)
     if args.publish:
         print(wandb_report.publish(args.publish, title, data, words, figures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import textwrap
@@ -18,6 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 from stats import WINDOW
+
+from gspo.run_files import replace_bytes
 
 INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # what belongs to no arm
 WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
@@ -140,7 +143,9 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
     paths = [out / f"{name}.{suffix}" for suffix in view.formats]
     for path in paths:
         undated = {".pdf": {"CreationDate": None}, ".png": {"Software": None}, ".svg": {"Date": None}}[path.suffix]
-        figure.savefig(path, dpi=160, metadata=undated)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=path.suffix[1:], dpi=160, metadata=undated)
+        replace_bytes(path, drawn.getvalue())
     return paths
 
 

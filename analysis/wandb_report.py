@@ -148,7 +148,7 @@ def addresses(entity: str, project: str) -> dict[str, str]:
 def linked(run: Run, at: dict[str, str]) -> Link | str:
     """The run's name, and its page if the project has it."""
     file = run.path / "wandb_id"
-    identity = file.read_text().strip() if file.exists() else run.id
+    identity = file.read_text(encoding="utf-8").strip() if file.exists() else run.id
     return Link(run.path.name, at[identity]) if identity in at else run.path.name
 
 

@@ -86,7 +86,7 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
         show("programs", parts["programs"], table=True)
     if options["json"]:
         content = {name: [asdict(outcome) for outcome in part] for name, part in parts.items()}
-        Path(options["json"]).write_text(json.dumps(content, indent=1))
+        Path(options["json"]).write_text(json.dumps(content, indent=1), encoding="utf-8")
     return parts
 
 

@@ -70,7 +70,7 @@ def main(config: DictConfig) -> None:
 def write(record: dict, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = platform.processor() or platform.machine()
-    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1))
+    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1), encoding="utf-8")
 
 
 def draw_curves(command: BenchmarkCommand) -> None:

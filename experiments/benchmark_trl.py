@@ -20,7 +20,7 @@ if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # before the imports belo
     print(__doc__.strip())
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 try:
-    SPEC = json.loads(Path(sys.argv[1]).read_text())
+    SPEC = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 except (OSError, ValueError) as error:
     sys.exit(f"error: {sys.argv[1]} is no SPEC.json of experiments/benchmark.py: {error}")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
@@ -111,7 +111,7 @@ def main() -> None:
     measured = trainer.rows[1:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     record = {key: median(r[key] for r in measured) for key in ("total_s", "rollout_s", "tokens", "longest", "reward")}
-    Path(SPEC["out"]).write_text(json.dumps(record | {"peak_memory_mib": peak, "batches": measured}))
+    Path(SPEC["out"]).write_text(json.dumps(record | {"peak_memory_mib": peak, "batches": measured}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import gspo.interrupt  # noqa: F401
 
 # isort: split
 
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,13 +20,14 @@ from gspo.assembly import local_engine
 from gspo.commands import EvaluateCommand
 from gspo.config import register_schemas
 from gspo.evaluation import HeldOut, held_out_sets, with_room
-from gspo.evaluation_files import Folder, describe, digest, evaluate_into, fingerprint, table
+from gspo.evaluation_files import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
 from gspo.process import command_line, one_line
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
-from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, usable_device
+from gspo.run_files import refuse_links
+from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, step_of, usable_device
 from gspo.schema import to_dataclass
 from gspo.tasks.base import Task
 
@@ -73,7 +73,7 @@ def main(config: DictConfig) -> None:
         "sets": {s.name: describe(s) for s in sets},
     }
     path = Path(command.out or f"{subject.folder}-{digest(settings)}")
-    with exclusive(path):
+    with exclusive(path, WRITTEN):
         folder = Folder(path, settings)
         try:
             results = sample(command, subject, sets, folder)
@@ -152,6 +152,8 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], fold
 
 def of_run(command: EvaluateCommand) -> Subject:
     """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
+    if not command.out:
+        refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = recorded(command.run, command.step)
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
@@ -160,7 +162,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if command.device != "auto":
         settings.policy.device = command.device
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
-    step = json.loads((checkpoint / "state.json").read_text())["step"]
+    step = step_of(checkpoint)
     engine = local_engine(policy, settings.rollout, command.batch_rows)
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         command = " ".join(["python experiments/parity.py", *(f"{name}={value}" for name, value in options.items())])
         text = page(command, comparisons, unreadable)
         if "out" in options:
-            Path(options["out"]).write_text(text)
+            Path(options["out"]).write_text(text, encoding="utf-8")
         else:
             print(text, end="")
     except (ValueError, OSError) as error:

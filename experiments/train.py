@@ -6,7 +6,6 @@ import gspo.interrupt  # noqa: F401
 
 # isort: split
 
-import shutil
 import signal
 import sys
 from contextlib import closing, suppress
@@ -24,10 +23,10 @@ from gspo.config import Settings, chosen_settings, register_schemas, write_setti
 from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
-from gspo.run_files import note_start, said
+from gspo.run_files import Made, note_start, said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
-from gspo.runs import ENDED, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
+from gspo.runs import ENDED, LOG, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
 from gspo.sweep_state import forecast
@@ -70,14 +69,14 @@ def main(config: DictConfig) -> None:
 def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
     folder = find(settings, in_sweep=not alone)
-    with exclusive(folder), log_to(folder), closing(settings.task):
-        while (how := attempt(settings, folder, alone)) == "rolled back" and not stop_signal().requested():
+    with exclusive(folder) as made, log_to(folder), closing(settings.task):
+        while (how := attempt(settings, folder, alone, made)) == "rolled back" and not stop_signal().requested():
             pass
     if how == "collapsed" and alone:  # of a sweep it is a result
         raise Collapsed
 
 
-def attempt(settings: Settings, folder: Path, alone: bool) -> str:
+def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
     """From the newest checkpoint, or the beginning, until the run ends or is rolled back; says which."""
     back = Rollbacks(folder)
     warn(back.move())
@@ -93,7 +92,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
     if not alone and said(folder).get("how") == "collapsed":
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
-    trainer = prepared(back.lowered(settings), folder, checkpoint, alone)
+    trainer = prepared(back.lowered(settings), folder, checkpoint, alone, made)
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
     claim(settings, folder, trainer.policy.prompts_are)
     warn(warnings(settings))
@@ -123,7 +122,7 @@ def attempt(settings: Settings, folder: Path, alone: bool) -> str:
         upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep says one command for all of its runs
         again = "; the same command goes on with it" if how == "stopped" else ""
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{again}{upload}")
-        print((folder / "report.txt").read_text(), end="")
+        print((folder / "report.txt").read_text(encoding="utf-8"), end="")
         print(f"more in {folder / PAGE}")
     return how
 
@@ -138,8 +137,8 @@ def about_the_model(policy: Policy) -> list[str]:
     return found
 
 
-def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool) -> Trainer:
-    """The trainer; where it cannot be built, the folder of a run that is new is taken away again."""
+def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool, made: Made) -> Trainer:
+    """The trainer; where it cannot be built, what this process made of a run that is new is taken away again."""
     new = not (folder / "settings.yaml").exists()
     if new:
         write_settings(settings, folder)  # so that a run which is killed in its cold start can be resumed
@@ -147,10 +146,7 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
         return build(settings, checkpoint, alone)
     except ValueError:
         if new:
-            shutil.rmtree(folder)
-            for parent in (folder.parent, folder.parent.parent):  # runs/STUDY, where this made them
-                with suppress(OSError):
-                    parent.rmdir()
+            made.take_back("settings.yaml", LOG)
         raise
 
 

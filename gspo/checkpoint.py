@@ -14,7 +14,9 @@ import json
 import logging
 import shutil
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,10 @@ from gspo.ranges import Ranged, ranged
 from gspo.reward_shaping import RunningMoments
 from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
-from gspo.run_files import replace_text, sync
+from gspo.run_files import errors_of_the_disk, plain_file, replace_text, sync
 
 log = logging.getLogger(__name__)
-CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint
+CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
 WITHOUT_CHECKSUMS = ("config.json", "optimizer.pt", "state.json")
 
 
@@ -122,16 +124,12 @@ class CheckpointWriter:
         model, tokenizer = self.policy.model, self.policy.tokenizer
         save(model, tokenizer, unfinished, snapshot.model)
         if snapshot.value_head:
-            torch.save(snapshot.value_head, unfinished / VALUE_HEAD)
+            _save(snapshot.value_head, unfinished / VALUE_HEAD)
         if snapshot.reference:
             save(model, tokenizer, unfinished / "reference", snapshot.reference)
-        torch.save(snapshot.optimizer, unfinished / "optimizer.pt")
-        (unfinished / "state.json").write_text(snapshot.state)
-        files = [path for path in unfinished.rglob("*") if path.is_file()]
-        sums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
-        (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        for path in [*unfinished.rglob("*"), unfinished]:
-            sync(path)
+        _save(snapshot.optimizer, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(snapshot.state, encoding="utf-8")
+        seal(unfinished)
         folder = unfinished.with_suffix("")
         if folder.exists():
             shutil.rmtree(folder)
@@ -163,6 +161,20 @@ class CheckpointWriter:
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
 
 
+def _save(content: Any, path: Path) -> None:
+    with open(path, "wb") as file, errors_of_the_disk(path):
+        torch.save(content, file)
+
+
+def seal(folder: Path) -> None:
+    """Add the checksums of a folder's files, and wait until the disk has all of it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    sums = {str(path.relative_to(folder)): checksum(path) for path in files}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
 def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
     """Nested dicts and lists with copies of their tensors on the CPU; a tensor that occurs twice (tied weights) is
     copied once."""
@@ -183,7 +195,8 @@ def latest_checkpoint(run: Path) -> Path | None:
     """The newest whole checkpoint of a run directory, if any, up to the one that `latest` names; says so where a newer
     one is damaged. Raises ValueError if there are some and none is whole."""
     pointer = run / "checkpoints" / "latest"
-    newest = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
+    with permission_needed(run):
+        newest = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
     found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
     found = [folder for folder in found if folder.name <= newest] or found
     wrong = []
@@ -203,30 +216,55 @@ def latest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing or not as it was written; None if it is whole."""
-    if not (folder / CHECKSUMS).exists() and all((folder / name).exists() for name in WITHOUT_CHECKSUMS):
-        return None  # of an earlier version
+def damage(folder: Path, without_checksums: tuple[str, ...] = WITHOUT_CHECKSUMS) -> str | None:
+    """What is wrong with a folder that was sealed: a file that is missing or not as it was written; None if it is
+    whole. Earlier versions did not seal: then the files `without_checksums` are enough. Raises ValueError for a file
+    that this user may not read, which says nothing of what is in it."""
+    with permission_needed(folder):
+        return _damage(folder, without_checksums)
+
+
+def _damage(folder: Path, without_checksums: tuple[str, ...]) -> str | None:
+    if not (folder / CHECKSUMS).exists():
+        missing = [name for name in without_checksums if not (folder / name).exists()]
+        return f"{missing[0]} is missing" if missing else None
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        for name, digest in sums.items():
+        sums = dict(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:  # no JSON, no UTF-8, not names with digests
+        return f"{CHECKSUMS} cannot be read ({error})"
+    for name, digest in sums.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{CHECKSUMS} names {name}, which is not in this folder"
+        try:
             if checksum(folder / name) != digest:
                 return f"{name} is not as it was written"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(folder)} is missing"
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        return f"{CHECKSUMS} cannot be read ({error})"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except PermissionError:
+            raise
+        except (OSError, ValueError) as error:  # the disk; a link; a folder
+            return f"{name} cannot be read ({error})"
     return None
 
 
+@contextmanager
+def permission_needed(folder: Path) -> Iterator[None]:
+    """Within: what may not be read is said to be that, in one line."""
+    try:
+        yield
+    except PermissionError as error:
+        what = error.filename or folder
+        raise ValueError(f"{what} may not be read by this user: ask its owner for the permission to read it") from None
+
+
 def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=plain_file) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_belongs(folder: Path, settings: str) -> None:
     """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
-    written = json.loads((folder / "state.json").read_text())["settings"]
+    written = json.loads((folder / "state.json").read_text(encoding="utf-8"))["settings"]
     if written != settings:
         raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
 
@@ -234,4 +272,4 @@ def check_belongs(folder: Path, settings: str) -> None:
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return TrainState.from_json(json.loads((folder / "state.json").read_text()))
+    return TrainState.from_json(json.loads((folder / "state.json").read_text(encoding="utf-8")))

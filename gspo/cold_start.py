@@ -3,7 +3,8 @@
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here demonstrations contain wrong
 steps at a set rate, so that the model learns the format and most of the skill but answers only about half of the
 problems. The result is a normal model folder, kept under the hash of everything it depends on and made only once, also
-when several runs of a sweep want it at the same time.
+when several runs of a sweep want it at the same time. All seeds of a study start from it, so it is written as a
+checkpoint is: beside, with checksums, until the disk has it, then renamed; and looked through each time it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +22,7 @@ import torch
 
 from gspo.aggregation import Aggregation, Totals
 from gspo.batch import TrainBatch, layout
+from gspo.checkpoint import damage, seal
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
 from gspo.policy.prompts import PromptFormat
@@ -29,9 +30,11 @@ from gspo.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import score
+from gspo.run_files import append_to, sync
 from gspo.seeding import generator
 from gspo.tasks.base import Task
 
+RECORD = "cold_start.json"
 CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128  # of the reward that is recorded with a cold start
 
 
@@ -61,26 +64,60 @@ def cold_start(
     prompts = prompts or PromptFormat()
     key = json.dumps([asdict(model), asdict(task), asdict(settings), asdict(prompts)], sort_keys=True)
     folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
-        if not (folder / "cold_start.json").exists():
-            network, tokenizer = model.make()
-            started = time.perf_counter()
-            policy = Policy(network.to(device), tokenizer, prompts=prompts)
-            losses = _train(policy, task, settings, report)
-            unfinished = folder.with_suffix(f".{os.getpid()}")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            save(network, tokenizer, unfinished)
-            record = {
-                "settings": json.loads(key),
-                "seconds": time.perf_counter() - started,
-                "reward": sampled_reward(policy, task, settings.seed),
-                "losses": losses[::10],
-            }
-            (unfinished / "cold_start.json").write_text(json.dumps(record, indent=1))
-            unfinished.rename(folder)
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with append_to(folder.with_suffix(".lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
+            if not folder.exists():
+                _make(model, task, settings, prompts, folder, report, device)
+    if problem := damage(folder, (RECORD,)):
+        raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
     return folder
+
+
+def _make(
+    model: ModelSettings,
+    task: Task,
+    settings: ColdStartSettings,
+    prompts: PromptFormat,
+    folder: Path,
+    report: Callable[[int, int, float], None],
+    device: str,
+) -> None:
+    """Into an unfinished folder, then rename it. That is begun before the training, which would be in vain where the
+    disk has no room."""
+    unfinished = folder.with_suffix(".unfinished")
+    if unfinished.exists():  # of a process that was killed
+        shutil.rmtree(unfinished)
+    network, tokenizer = model.make()
+    unfinished.mkdir()
+    try:
+        save(network, tokenizer, unfinished)
+        started = time.perf_counter()
+        policy = Policy(network.to(device), tokenizer, prompts=prompts)
+        losses = _train(policy, task, settings, report)
+        save(network, tokenizer, unfinished)
+        record = {
+            "settings": [asdict(part) for part in (model, task, settings, prompts)],
+            "seconds": time.perf_counter() - started,
+            "reward": sampled_reward(policy, task, settings.seed),
+            "losses": losses[::10],
+        }
+        (unfinished / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        seal(unfinished)
+        unfinished.rename(folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def recorded_reward(folder: Path) -> float:
+    """Where reinforcement learning starts from this cold start: the mean reward that was sampled when it was made."""
+    try:
+        return float(json.loads((folder / RECORD).read_text(encoding="utf-8"))["reward"])
+    except (OSError, ValueError, KeyError, TypeError) as error:  # one of an earlier version has no checksums
+        raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
 
 
 def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Callable) -> list[float]:

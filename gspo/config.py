@@ -247,7 +247,7 @@ def read_settings(folder: Path) -> Settings:
     path = folder / "settings.yaml"
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
-    content = yaml.safe_load(path.read_text())
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     schema = OmegaConf.structured(Settings)
     for group, options in CHOICES.items():
         name = content.get(group, {}).get("name")

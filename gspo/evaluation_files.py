@@ -25,9 +25,10 @@ from gspo.records import Problem
 from gspo.rollout.engine import Engine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
-from gspo.run_files import replace_text
+from gspo.run_files import LOCK, plain_file, replace_text
 
 FINGERPRINTED = 64  # weights of every parameter
+WRITTEN = ("settings.json", "responses", "result.json", LOCK)
 FREE = ("slots", "workers", "cache")  # settings of a task that change how fast it scores, not how
 
 
@@ -38,7 +39,8 @@ class Folder:
         self.path, self.settings = path, settings
         file = path / "settings.json"
         if file.exists():
-            difference = first_difference(json.loads(file.read_text()), json.loads(json.dumps(settings)))
+            before = json.loads(file.read_text(encoding="utf-8"))
+            difference = first_difference(before, json.loads(json.dumps(settings)))
             if difference:
                 raise ValueError(f"{path} holds an evaluation with other settings: {difference}; choose another out=")
         elif (path / "responses").exists():
@@ -56,9 +58,9 @@ class Folder:
         Raises ValueError for a file that is not a beginning of what would be written here.
         """
         path = self.responses(name)
-        path.touch()
         found, ends = [], [0]
-        with open(path, "rb") as file:
+        with open(path, "a+b", opener=plain_file) as file:
+            file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # a kill cut it short
@@ -66,9 +68,9 @@ class Folder:
                 index = problems[number].index if number < len(problems) else -1
                 found.append(self._row(path, line, (index, sample)))
                 ends.append(ends[-1] + len(line))
-        whole = len(found) // samples
-        whole = whole if whole >= len(problems) else whole - whole % chunk
-        os.truncate(path, ends[whole * samples])
+            whole = len(found) // samples
+            whole = whole if whole >= len(problems) else whole - whole % chunk
+            file.truncate(ends[whole * samples])
         return [found[i : i + samples] for i in range(0, whole * samples, samples)]
 
     def _row(self, path: Path, line: bytes, place: tuple[int, int]) -> dict:
@@ -83,7 +85,7 @@ class Folder:
 
     def append(self, name: str, groups: list[list[dict]]) -> None:
         """Add the rows of a chunk; they are on the disk afterwards."""
-        with open(self.responses(name), "ab") as file:
+        with open(self.responses(name), "ab", opener=plain_file) as file:
             file.write("".join(json.dumps(row) + "\n" for group in groups for row in group).encode())
             file.flush()
             os.fsync(file.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from gspo import interrupt
 from gspo.schema import plain_words
 
 COLLAPSED = 4
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
@@ -148,13 +149,19 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
     return reported
 
 
+_DISK: list[Exception] = []  # the failure that ended a job of the sweep in this process
+
+
 def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
     """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error.
-    That is right where the disk fails: they would fail too, and why could not be written down."""
+    Where the disk fails none is begun: they would fail too, and why could not be written down."""
+    if _DISK:
+        raise _DISK[0]
     try:
         job(config)
     except Exception as error:
         if isinstance(error, Broken) or (isinstance(error, OSError) and error.errno in DISK):
+            _DISK.append(error)
             raise
         if not isinstance(error, (*USER_ERRORS, OSError)):
             traceback.print_exc()
@@ -170,6 +177,10 @@ UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: 
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, and leave with its exit code."""
     interrupt.end()
+    for stream in (sys.stdout, sys.stderr):  # what the terminal's alphabet lacks is printed as an escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the jobs of a sweep
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once

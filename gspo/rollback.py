@@ -21,7 +21,7 @@ class Rollbacks:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "rollbacks.json"
-        self.made: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
+        self.made: list[dict] = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
 
     def plan(self, step: int, healthy: int) -> int | None:
         """Decide to go back to the newest whole checkpoint of step `healthy` or before; its step, None if there is

@@ -1,15 +1,29 @@
-"""What a run's directory says, without loading anything heavy: rows, how the run last ended, whether it is running."""
+"""What a run's directory says, without loading anything heavy: rows, how the run last ended, whether it is running.
+
+And how its files are written. A run directory may be a stranger's: a link in it must not lead our writing elsewhere. A
+link to the directory itself, or above it, is its user's own choice.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
+import secrets
+import stat
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 STATUS, LOCK = "status.json", ".lock"
 CONTINUED = "continued.jsonl"  # a line for each time that another process went on from a checkpoint
+W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files, and links to the newest of them
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
+ABANDONED = 60.0  # seconds after which such a file is a killed process's
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -33,11 +47,111 @@ def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it holds either the old or the new text, never half of one."""
-    beside = path.with_name(path.name + ".unfinished")
-    beside.write_text(text)
-    sync(beside)
-    os.replace(beside, path)
+    """Write a small file so that it holds either the old or the new text, never half of one. Half characters, as in a
+    folder's name that is not UTF-8, become escapes."""
+    replace_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """The same for bytes. A link at `path` is replaced; what it points to stays as it is."""
+    beside = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with open(beside, "xb") as file:  # a new file: opens nothing that is there, not through a link either
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Take away what killed processes left of `replace_bytes`, but not what a report.py of this moment writes."""
+    for path in folder.glob(".*.unfinished"):
+        if UNFINISHED.fullmatch(path.name) and time.time() - path.lstat().st_mtime > ABANDONED:
+            path.unlink(missing_ok=True)
+
+
+def append_to(path: Path) -> TextIO:
+    """A text file to write more lines to. Raises ValueError if the path is a link, or no plain file."""
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=plain_file)
+
+
+def plain_file(path: str | Path, flags: int) -> int:
+    """An `opener` for Python's `open`. Raises ValueError for a link, and for what is no plain file: a pipe would make
+    us wait for its other end, a device has no end."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a pipe without reader; a link on BSD
+            raise ValueError(not_plain(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(not_plain(path))
+    return descriptor
+
+
+def not_plain(path: str | Path) -> str:
+    what = f"is a link to {os.readlink(path)}" if os.path.islink(path) else "is no plain file"
+    return f"{path} {what}: a run is written into files and folders of its own alone; move it out of the run directory"
+
+
+def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
+    """Raises ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
+
+    `names`: look at these of its entries alone. W&B's folder has links of its own in it, which it makes anew."""
+    waiting = [entry for entry in _entries(folder) if not names or entry.name in names]
+    while waiting:
+        entry = waiting.pop()
+        if entry.is_dir(follow_symlinks=False):
+            inside = Path(entry.path).parent != folder or entry.name != W_AND_B
+            waiting += _entries(entry.path) if inside else []
+        elif not entry.is_file(follow_symlinks=False):
+            raise ValueError(not_plain(entry.path))
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:
+        return []
+
+
+class Made:
+    """What is in a run directory before a process writes there, so that it can take away what it made and no more."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.before = folder, {entry.name for entry in _entries(folder)}
+        self.folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+
+    def take_back(self, *names: str) -> None:
+        """Remove the files of these names that were not there before, and the folders that were not, if empty now."""
+        for name in {*names, LOCK} - self.before:
+            (self.folder / name).unlink(missing_ok=True)
+        for folder in self.folders:
+            try:
+                folder.rmdir()
+            except OSError:  # something else is in it
+                break
+
+
+@contextmanager
+def errors_of_the_disk(path: Path) -> Iterator[None]:
+    """Within: OSError also where a library tells it in its own way, as safetensors, tokenizers and torch do."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers' is of no class of its own
+        if said := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(said[1])
+            raise OSError(number, os.strerror(number), str(path)) from None
+        if isinstance(error.__context__, OSError):  # torch's, where the file that it was given could not be written
+            raise error.__context__ from None
+        raise
 
 
 def sync(path: Path) -> None:
@@ -52,7 +166,7 @@ def sync(path: Path) -> None:
 def said(folder: Path) -> dict:
     """What a run last said of itself; empty if it never did."""
     path = folder / STATUS
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:
@@ -61,18 +175,17 @@ def note_start(folder: Path, checkpoint: int | None) -> None:
     if checkpoint is None:
         (folder / CONTINUED).unlink(missing_ok=True)
     elif said(folder).get("pid") != os.getpid():
-        with open(folder / CONTINUED, "a") as file:
+        with append_to(folder / CONTINUED) as file:
             file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process works in a run directory."""
-    path = folder / LOCK
-    if not path.exists():
-        return False
-    with open(path) as lock:
-        try:
+    """Whether a process works in a run directory, as far as can be seen."""
+    try:
+        with open(folder / LOCK, opener=plain_file, encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):  # there is none, or none that a process of ours could hold, or it may not be read
+        return False
     return False

@@ -57,7 +57,7 @@ def write(folder: Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    settings = yaml.safe_load((folder / "settings.yaml").read_text())
+    settings = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
     rows = read_rows(folder / "metrics.jsonl")
     status, title = said(folder), f"{settings['study']}: {folder.name}"
     sections = [
@@ -96,7 +96,7 @@ def _table(rows: list[list[object]], head: tuple[str, ...] = ()) -> str:
 def _json(path: Path) -> dict | list:
     """A file that a run writes whole; empty if it is not there or damaged."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
@@ -185,7 +185,7 @@ def _responses(folder: Path) -> str:
     if not files:
         return "<p>none was saved</p>"
     found = []
-    for line in files[-1].read_text(errors="replace").splitlines():
+    for line in files[-1].read_text(errors="replace", encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -18,14 +18,15 @@ from pathlib import Path
 import torch
 
 from gspo.checkpoint import check_belongs, damage, latest_checkpoint
-from gspo.cold_start import CHECKED_PROBLEMS, cold_start
+from gspo.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
-from gspo.run_files import LOCK, STATUS, read_rows, replace_text, said
+from gspo.run_files import LOCK, STATUS, Made, append_to, read_rows, refuse_links, remove_unfinished, replace_text, said
 
+LOG = "train.log"
 ENDED = ("finished", "collapsed")  # how a run ended that has nothing left to do
 
 
@@ -50,10 +51,13 @@ def find(settings: Settings, in_sweep: bool) -> Path:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """One process at a time in a run directory. Raises ValueError if another one is there."""
+def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[Made]:
+    """One process at a time in a run directory. Raises ValueError if another one is there, and if something in it lies
+    elsewhere; of a folder that holds other things too, `names` says which of its entries are written."""
+    refuse_links(folder, names)
+    made = Made(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "w") as lock:
+    with append_to(folder / LOCK) as lock:
         for patience in (0.1, 0.3, 0.6, 0.0):  # who only looks whether somebody is there holds it for a moment
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +66,8 @@ def exclusive(folder: Path) -> Iterator[None]:
                 time.sleep(patience)
         else:
             raise ValueError(f"{folder} is being written by another process; wait for it, or stop it first")
-        yield
+        remove_unfinished(folder)
+        yield made
 
 
 def to_go_on_from(settings: Settings, folder: Path) -> Path | None:
@@ -100,7 +105,7 @@ def open_policy(settings: Settings, checkpoint: Path | None, report: Callable[[i
     model, tokenizer = opened(settings, folder)
     check_room(settings, positions(model))
     if folder and not checkpoint:
-        reward = json.loads((folder / "cold_start.json").read_text())["reward"]
+        reward = recorded_reward(folder)
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
     head = ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None
     return Policy(
@@ -189,7 +194,12 @@ def recorded(run: str, step: int) -> tuple[Settings, Path]:
 
 def finished(checkpoint: Path | None, steps: int) -> bool:
     """Whether the run has reached `steps` already."""
-    return checkpoint is not None and json.loads((checkpoint / "state.json").read_text())["step"] >= steps
+    return checkpoint is not None and step_of(checkpoint) >= steps
+
+
+def step_of(checkpoint: Path) -> int:
+    """The training step that a checkpoint was written after."""
+    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["step"]
 
 
 def say(folder: Path, how: str, step: int, reason: str = "") -> None:
@@ -208,8 +218,9 @@ def say(folder: Path, how: str, step: int, reason: str = "") -> None:
 def code_state() -> dict:
     """Which code and which machine: commit, whether it was changed, versions."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    text = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace", "check": False}
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], **text).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], **text).stdout
     return {
         "commit": commit or None,
         "changed_files": [line[3:] for line in changed.splitlines()],
@@ -225,7 +236,8 @@ def code_state() -> dict:
 @contextmanager
 def log_to(folder: Path) -> Iterator[None]:
     """Within: the library's log goes to the run's train.log, with the traceback of whatever ends the run."""
-    handler = logging.FileHandler(folder / "train.log")
+    file = append_to(folder / LOG)
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("gspo")
     logger.setLevel(logging.INFO)
@@ -240,4 +252,4 @@ def log_to(folder: Path) -> Iterator[None]:
         raise
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        file.close()

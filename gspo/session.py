@@ -17,7 +17,7 @@ from gspo.evaluation import evaluate
 from gspo.monitor import Monitor, as_lines, report
 from gspo.rollback import Rollbacks
 from gspo.rollout.source import Rollout
-from gspo.run_files import replace_text
+from gspo.run_files import append_to, replace_text
 from gspo.tracking import Progress, Tracker, read_rows
 from gspo.trainer import Trainer
 
@@ -86,7 +86,7 @@ class Session:
         kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
         self.tracker.log(step, metrics | self.spent, rollout.responses if kept else None)
         self.spent.clear()
-        with open(self.folder / EVENTS, "a") as file:
+        with append_to(self.folder / EVENTS) as file:
             file.write(as_lines(events))
         if any(event.kind == "fallen" for event in events):
             self.fallen(step)

@@ -62,7 +62,7 @@ def jobs(study: Path) -> list[Job]:
 def entries(study: Path) -> list[dict]:
     """The lines of the manifest, without those that a kill cut short."""
     found = []
-    for line in (study / MANIFEST).read_text().splitlines() if (study / MANIFEST).exists() else ():
+    for line in (study / MANIFEST).read_text(encoding="utf-8").splitlines() if (study / MANIFEST).exists() else ():
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
@@ -71,7 +71,7 @@ def entries(study: Path) -> list[dict]:
 def _job(folder: Path, plan: dict | None) -> Job:
     rows, settings = read_rows(folder / "metrics.jsonl"), folder / "settings.yaml"
     step = rows[-1]["step"] if rows else 0
-    steps = plan.get("steps", 0) if plan else yaml.safe_load(settings.read_text())["steps"]
+    steps = plan.get("steps", 0) if plan else yaml.safe_load(settings.read_text(encoding="utf-8"))["steps"]
     seconds = [row["time/waited_s"] + row["time/train_s"] for row in rows[-PACE:] if "time/train_s" in row]
     state, reason = _state(folder, plan or {}, step, steps)
     reward = rows[-1].get("reward/mean") if rows else None

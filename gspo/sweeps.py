@@ -6,9 +6,13 @@ first of them begins. Run directories are named by their settings, so the same c
 
 from __future__ import annotations
 
+import grp
 import itertools
 import json
+import os
+import pwd
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -23,12 +27,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from gspo.config import Settings, chosen_settings, folder_of
-from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain
+from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain, report
+from gspo.run_files import append_to
 from gspo.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
 class WriteManifest(Callback):
-    """Hydra's callback at the start of a sweep and after each job. Where it fails, Hydra warns and the sweep runs."""
+    """Hydra's callback at the start of a sweep and after each job. Where a job cannot be noted, Hydra warns and the
+    sweep goes on; where its start cannot be, it ends."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """List the jobs; with dry_run=true only print them, and end."""
@@ -40,7 +46,12 @@ class WriteManifest(Callback):
             if "same_as" in job:
                 print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
-        _append(config, {"command": sys.argv, "jobs": planned})
+        try:
+            _append(config, {"command": sys.argv, "jobs": planned})
+            if pickles := config.hydra.launcher.get("submitit_folder"):
+                private(Path(pickles.partition("%")[0]))
+        except (OSError, ValueError) as error:
+            sys.exit(report(error))
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
             # submitit's controllers kill their jobs at Ctrl-C: nothing to wait for, and no further job is to start
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,8 +129,35 @@ def _settings(config: DictConfig, overrides: list[str]) -> Settings:
 def _append(config: DictConfig, line: dict) -> None:
     folder = Path(config.runs) / config.study
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / MANIFEST, "a") as file:
+    with append_to(folder / MANIFEST) as file:
         file.write("\n" + json.dumps({"time": time.time()} | line) + "\n")  # apart from a line that a kill cut short
+
+
+def private(folder: Path) -> None:
+    """The folder of submitit's pickles, made for this user alone: each job runs what it finds in there. Raises
+    ValueError where another user could put something there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (folder.absolute(), *folder.resolve().parents):
+        found, above = place.lstat(), place != folder.absolute()
+        mode, owners = found.st_mode, (os.geteuid(), 0) if above else (os.geteuid(),)
+        others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and shared_group(found.st_gid))
+        if above and mode & stat.S_ISVTX:  # as /tmp: nobody can rename what is another's
+            others = False
+        if others or found.st_uid not in owners or stat.S_ISLNK(mode):
+            raise ValueError(
+                f"hydra.launcher.submitit_folder: jobs run the pickles that lie in {folder}, and another user could "
+                f"replace them in {place}: chmod go-w {place}, or say hydra.launcher.submitit_folder=FOLDER/%j with a "
+                "FOLDER that you alone can write to"
+            )
+
+
+def shared_group(number: int) -> bool:
+    """Whether a group has, or may have, other members than this user: many systems give each user one of his own."""
+    try:
+        group, me = grp.getgrgid(number), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return True
+    return group.gr_name != me or not {me}.issuperset(group.gr_mem)
 
 
 def expanded(overrides: list[str]) -> list[list[str]]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from gspo.metrics import lookup
 from gspo.ranges import Ranged, ranged
 from gspo.records import Response
-from gspo.run_files import read_rows, replace_text, rows_and_damage
+from gspo.run_files import append_to, read_rows, replace_text, rows_and_damage
 from gspo.wandb_run import MODES, WandbRun, chosen_mode
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Tracker:
 
     def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
         self.run, self.settings, self.wandb = run, settings, None
-        self.rows = open(run / "metrics.jsonl", "a")  # noqa: SIM115, closed by `finish`
+        self.rows = append_to(run / "metrics.jsonl")  # closed by `finish`
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
             self.wandb = WandbRun(run, settings, mode, config, group, tags)
@@ -107,13 +107,13 @@ def rollout_row(response: Response) -> dict:
 def write_rollouts(path: Path, responses: list[Response]) -> None:
     """One JSON object per response."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
+    replace_text(path, "".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
 
 
 def read_rollouts(path: Path) -> list[dict]:
     """What `write_rollouts` wrote; empty if it is not there or damaged."""
     try:
-        return [json.loads(line) for line in path.read_text().split("\n") if line]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError):
         return []
 
@@ -131,9 +131,9 @@ def supersede(run: Path, step: int) -> list[str]:
     if files or later or damaged:
         attic = attic / str(1 + len(list(attic.glob("*"))))
         attic.mkdir(parents=True)
-        (attic / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
+        replace_text(attic / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in later))
     if damaged:
-        (attic / "damaged_metrics.jsonl").write_text("".join(damaged))
+        replace_text(attic / "damaged_metrics.jsonl", "".join(damaged))
     for path in files:
         path.rename(attic / f"{path.parent.name}_{path.name}")
     if metrics.exists():

@@ -28,7 +28,7 @@ import wandb
 from requests.utils import get_netrc_auth
 
 from gspo.metrics import lookup
-from gspo.run_files import replace_text
+from gspo.run_files import append_to, replace_text
 
 if TYPE_CHECKING:
     from gspo.tracking import TrackingSettings
@@ -73,13 +73,13 @@ class WandbRun:
         file, (*_, known) = self.folder / "wandb_id", self._known()
         sweep, agents = (os.environ.get(name) for name in AGENT)
         first = not file.exists() and not known
-        if not file.exists() or (mode == "offline" and (file.read_text() == known or self._uploaded())):
+        if not file.exists() or (mode == "offline" and (file.read_text(encoding="utf-8") == known or self._uploaded())):
             replace_text(file, agents if first and sweep and agents else secrets.token_hex(6))
-        if sweep and not first and file.read_text() != agents:
+        if sweep and not first and file.read_text(encoding="utf-8") != agents:
             for name in AGENT:
                 os.environ.pop(name, None)
             wandb.teardown()  # it has read them
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
 
     def _uploaded(self) -> bool:
         """Whether `wandb sync` has uploaded the newest offline segment: the server has this run since."""
@@ -89,14 +89,14 @@ class WandbRun:
     def _known(self) -> list[str]:
         """Entity, project and id under which the server has this run; empty where it does not, or nobody wrote it."""
         file = self.folder / "wandb_online"
-        parts = file.read_text().split("/") if file.exists() else []
+        parts = file.read_text(encoding="utf-8").split("/") if file.exists() else []
         return [""] * (3 - len(parts)) + parts
 
     def _mark_older_segments(self, newest: Path) -> None:
         """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
         for file in self.folder.glob("wandb/offline-run-*/*.wandb"):
             if file.parent.name != newest.name:
-                file.with_name(f"{file.name}.synced").touch()
+                append_to(file.with_name(f"{file.name}.synced")).close()
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
         asked, environment, (entity, project, _) = self.settings, os.environ, self._known()
@@ -126,7 +126,7 @@ class WandbRun:
     def _record(self) -> dict:
         """Which run directory and which code: stands beside the settings in W&B's configuration."""
         file = self.folder / "code.json"
-        code = json.loads(file.read_text()) if file.exists() else {}
+        code = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return {"run": self.folder.name, "commit": code.get("commit"), "changed_files": code.get("changed_files", [])}
 
     def send(self, row: dict, rollouts: list[dict]) -> None:
@@ -152,7 +152,9 @@ class WandbRun:
         return {name: sum(each) / len(each) for name, each in values.items() if each}
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
-        self.run.alert(title=title, text=text, level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN)
+        self.run.alert(
+            title=title, text=text, level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN, encoding="utf-8"
+        )
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
         """The table of the saved batches with some rows of this one added: W&B is sent these and joins them to it."""

@@ -47,13 +47,13 @@ def wrap(owner: object, name: str, before=None, after=None, calls: int = 1) -> N
     setattr(owner, name, wrapped)
 
 
-def half_a_save(content, path) -> None:
-    save(content, path)
-    os.truncate(path, path.stat().st_size // 2)
+def half_a_save(content, file) -> None:
+    save(content, file)
+    file.truncate(file.tell() // 2)
 
 
 def half_a_text(path: Path, text: str) -> None:
-    path.with_name(path.name + ".unfinished").write_text(text[: len(text) // 2])
+    path.with_name(f".{'0' * 16}.unfinished").write_text(text[: len(text) // 2])
 
 
 def half_a_row(log, step, metrics, responses) -> None:

@@ -78,10 +78,10 @@ def compare(settings: Settings, arguments: list[str], rounds: int, batches: int)
 
 def record_of(command: list[str], arm: str, out: Path) -> dict:
     """What a process measured. Raises RuntimeError with its last words if it failed."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"{arm} failed:\n{done.stderr[-3000:]}")
-    record = json.loads(out.read_text())
+    record = json.loads(out.read_text(encoding="utf-8"))
     return record | {"train_s": record["total_s"] - record["rollout_s"]}
 
 
@@ -111,5 +111,5 @@ def trl(settings: Settings, batches: int, folder: Path, out: Path) -> list[str]:
         "out": str(out),
     }
     path = folder / "spec.json"
-    path.write_text(json.dumps(spec))
+    path.write_text(json.dumps(spec), encoding="utf-8")
     return [str(PYTHON), str(ROOT / "experiments" / "benchmark_trl.py"), str(path)]

@@ -56,9 +56,10 @@ def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
                 capture_output=True,
                 text=True,
                 check=False,
+                encoding="utf-8",
             )
             if done.returncode:
                 raise RuntimeError(f"{curve.label} {value} failed:\n{done.stderr[-2000:]}")
-            record = json.loads(out.read_text())
+            record = json.loads(out.read_text(encoding="utf-8"))
             x = value * BASE["group_size"] if curve.key == "prompts" else value
             yield {"curve": curve.label, "x": x, "threads": count} | {key: record[key] for key in KEPT}

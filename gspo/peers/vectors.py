@@ -68,7 +68,7 @@ def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
     entries, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            found, bad = read(json.loads(path.read_text()))
+            found, bad = read(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             found, bad = [], [Unreadable(path.name, one_line(error))]
         entries += found

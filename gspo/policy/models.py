@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from transformers.utils import logging
 
 from gspo.policy.tokenizer import character_tokenizer
 from gspo.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.run_files import errors_of_the_disk
 
 POSITIONS = 2048  # of the tiny models
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -136,7 +138,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
         raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{str(error).splitlines()[0]}") from None
     if tokenizer.eos_token_id is None:
@@ -160,9 +162,11 @@ def save(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """A normal transformers folder: weights (the model's own, or others for it), config, tokenizer."""
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+    """A normal transformers folder: weights (the model's own, or others for it), config, tokenizer. Raises OSError
+    where the disk fails."""
+    with errors_of_the_disk(folder):
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
 
 
 def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -141,7 +142,7 @@ def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
     nothing = os.open(os.devnull, os.O_RDWR)
     channel, stdin, stdout = (*fds, nothing, nothing)[:3]
     wanted = [stdin, stdout, nothing, channel, *([plan.landlock_fd] if plan.landlock_fd is not None else [])]
-    high = [os.dup2(fd, 64 + i, inheritable=False) for i, fd in enumerate(wanted)]  # out of each other's way
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]  # out of each other's way
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(len(wanted), TABLE_FDS)
@@ -237,7 +238,7 @@ class Clock:
         """Whether a thread runs or stands in the queue just now."""
         with contextlib.suppress(OSError):
             for task in os.listdir(self.tasks):
-                with open(f"{self.tasks}/{task}/stat") as file:
+                with open(f"{self.tasks}/{task}/stat", encoding="utf-8") as file:
                     if file.read().rpartition(")")[2].split()[0] == "R":
                         return True
         return False
@@ -253,7 +254,7 @@ class Clock:
         times = {}
         with contextlib.suppress(OSError):  # not Linux
             for task in os.listdir(self.tasks):
-                with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat") as file:
+                with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat", encoding="utf-8") as file:
                     times[task] = int(file.read().split()[1])  # unless the thread has just ended
         return times
 

@@ -57,14 +57,14 @@ def save_held(held: Held, folder: Path) -> None:
         "groups": [[draw, [kept(r) for r in group]] for draw, group in held.groups],
     }
     np.savez(folder / "held.npz", **{name: np.concatenate(parts) for name, parts in arrays.items() if parts})
-    (folder / "held.json").write_text(json.dumps(content))
+    (folder / "held.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def load_held(folder: Path, problem: Callable[[int], Problem]) -> Held:
     """What `save_held` wrote, bit by bit; `problem` gives the training problem of an index."""
     if not (folder / "held.json").exists():
         return Held()
-    content = json.loads((folder / "held.json").read_text())
+    content = json.loads((folder / "held.json").read_text(encoding="utf-8"))
     with np.load(folder / "held.npz") as file:
         arrays = {name: file[name] for name in file.files}
     taken = dict.fromkeys(ARRAYS, 0)

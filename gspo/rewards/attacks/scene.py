@@ -21,6 +21,7 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[3]
 PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/run/lock", "/", sys.prefix, str(PROJECT), os.path.dirname(os.__file__))
+LONGEST_FOLDER = 70  # bytes of the temporary folder: the path of a Unix socket in it has 108 at most
 THREADS = 64  # more at the same time count as a breach
 LINUX = sys.platform == "linux"
 
@@ -50,7 +51,7 @@ class Scene:
         folder.chmod(0o777)
         self.secret, self.inherited = folder / "secret", folder / "inherited"
         for file in (self.secret, self.inherited):
-            file.write_text(self.token)
+            file.write_text(self.token, encoding="utf-8")
             file.chmod(0o666)
         self.listeners = dict(self._listen())
         self.before = self._files()
@@ -117,7 +118,7 @@ class Scene:
         if (files := self._files()) != self.before:
             yield f"the files were changed: {set(self.before) ^ set(files)}"
             for file in (self.secret, self.inherited):
-                file.write_text(self.token)
+                file.write_text(self.token, encoding="utf-8")
                 file.chmod(0o666)
             self.before = self._files()
         if "victim" in self.__dict__ and state_of(self.victim.pid) != self._victim_before:
@@ -148,7 +149,9 @@ class Scene:
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
     """Sets the scene in a temporary folder, and clears it away."""
-    with tempfile.TemporaryDirectory(prefix="decoys-") as folder:
+    usual = tempfile.gettempdir()
+    short = usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="decoys-", dir=short) as folder:
         decoys = Scene(Path(folder))
         try:
             yield decoys
@@ -177,7 +180,7 @@ def state_of(pid: int) -> tuple[Any, ...]:
             return ("alive",)
         return ()
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         limits = [resource.prlimit(pid, kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
         scheduling = (os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid))
     except OSError:
@@ -224,7 +227,7 @@ def named(name: str) -> list[int]:
     for entry in os.listdir("/proc") if LINUX else ():
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                text = Path(f"/proc/{entry}/stat").read_text()
+                text = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8")
                 if f"({name})" in text and text.rpartition(")")[2].split()[0] not in "ZX":
                     found.append(int(entry))
     return found
@@ -250,6 +253,6 @@ def count(folder: str) -> int:
 
 def resident_mb(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize() >> 20
     except OSError:
         return 0
