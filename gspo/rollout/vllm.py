@@ -171,9 +171,7 @@ class VLLMEngine(Engine):
         """vLLM with the policy's weights. Raises ValueError if it refuses, EngineEnded if its process ends."""
         model = self.folder.path / "model"
         save(self.policy.model, self.policy.tokenizer, model)
-        routing = self.policy.routing
-        shape = (routing.layers, routing.top_k) if self.settings.routes else None
-        arguments = {"model": str(model), "options": self._options(), "shape": shape}
+        arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
         try:
             if self.settings.own_process:
                 return EngineProcess("vLLM's process", Host, arguments, self.folder.path)

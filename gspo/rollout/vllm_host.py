@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
+import os
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from gspo.rollout.engine_process import how_it_ended
 
 
 @dataclass
@@ -25,19 +30,22 @@ class Sampled:
 
 
 class Host:
-    """Holds vLLM's LLM. `shape` is that of a position's experts, (L, K), where they are recorded; else None."""
+    """Holds vLLM's LLM. With `routes` it returns the experts of every position."""
 
-    def __init__(self, model: str, options: dict[str, Any], shape: tuple[int, int] | None):
+    def __init__(self, model: str, options: dict[str, Any], routes: bool):
         from vllm import LLM, envs
 
         envs.disable_envs_cache()  # an engine in this process would have kept the environment as it was at its start
-        self.shape, self.on_cpu = shape, not torch.cuda.is_available()
+        self.closing = False
+        self.routes, self.on_cpu = routes, not torch.cuda.is_available()
         threads = torch.set_num_threads
-        with known_start_method(), temporary_files_in(str(Path(model).parent)):
+        with temporary_files_in(str(Path(model).parent)):
             self.llm = LLM(model, trust_remote_code=False, load_format="safetensors", **options)
         torch.set_num_threads = threads  # vLLM on the CPU makes it do nothing
-        if shape and self.on_cpu:
+        if routes and self.on_cpu:
             self.llm.collective_rpc("install_capture")
+        if options["tensor_parallel_size"] > 1:
+            threading.Thread(target=self._watch, args=(multiprocessing.active_children(),), daemon=True).start()
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
         """One request per prompt: vLLM finds equal prefixes by itself."""
@@ -45,7 +53,7 @@ class Host:
 
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(requests, [SamplingParams(**own) for own in params], use_tqdm=False)
-        routes = self._routes(outputs) if self.shape else [None] * len(outputs)
+        routes = self._routes(outputs) if self.routes else [None] * len(outputs)
         sampled = []
         for output, experts in zip(outputs, routes, strict=True):
             completion = output.outputs[0]
@@ -60,8 +68,8 @@ class Host:
             return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
         # a request's name inside the engine is its name outside, a hyphen and random letters
         inside = self.llm.collective_rpc("pop_routes")[0]
-        by_name = {name.split("-")[0]: np.frombuffer(route, dtype=np.int16) for name, route in inside.items()}
-        return [by_name[output.request_id].reshape(-1, *self.shape) for output in outputs]
+        by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
+        return [by_name[output.request_id] for output in outputs]
 
     def load(self, path: str) -> None:
         """Sample from the weights of this file from now on."""
@@ -77,24 +85,21 @@ class Host:
     def wake(self) -> None:
         self.llm.wake_up()
 
+    def _watch(self, workers: list[multiprocessing.Process]) -> None:
+        """With one of them gone nothing is left to sample with: end this process too, which the trainer notices."""
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers])
+        if self.closing:
+            return
+        for worker in workers:
+            if worker.sentinel in ended:
+                how = how_it_ended(worker.exitcode)
+                print(f"{worker.name} (process {worker.pid}) {how}", file=sys.stderr, flush=True)
+        os._exit(1)
+
     def close(self) -> None:
-        """End the workers."""
+        """End vLLM and its workers."""
+        self.closing = True
         self.llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def known_start_method() -> Iterator[None]:
-    """Within: a process that is started here can be told how. In a sweep's workers multiprocessing stands on joblib's
-    own method, whose name a fresh interpreter does not know."""
-    method = multiprocessing.get_start_method()
-    foreign = method not in multiprocessing.get_all_start_methods()
-    if foreign:
-        multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        if foreign:
-            multiprocessing.set_start_method(method, force=True)
 
 
 @contextmanager

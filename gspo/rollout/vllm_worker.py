@@ -1,8 +1,8 @@
 """What runs inside vLLM's workers: loading weights, recording the experts of every position.
 
-vLLM mixes `WorkerExtension` into its worker class, in the trainer's process or in one of its own; the trainer calls the
-methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments say; when
-the version changes, tests/test_vllm.py shows which are still needed.
+vLLM mixes `WorkerExtension` into its worker class, in the process of the engine or below it; gspo.rollout.vllm_host
+calls the methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments
+say; when the version changes, tests/test_vllm.py shows which are still needed.
 
 Shape suffixes: N tokens of one step, S positions of one sequence, L MoE layers, K experts per token.
 """
@@ -20,10 +20,7 @@ from gspo.rollout.routes import UNKNOWN
 
 
 class WorkerExtension:
-    """Methods that the trainer calls on every worker by vLLM's collective_rpc.
-
-    Results come back as msgpack, which knows bytes and plain containers but gives arrays back without their type.
-    """
+    """Methods that are called on every worker by vLLM's collective_rpc."""
 
     def load_from_file(self, path: str) -> None:
         """Take over the weights of a safetensors file with the names of transformers."""
@@ -38,9 +35,9 @@ class WorkerExtension:
         """Record the experts of all positions that are fed from now on."""
         self.capture = Capture(self.model_runner)
 
-    def pop_routes(self) -> dict[str, bytes]:
-        """By request id, the experts recorded since the last call: int16 [S, L, K], in C order."""
-        return {request: route_SLK.tobytes() for request, route_SLK in self.capture.pop().items()}
+    def pop_routes(self) -> dict[str, np.ndarray]:
+        """By request id, the experts recorded since the last call: int16 [S, L, K]."""
+        return self.capture.pop()
 
 
 def forget_packing(model: nn.Module) -> None:
