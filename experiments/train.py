@@ -21,8 +21,9 @@ from gspo.assembly import assemble
 from gspo.checks import check_training_set, warnings
 from gspo.config import Settings, chosen_settings, register_schemas, write_settings
 from gspo.policy.policy import Policy
-from gspo.process import Broken, Collapsed, Failed, Stopped, command_line, explain, one_line, stop_signal
+from gspo.process import Broken, Collapsed, Ended, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
+from gspo.rollout.engine_process import EngineEnded
 from gspo.run_files import Made, note_start, said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
@@ -69,9 +70,14 @@ def main(config: DictConfig) -> None:
 def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
     folder = find(settings, in_sweep=not alone)
-    with exclusive(folder) as made, log_to(folder), closing(settings.task):
-        while (how := attempt(settings, folder, alone, made)) == "rolled back" and not stop_signal().requested():
-            pass
+    try:
+        with exclusive(folder) as made, log_to(folder), closing(settings.task):
+            while (how := attempt(settings, folder, alone, made)) == "rolled back" and not stop_signal().requested():
+                pass
+    except EngineEnded as error:
+        latest = folder / "checkpoints" / "latest"
+        kept = f"saved up to {latest.read_text(encoding='utf-8')}" if latest.exists() else "nothing was saved yet"
+        raise Ended(f"{error}; {kept}; go on with resume={folder}") from None
     if how == "collapsed" and alone:  # of a sweep it is a result
         raise Collapsed
 

@@ -24,5 +24,9 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
     run_files, sweep_state                       no torch: what run directories say, how they are written; sweeps
     collapse                                     no torch: has a run collapsed, and what could have been seen before
-    interrupt                                    no torch: Ctrl-C while the libraries of an entry point load
+    interrupt, quiet                             no torch: Ctrl-C while libraries load; no telemetry
 """
+
+from gspo.quiet import turn_off_telemetry
+
+turn_off_telemetry()

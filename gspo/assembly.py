@@ -15,6 +15,7 @@ from gspo.policy.policy import Policy
 from gspo.rollout.ahead import StaleSource, make_source
 from gspo.rollout.behaviour import Behaviour
 from gspo.rollout.engine import Engine, LocalEngine
+from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.held import load_held
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
 from gspo.rollout.source import OnPolicySource
@@ -58,6 +59,8 @@ def check_weights(source: OnPolicySource | StaleSource, step: int) -> None:
     """The guard at the start, where nothing is lost yet: ValueError, so that it is one line."""
     try:
         source.check(step)
+    except EngineEnded:
+        raise
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 

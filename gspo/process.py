@@ -36,7 +36,12 @@ class Failed(RuntimeError):
 
 
 class Broken(RuntimeError):
-    """A file could not be written or read after a run had begun. Its message says how to go on; exit code 1."""
+    """Something outside a run failed after it had begun, a file that could not be written or read in most cases. Its
+    message says how to go on; exit code 1."""
+
+
+class Ended(Broken):
+    """A process that a run needs has ended. Nothing is wrong with the disk: the other jobs of a sweep may run."""
 
 
 class Collapsed(Exception):
@@ -160,10 +165,11 @@ def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[
     try:
         job(config)
     except Exception as error:
-        if isinstance(error, Broken) or (isinstance(error, OSError) and error.errno in DISK):
+        broken = isinstance(error, Broken) and not isinstance(error, Ended)
+        if broken or (isinstance(error, OSError) and error.errno in DISK):
             _DISK.append(error)
             raise
-        if not isinstance(error, (*USER_ERRORS, OSError)):
+        if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
             traceback.print_exc()
         return {"reason": explain(error) or type(error).__name__}
     if _STOP.number:

@@ -7,15 +7,17 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from gspo.assembly import evaluation_engine
+from gspo.assembly import evaluation_engine, local_engine
 from gspo.checkpoint import CheckpointWriter
 from gspo.checks import nothing_to_learn, warnings_after
 from gspo.config import Settings, settings_hash
 from gspo.evaluation import evaluate
 from gspo.monitor import Monitor, as_lines, report
 from gspo.rollback import Rollbacks
+from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout
 from gspo.run_files import append_to, replace_text
 from gspo.tracking import Progress, Tracker, read_rows
@@ -46,6 +48,7 @@ class Session:
         rows = read_rows(folder / "metrics.jsonl")
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
         replace_text(folder / EVENTS, as_lines(events))  # a function of the rows, as is all that the monitor knows
+        self.saved = trainer.state.step  # the last step with a checkpoint
         self.ending = ""  # why the monitor ends it: collapsed, or rolled back
         self.target = -1  # the step that it goes back to
         self.spent: dict[str, float] = {}  # seconds that the next row will hold
@@ -56,6 +59,9 @@ class Session:
         collapsed, or rolled back (then there is more to do)."""
         try:
             self.trainer.fit(self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop)
+        except EngineEnded:
+            self.save_whole()
+            raise
         finally:
             self.progress.close()
             self.writer.close()
@@ -73,7 +79,12 @@ class Session:
         if self.engine is not trainer.source.engine:  # that one is busy sampling, from older weights
             self.engine.load_weights(trainer.policy.named_tensors())
         limit = settings.rollout.longest_limit
-        metrics, _ = evaluate(self.engine, settings.task, settings.evaluation, limit, step)
+        try:
+            metrics, _ = evaluate(self.engine, settings.task, settings.evaluation, limit, step)
+        except EngineEnded as error:  # the step is to be whole
+            warn([f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"])
+            self.engine = local_engine(trainer.policy, settings.rollout)
+            return self.evaluate(step)
         return metrics | {"time/eval_s": time.perf_counter() - started}
 
     def log(self, step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
@@ -140,9 +151,18 @@ class Session:
         started = time.perf_counter()
         moved = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
         self.writer.save(trainer.state, moved, held, self.spared())
+        self.saved = step
         if last:
             self.writer.wait()
         self.spent["time/checkpoint_s"] = time.perf_counter() - started
+
+    def save_whole(self) -> None:
+        """After the end of the engine's process: a checkpoint of the last step, unless it has one or is not whole, for
+        batches that older weights were to sample are lacking."""
+        step = self.trainer.state.step
+        with suppress(EngineEnded):
+            if step and step != self.saved:
+                self.checkpoint(step, last=True)
 
     def spared(self) -> int:
         """The newest checkpoint of this step or before is kept for a rollback; -1 for none."""

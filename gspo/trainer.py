@@ -27,6 +27,7 @@ from gspo.kl import KLCoefficient, KLInLoss, Penalized
 from gspo.objectives import LossInputs
 from gspo.policy.policy import Policy, PolicyOutput
 from gspo.rollout.ahead import StaleSource
+from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import OnPolicySource, Rollout
 from gspo.seeding import permutation
 from gspo.tally import Tally
@@ -58,6 +59,7 @@ class Trainer:
         if self.engine_knows and policy.routing.layers:
             source.record_experts = True
         self.state = TrainState()
+        self.engine_ended: EngineEnded | None = None  # noticed after the last update of the step under way
         self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
         if self.coefficient and not reference:
             raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
@@ -97,7 +99,8 @@ class Trainer:
         """Train up to step `steps`, from wherever the state stands; `stop()` true ends after the current step.
 
         `evaluate(step)` gives held-out metrics where they are due and nothing elsewhere; `checkpoint(step, last)`
-        writes one where it is due, and always when this was the last step.
+        writes one where it is due, and always when this was the last step. Raises EngineEnded if the engine's process
+        has ended: after the step under way if that needs it no more, else with the state of the step before.
         """
         if self.state.step == 0:
             log(0, evaluate(0), None)
@@ -106,7 +109,9 @@ class Trainer:
             metrics = self.train_step(step, rollout)
             log(step, metrics | evaluate(step), rollout)
             stopping = stop()
-            checkpoint(step, stopping or step == steps)
+            checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
+            if self.engine_ended and step < steps:
+                raise self.engine_ended
             if stopping:
                 return
 
@@ -139,7 +144,10 @@ class Trainer:
         passes = (not self.engine_knows) + (self.reference is not None) + 3 * self.settings.epochs
         train_s = time.perf_counter() - started
         costs = compute.account(self.state, self.policy, batch, rollout, passes, train_s)
-        self.source.update(step)
+        try:
+            self.source.update(step)
+        except EngineEnded as error:
+            self.engine_ended = error
         return tally.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
 
     @torch.no_grad()

@@ -269,6 +269,10 @@ BAD = [
     ("policy.routing_replay=r3 trainer.minibatches=1 allow_on_policy=true", "policy.routing_replay=r3 changes nothing"),
     ("policy.old_logprobs=behaviour trainer.minibatches=1", "trainer.minibatches=1 with policy.old_logprobs=behaviour"),
     ("rollout=vllm rollout.tensor_parallel_size=0", "rollout.tensor_parallel_size=0"),
+    (
+        "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",
+        "its workers have processes of their own",
+    ),
     ("rollout=vllm rollout.max_model_len=80", "rollout.max_model_len=80 leaves no room"),
     ("rollout=vllm rollout.kv_cache_gib=0", "rollout.kv_cache_gib=0"),
     ("rollout=vllm rollout.gpu_memory=1", "rollout.gpu_memory=1"),

@@ -286,5 +286,5 @@ def test_the_engines_processes_end_with_a_trainer_that_is_killed():
             family = psutil.Process(trainer.pid).children(recursive=True)
         finally:
             trainer.send_signal(signal.SIGKILL)
-        assert len(family) >= 2
+        assert family
         assert not psutil.wait_procs(family, timeout=20)[1]

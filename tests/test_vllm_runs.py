@@ -14,7 +14,8 @@ MOE = [*SMALL, "model.hidden=64", "rollout=vllm", "policy.routing_replay=r3", "r
 
 def engines(pid: int) -> list[psutil.Process]:
     """The engine's processes below a trainer."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM::")]
+    family = psutil.Process(pid).children(recursive=True)
+    return [p for p in family if "gspo.rollout.engine_process" in p.cmdline()]
 
 
 def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):

@@ -121,6 +121,14 @@ class HFModel(ModelSettings):
     path: str = ""
     attention: str = "sdpa"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "/" in self.attention:
+            raise ValueError(
+                f"model.attention={self.attention!r} names code on the hub, which is never run; use sdpa, eager or "
+                "flash_attention_2"
+            )
+
     def make(self) -> Loaded:
         if not self.path:
             raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
@@ -136,9 +144,25 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
         raise ValueError(f"model.path={path!r}: there is no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,  # other files of weights are pickles
+        )
     except (OSError, ValueError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.path={path!r} needs code of its own (auto_map), which is never run; choose a model whose "
+                "architecture and tokenizer transformers knows"
+            ) from None
+        if "safetensors" in str(error) and any(Path(path).glob("pytorch_model*.bin")):
+            raise ValueError(
+                f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are never read: convert them "
+                "to safetensors"
+            ) from None
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
         raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{str(error).splitlines()[0]}") from None
     if tokenizer.eos_token_id is None:

@@ -97,7 +97,8 @@ class Policy:
         Only parameters are rounded: engines keep the buffers (rotary frequencies) in float32.
         """
         config = self.model.config
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+        attention = config._attn_implementation
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
         model.to(self.device, torch.float32)  # its parameters require a gradient as ours do: kernels look at that
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype or self.model.dtype)

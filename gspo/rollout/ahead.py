@@ -111,7 +111,7 @@ class PartialSource(OnPolicySource):
         self.waiting = [self.task.problem(self.seed, "train", index) for index in state["waiting"]]
 
     def held(self) -> Held:
-        return Held(groups=self.flying)
+        return Held(groups=[(draw, list(group)) for draw, group in self.flying])
 
     def take_back(self, held: Held) -> None:
         self.flying = held.groups
@@ -178,8 +178,8 @@ class StaleSource:
         self.inner.check(step)
 
     def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
-        self.sampled = due
         self.pending[due] = self.thread.submit(self._sample, due, new) if self.thread else self._sample(due, new)
+        self.sampled = due
 
     def _sample(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> Rollout:
         if new:

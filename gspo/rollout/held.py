@@ -65,7 +65,7 @@ def load_held(folder: Path, problem: Callable[[int], Problem]) -> Held:
     if not (folder / "held.json").exists():
         return Held()
     content = json.loads((folder / "held.json").read_text(encoding="utf-8"))
-    with np.load(folder / "held.npz") as file:
+    with np.load(folder / "held.npz", allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     taken = dict.fromkeys(ARRAYS, 0)
 

@@ -163,6 +163,11 @@ class VLLMRollout(RolloutSettings):
                 f"rollout.max_model_len={self.max_model_len} leaves no room for a prompt beside "
                 f"rollout.max_new_tokens={self.longest_limit}"
             )
+        if self.tensor_parallel_size > 1 and not self.own_process:
+            raise ValueError(
+                f"rollout.tensor_parallel_size={self.tensor_parallel_size} with rollout.own_process=false: its workers "
+                "have processes of their own; set rollout.own_process=true"
+            )
         if self.sleep and self.overlap:
             raise ValueError("rollout.sleep=true with rollout.overlap=true: the engine is never idle")
 

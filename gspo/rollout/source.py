@@ -15,6 +15,7 @@ from typing import Any
 from gspo.records import Response
 from gspo.rollout.behaviour import Behaviour, check_engine
 from gspo.rollout.engine import Engine
+from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.routes import check_routes
 from gspo.rollout.sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.scoring import sample_and_score
@@ -103,7 +104,17 @@ class OnPolicySource:
         return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
-        """The scored groups of a step. Raises RuntimeError if no response of it could be graded."""
+        """The scored groups of a step. Raises RuntimeError if no response of it could be graded; EngineEnded, and is as
+        before, if the engine's process has ended."""
+        state, held = self.state(), self.held()
+        try:
+            return self._next(step)
+        except EngineEnded:
+            self.load_state(state, self.policy_step)
+            self.take_back(held)
+            raise
+
+    def _next(self, step: int) -> Rollout:
         rollout = self.sample(step)
         if not rollout.groups:
             verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))

@@ -1,36 +1,46 @@
 """vLLM as the engine: its own kernels and scheduler, in a process beside the trainer's or in it. CPU and CUDA.
 
-Written for vLLM 0.32, whose private sides are all met in gspo.rollout.vllm_worker. A response is one request of its own
-with its own seed, so it depends neither on the size of its group nor on what else is sampled at the same time (up to
-the rounding of sums, whose order changes with the batch's shape). Asking for n samples of a prompt would save nothing:
-vLLM turns n into single requests, and the prefix cache makes all requests of a group share the prompt's full blocks.
+Written for vLLM 0.32, whose private sides are met in gspo.rollout.vllm_worker and gspo.rollout.vllm_host. A response is
+one request of its own with its own seed, so it depends neither on the size of its group nor on what else is sampled at
+the same time (up to the rounding of sums, whose order changes with the batch's shape). Asking for n samples of a prompt
+would save nothing: vLLM turns n into single requests, and the prefix cache makes all requests of a group share the
+prompt's full blocks.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterable
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
 from gspo.rollout.engine import Engine
+from gspo.rollout.engine_folder import EngineFolder, size_of
+from gspo.rollout.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.rows import Row, Sampling
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm_worker import memory_folder, save_weights, size_of
+from gspo.rollout.vllm_host import Host
 from gspo.seeding import seed_for
 
 TESTED_VERSION = "0.32"
 WORKER = "gspo.rollout.vllm_worker.WorkerExtension"
 PREFILL_TOKENS = 16384  # prompt tokens per step on the CPU, or one whole prompt if that is longer
 GIB = 2**30
+# of a single machine: else ports are opened on the address that the machine's name stands for
+LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+}
 
 
 class VLLMEngine(Engine):
@@ -54,7 +64,12 @@ class VLLMEngine(Engine):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_start(settings, head_dim)
         self._check()
-        self.llm = self._start()
+        self.folder = EngineFolder(size_of(dict(policy.named_tensors())))
+        try:
+            self.host = self._start()
+        except BaseException:
+            self.folder.close()
+            raise
 
     @property
     def positions(self) -> int:
@@ -68,32 +83,39 @@ class VLLMEngine(Engine):
         if wrong:
             raise ValueError(f"weights do not belong to this model, or are missing: {', '.join(sorted(wrong))}")
         self.wake()
-        with memory_folder(size_of(tensors)) as folder:
-            path = save_weights(tensors, folder)
-            self.llm.collective_rpc("load_from_file", args=(path,))
+        path = self.folder.save_weights(tensors)
+        self._ask("load", str(path))
+        path.unlink()
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
         """Cached keys and values of prompts were computed with the old weights."""
-        if not self.llm.reset_prefix_cache():
+        if not self._ask("forget_prefixes"):
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
 
     def rest(self) -> None:
         """With `rollout.sleep`, give the GPU's memory to the trainer. The weights wait in the host's memory."""
         if self.settings.sleep:
-            self.llm.sleep(level=1)
+            self._ask("sleep")
             self.asleep = True
 
     def wake(self) -> None:
         if self.asleep:
-            self.llm.wake_up()
+            self._ask("wake")
             self.asleep = False
 
     def close(self) -> None:
-        """End the engine's processes. May be called twice."""
-        llm, self.llm = self.llm, None
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
+        """End the engine's processes and remove its files. May be called twice."""
+        host, self.host = self.host, None
+        if host is not None:
+            host.close()
+            self.folder.close()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What vLLM answers. Raises EngineEnded if its process is there no longer."""
+        if isinstance(self.host, EngineProcess):
+            return self.host.ask(method, *arguments)
+        return getattr(self.host, method)(*arguments)
 
     def _sample(
         self,
@@ -108,44 +130,27 @@ class VLLMEngine(Engine):
         if record_experts and not self.settings.routes:
             raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
         self.wake()
-        prompts = [{"prompt_token_ids": row.prefix_ids} for row in rows]
+        prompts = [row.prefix_ids for row in rows]
         params = [self._params(row, sampling, seed) for row in rows]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        routes = self._routes(outputs) if self.settings.routes else [None] * len(rows)
-        for row, output, experts in zip(rows, outputs, routes, strict=True):
-            completion = output.outputs[0]
-            if not completion.token_ids:
-                raise RuntimeError(
-                    f"vLLM returned no token for problem {row.problem.index} ({completion.finish_reason})"
-                )
-            row.token_ids = list(completion.token_ids)
-            row.logprobs = [at[t].logprob for at, t in zip(completion.logprobs, row.token_ids, strict=True)]
-            row.experts = [experts] if record_experts else []
+        for row, sampled in zip(rows, self._ask("generate", prompts, params), strict=True):
+            if not sampled.token_ids:
+                raise RuntimeError(f"vLLM returned no token for problem {row.problem.index} ({sampled.finish_reason})")
+            row.token_ids, row.logprobs = sampled.token_ids, sampled.logprobs
+            row.experts = [sampled.experts] if record_experts else []
         ended(list(range(len(rows))))
 
-    def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]):
-        from vllm import SamplingParams
-
+    def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]) -> dict[str, Any]:
+        """Of vLLM's SamplingParams."""
         # vLLM takes signed 64-bit numbers, of which -1 would mean no seed
         own_seed = seed_for(*seed, row.problem.task, row.problem.index, row.sample, row.done) >> 1
-        return SamplingParams(
-            temperature=sampling.temperature,
-            seed=own_seed if sampling.temperature else None,
-            max_tokens=row.limit,
-            stop_token_ids=sorted(self.policy.stop_ids),
-            logprobs=0,  # the sampled token's alone
-            detokenize=False,
-        )
-
-    def _routes(self, outputs: list) -> list[np.ndarray]:
-        """The experts of every output, int16 [positions fed, L, K]."""
-        if not self.on_cpu:
-            return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
-        # a request's name inside the engine is its name outside, a hyphen and random letters
-        inside = self.llm.collective_rpc("pop_routes")[0]
-        by_name = {name.split("-")[0]: np.frombuffer(route, dtype=np.int16) for name, route in inside.items()}
-        shape = (-1, self.policy.routing.layers, self.policy.routing.top_k)
-        return [by_name[output.request_id].reshape(shape) for output in outputs]
+        return {
+            "temperature": sampling.temperature,
+            "seed": own_seed if sampling.temperature else None,
+            "max_tokens": row.limit,
+            "stop_token_ids": sorted(self.policy.stop_ids),
+            "logprobs": 0,  # the sampled token's alone
+            "detokenize": False,
+        }
 
     def _check(self) -> None:
         """Raises ValueError for a model without routers whose routes are wanted, or too large for the free memory."""
@@ -162,26 +167,22 @@ class VLLMEngine(Engine):
                 "free memory; lower it"
             )
 
-    def _start(self):
-        """vLLM's LLM with the policy's weights. Raises ValueError if vLLM refuses."""
-        from vllm import LLM, envs
-
-        envs.disable_envs_cache()  # an engine in this process would have kept the environment as it was at its start
-        threads, size = torch.set_num_threads, size_of(dict(self.policy.named_tensors()))
-        with memory_folder(size) as folder:
-            save(self.policy.model, self.policy.tokenizer, Path(folder))
-            try:
-                with known_start_method():
-                    llm = LLM(folder, **self._options())
-            except (RuntimeError, ValueError) as error:
-                lines = str(error).splitlines() or [type(error).__name__]
-                raise ValueError(f"rollout.name=vllm: the engine did not start: {lines[0]}") from error
-        torch.set_num_threads = threads  # vLLM on the CPU makes it do nothing, in the trainer's process too
-        if self.settings.own_process:
-            llm.collective_rpc("follow", args=(os.getpid(),))
-        if self.settings.routes and self.on_cpu:
-            llm.collective_rpc("install_capture")
-        return llm
+    def _start(self) -> EngineProcess | Host:
+        """vLLM with the policy's weights. Raises ValueError if it refuses, EngineEnded if its process ends."""
+        model = self.folder.path / "model"
+        save(self.policy.model, self.policy.tokenizer, model)
+        arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
+        try:
+            if self.settings.own_process:
+                return EngineProcess("vLLM's process", Host, arguments, self.folder.path)
+            return Host(**arguments)
+        except EngineEnded:
+            raise
+        except (RuntimeError, ValueError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise ValueError(f"rollout.name=vllm: the engine did not start: {lines[0]}") from error
+        finally:
+            shutil.rmtree(model, ignore_errors=True)
 
     def _options(self) -> dict:
         settings = self.settings
@@ -245,28 +246,14 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
             )
 
 
-@contextmanager
-def known_start_method() -> Iterator[None]:
-    """Within: a process that is started here can be told how. In a sweep's workers multiprocessing stands on joblib's
-    own method, whose name a fresh interpreter does not know."""
-    method = multiprocessing.get_start_method()
-    foreign = method not in multiprocessing.get_all_start_methods()
-    if foreign:
-        multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        if foreign:
-            multiprocessing.set_start_method(method, force=True)
-
-
 def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
-    """What vLLM reads from the environment, set before it is imported. No network, no statistics."""
+    """What vLLM and torch.distributed read from the environment, set before they are imported, for this process and
+    those below it. No network, and no port that another machine could reach, unless the user has said otherwise."""
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
     values = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(settings.own_process)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's client would wait for ever for a core that was killed
     }
     if on_cpu:
         values["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits for a compiler

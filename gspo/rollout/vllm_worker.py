@@ -1,63 +1,26 @@
-"""What runs inside vLLM's workers: loading weights, recording the experts of every position, ending with the trainer.
-And the file in which the weights come there.
+"""What runs inside vLLM's workers: loading weights, recording the experts of every position.
 
-vLLM mixes `WorkerExtension` into its worker class, in the trainer's process or in one of its own; the trainer calls the
-methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments say; when
-the version changes, tests/test_vllm.py shows which are still needed.
+vLLM mixes `WorkerExtension` into its worker class, in the process of the engine or below it; gspo.rollout.vllm_host
+calls the methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments
+say; when the version changes, tests/test_vllm.py shows which are still needed.
 
 Shape suffixes: N tokens of one step, S positions of one sequence, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import shutil
-import signal
-import tempfile
-import threading
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gspo.rollout.routes import UNKNOWN
 
-MEMORY = "/dev/shm"  # a file system in memory, on Linux
-
-
-def size_of(tensors: dict[str, Tensor]) -> int:
-    """Bytes."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def memory_folder(size: int) -> tempfile.TemporaryDirectory:
-    """A temporary folder for files of `size` bytes: in memory if there is room, else where such folders usually are."""
-    fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
-    return tempfile.TemporaryDirectory(prefix="gspo-vllm-", dir=MEMORY if fits else None)
-
-
-def save_weights(tensors: dict[str, Tensor], folder: str) -> str:
-    """Write weights for `load_from_file`: messages to another process cannot carry tensors. The file's path.
-
-    Tied weights are written once, under their first name, as in a checkpoint; safetensors refuses the second.
-    """
-    seen: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        seen.setdefault(tensor.data_ptr(), name)
-    path = str(Path(folder) / "weights.safetensors")
-    save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
-    return path
-
 
 class WorkerExtension:
-    """Methods that the trainer calls on every worker by vLLM's collective_rpc.
-
-    Results come back as msgpack, which knows bytes and plain containers but gives arrays back without their type.
-    """
+    """Methods that are called on every worker by vLLM's collective_rpc."""
 
     def load_from_file(self, path: str) -> None:
         """Take over the weights of a safetensors file with the names of transformers."""
@@ -72,27 +35,9 @@ class WorkerExtension:
         """Record the experts of all positions that are fed from now on."""
         self.capture = Capture(self.model_runner)
 
-    def pop_routes(self) -> dict[str, bytes]:
-        """By request id, the experts recorded since the last call: int16 [S, L, K], in C order."""
-        return {request: route_SLK.tobytes() for request, route_SLK in self.capture.pop().items()}
-
-    def follow(self, pid: int) -> None:
-        """End this worker and the engine's core when the process `pid`, the trainer, ends however it may.
-
-        vLLM's processes wait for the next request on a socket; that nobody is left to send one goes unnoticed.
-        """
-        handle, parent = os.pidfd_open(pid), os.getppid()
-        core = (
-            parent if parent not in (1, pid) else None
-        )  # several workers have a core above them; a single one is in it
-        threading.Thread(target=_end_with, args=(handle, core), daemon=True).start()
-
-
-def _end_with(handle: int, core: int | None) -> None:
-    select.select([handle], [], [])  # readable once the process has ended
-    if os.getppid() == core:
-        os.kill(core, signal.SIGKILL)  # asked to end, it would wait for its workers
-    os._exit(1)
+    def pop_routes(self) -> dict[str, np.ndarray]:
+        """By request id, the experts recorded since the last call: int16 [S, L, K]."""
+        return self.capture.pop()
 
 
 def forget_packing(model: nn.Module) -> None:

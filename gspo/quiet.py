@@ -1,0 +1,23 @@
+"""Nothing is reported to the makers of the libraries that we use.
+
+Some of them read these variables when they are imported, so `gspo/__init__.py` sets them before anything else.
+"""
+
+import os
+
+OFF = {
+    "DO_NOT_TRACK": "1",  # vLLM, Hugging Face and others
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+    "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a public service to convert other people's weights
+    "WANDB_ERROR_REPORTING": "false",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+
+
+def turn_off_telemetry() -> None:
+    """For this process and those below it; what the user has set explicitly stays."""
+    for name, value in OFF.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,77 @@
+"""The folder that an engine and the trainer share: weights on their way, temporary files, sockets.
+
+It lies in memory if there is room, and nobody else may look into it. The trainer holds a lock on it as long as it
+lives, so that a later start can tell a folder that a killed one left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+MEMORY = "/dev/shm"  # a file system in memory, on Linux
+PREFIX = "gspo-vllm-"
+YOUNG_SECONDS = 60.0  # its owner may not have locked it yet
+
+
+class EngineFolder:
+    """A new folder with room for files of `size` bytes; those that were left behind are removed first."""
+
+    def __init__(self, size: int):
+        for parent in {MEMORY, tempfile.gettempdir()}:
+            remove_left_behind(parent)
+        fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY if fits else None))  # with mode 0700
+        self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def save_weights(self, tensors: dict[str, Tensor]) -> Path:
+        """Write weights to a file: messages to another process cannot carry tensors.
+
+        Tied weights are written once, under their first name, as in a checkpoint; safetensors refuses the second.
+        """
+        seen: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            seen.setdefault(tensor.data_ptr(), name)
+        path = self.path / "weights.safetensors"
+        save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
+        return path
+
+    def close(self) -> None:
+        """Remove it. May be called twice."""
+        if self.lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self.lock)
+            self.lock = -1
+
+
+def size_of(tensors: dict[str, Tensor]) -> int:
+    """Bytes."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def remove_left_behind(parent: str) -> None:
+    """Remove folders of this user whose owner has ended without removing them."""
+    for path in Path(parent).glob(f"{PREFIX}*"):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # somebody else's, no folder, or just removed
+            continue
+        try:
+            about = os.fstat(handle)
+            mine = about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o700
+            if mine and time.time() - about.st_ctime > YOUNG_SECONDS:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:  # its owner is at work
+            continue
+        finally:
+            os.close(handle)

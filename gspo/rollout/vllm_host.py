@@ -1,0 +1,112 @@
+"""vLLM's own object and what the trainer asks of it: in the trainer's process, or in one of its own."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo.rollout.engine_process import how_it_ended
+
+
+@dataclass
+class Sampled:
+    """What vLLM made of a prompt."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of the sampled tokens
+    experts: np.ndarray | None  # int16 [positions fed, L, K]
+    finish_reason: str
+
+
+class Host:
+    """Holds vLLM's LLM. With `routes` it returns the experts of every position."""
+
+    def __init__(self, model: str, options: dict[str, Any], routes: bool):
+        from vllm import LLM, envs
+
+        envs.disable_envs_cache()  # an engine in this process would have kept the environment as it was at its start
+        self.closing = False
+        self.routes, self.on_cpu = routes, not torch.cuda.is_available()
+        threads = torch.set_num_threads
+        with temporary_files_in(str(Path(model).parent)):
+            self.llm = LLM(model, trust_remote_code=False, load_format="safetensors", **options)
+        torch.set_num_threads = threads  # vLLM on the CPU makes it do nothing
+        if routes and self.on_cpu:
+            self.llm.collective_rpc("install_capture")
+        if options["tensor_parallel_size"] > 1:
+            threading.Thread(target=self._watch, args=(multiprocessing.active_children(),), daemon=True).start()
+
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
+        """One request per prompt: vLLM finds equal prefixes by itself."""
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, [SamplingParams(**own) for own in params], use_tqdm=False)
+        routes = self._routes(outputs) if self.routes else [None] * len(outputs)
+        sampled = []
+        for output, experts in zip(outputs, routes, strict=True):
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            logprobs = [at[t].logprob for at, t in zip(completion.logprobs or (), ids, strict=True)]
+            sampled.append(Sampled(ids, logprobs, experts, str(completion.finish_reason)))
+        return sampled
+
+    def _routes(self, outputs: list) -> list[np.ndarray]:
+        """The experts of every output, int16 [positions fed, L, K]."""
+        if not self.on_cpu:
+            return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
+        # a request's name inside the engine is its name outside, a hyphen and random letters
+        inside = self.llm.collective_rpc("pop_routes")[0]
+        by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
+        return [by_name[output.request_id] for output in outputs]
+
+    def load(self, path: str) -> None:
+        """Sample from the weights of this file from now on."""
+        self.llm.collective_rpc("load_from_file", args=(path,))
+
+    def forget_prefixes(self) -> bool:
+        """Cached keys and values of prompts were computed with the old weights. Whether they are gone."""
+        return self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+    def _watch(self, workers: list[multiprocessing.Process]) -> None:
+        """With one of them gone nothing is left to sample with: end this process too, which the trainer notices."""
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers])
+        if self.closing:
+            return
+        for worker in workers:
+            if worker.sentinel in ended:
+                how = how_it_ended(worker.exitcode)
+                print(f"{worker.name} (process {worker.pid}) {how}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def close(self) -> None:
+        """End vLLM and its workers."""
+        self.closing = True
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """Within: temporary files are made there: vLLM leaves some behind."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before

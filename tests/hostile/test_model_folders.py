@@ -1,0 +1,93 @@
+"""Model folders that bring code: none of it runs, nobody is asked about it on the terminal. And who is told of runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gspo.policy.models import HFModel, TinyDense, load, save
+from gspo.quiet import OFF
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    model, tokenizer = TinyDense(hidden=16, layers=1, heads=2, width=16).make()
+    save(model, tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def marking(folder: Path) -> str:
+    """A statement that leaves a trace."""
+    return f"open({str(folder.parent / 'ran')!r}, 'w')"
+
+
+def change(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(folder: Path) -> str:
+    """Why a folder is not loaded, in a process whose user would say yes to everything."""
+    script = f"from gspo.policy.models import load\ntry: load({str(folder)!r})\nexcept ValueError as e: print(e)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert not (folder.parent / "ran").exists(), "the folder's code was run"
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_code_of_a_model_is_refused_and_not_asked_about(folder):
+    code = f"{marking(folder)}\nfrom transformers import PretrainedConfig as Config, PreTrainedModel as Model"
+    (folder / "own.py").write_text(code)
+    auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    change(folder / "config.json", model_type="own", auto_map=auto)
+    assert "needs code of its own (auto_map), which is never run; choose a model" in refused(folder)
+
+
+def test_code_that_comes_with_a_known_architecture_and_tokenizer_is_not_run(folder):
+    (folder / "own.py").write_text(marking(folder))
+    change(folder / "config.json", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
+    load(str(folder))
+    assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+def test_weights_in_a_pickle_are_never_read(folder, harmless):
+    class Runs:
+        def __reduce__(self):
+            return exec, (marking(folder),)
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights if harmless else {"weights": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"weights are pickles .* convert them to safetensors$"):
+        load(str(folder))
+    assert not (folder.parent / "ran").exists()
+
+
+def test_a_kernel_from_the_hub_is_refused():
+    with pytest.raises(ValueError, match=r"model\.attention='somebody/kernel' names code on the hub"):
+        HFModel(path="x", attention="somebody/kernel")
+
+
+def test_no_library_reports_anything_unless_the_user_wants_it():
+    script = """
+import gspo.interrupt, os
+from gspo.quiet import OFF
+from huggingface_hub import constants
+print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETRY, os.environ["WANDB_ERROR_REPORTING"])
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in OFF}
+    command = [sys.executable, "-c", script]
+    for wanted, said in [({}, "True True false"), ({"WANDB_ERROR_REPORTING": "true"}, "True True true")]:
+        done = subprocess.run(
+            command, env=clean | wanted, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.strip() == said
