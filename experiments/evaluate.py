@@ -152,7 +152,7 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], fold
 
 def of_run(command: EvaluateCommand) -> Subject:
     """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
-    settings, checkpoint = recorded(command.run, command.step)
+    settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():

@@ -27,7 +27,7 @@ from gspo.rollback import Rollbacks
 from gspo.run_files import note_start, said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
-from gspo.runs import ENDED, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
+from gspo.runs import ENDED, about_its_maker, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
 from gspo.sweep_state import forecast
@@ -71,6 +71,7 @@ def run(settings: Settings, alone: bool = True) -> None:
     """One run, from its directory to its last checkpoint. `alone`: it has the terminal to itself."""
     folder = find(settings, in_sweep=not alone)
     with exclusive(folder), log_to(folder), closing(settings.task):
+        warn(about_its_maker(settings, folder))
         while (how := attempt(settings, folder, alone)) == "rolled back" and not stop_signal().requested():
             pass
     if how == "collapsed" and alone:  # of a sweep it is a result

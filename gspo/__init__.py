@@ -22,7 +22,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
     records, seeding, metrics, views             no torch: the words everybody shares; which metrics belong together
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
-    run_files, sweep_state                       no torch: what run directories say, how far a sweep is
+    run_files, ownership, sweep_state            no torch: what run directories say, by whom; how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
     interrupt                                    no torch: Ctrl-C while the libraries of an entry point load
 """
