@@ -24,5 +24,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
     run_files, ownership, sweep_state            no torch: what run directories say, by whom; how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
-    interrupt                                    no torch: Ctrl-C while the libraries of an entry point load
+    interrupt, telemetry                         no torch: Ctrl-C while the libraries load; that none of them reports
 """
+
+from gspo import telemetry as telemetry

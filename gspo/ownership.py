@@ -28,6 +28,13 @@ def own(file: Path) -> bool:
     return key is not None and file.is_file() and _signature(key, file, file.read_bytes()) in _signatures(file)
 
 
+def doubt() -> str:
+    """Why a file is not taken for this user's, to be put after its name."""
+    if _key() is None:
+        return "cannot be known to be this user's: there is no home directory for the key that would show it"
+    return "was not written by this user in this place"
+
+
 def write_signed(file: Path, text: str) -> None:
     """Write a file that `own` knows again, also if this is killed before its end."""
     if key := _key():

@@ -20,14 +20,13 @@ import torch
 from gspo.checkpoint import check_belongs, damage, latest_checkpoint
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
-from gspo.ownership import own
+from gspo.ownership import doubt, own
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
 from gspo.run_files import LOCK, STATUS, read_rows, replace_text, said
 
-STRANGE = "was not made by this user, or not where this home directory is"
 PLACES = ("path", "train_path", "hub")  # settings of a task or a model: what is read from there
 ENDED = ("finished", "collapsed")  # how a run ended that has nothing left to do
 
@@ -183,7 +182,7 @@ def recorded(run: str, step: int, consent: bool) -> tuple[Settings, Path]:
     `consent`: to running programs in a weak sandbox."""
     settings = read_settings(Path(run), consent)
     if not own(Path(run) / "settings.yaml") and (reads := named_elsewhere(settings)):
-        print(f"warning: {run} {STRANGE}; it reads {reads}", file=sys.stderr)
+        print(f"warning: {run}/settings.yaml {doubt()}; it reads {reads}", file=sys.stderr)
     folder = latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
     if folder is None or not folder.exists():
         there = sorted(p.name for p in (Path(run) / "checkpoints").glob("step_??????"))
@@ -197,10 +196,9 @@ def about_its_maker(settings: Settings, folder: Path) -> list[str]:
     """What to say before a run is resumed that this user did not make."""
     if not settings.resume or own(folder / "settings.yaml"):
         return []
-    place = "tracking.wandb=, tracking.entity= and tracking.project= count as this command gives them"
-    line = f"{folder} {STRANGE}: {place}, here tracking.wandb={settings.tracking.wandb}"
-    reads = named_elsewhere(settings)
-    return [line + (f"; it reads {reads}" if reads else "")]
+    place = "tracking.wandb, tracking.entity and tracking.project count as this command gives them"
+    reads = f"; it reads {named}" if (named := named_elsewhere(settings)) else ""
+    return [f"{folder / 'settings.yaml'} {doubt()}; {place}, so wandb={settings.tracking.wandb}{reads}"]
 
 
 def named_elsewhere(settings: Settings) -> str:

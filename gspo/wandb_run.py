@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections import deque
 from contextlib import suppress
@@ -28,7 +29,7 @@ import wandb
 from requests.utils import get_netrc_auth
 
 from gspo.metrics import lookup
-from gspo.ownership import own, write_signed
+from gspo.ownership import doubt, own, write_signed
 
 if TYPE_CHECKING:
     from gspo.tracking import TrackingSettings
@@ -38,6 +39,7 @@ MODES = ("auto", "online", "offline", "disabled")
 NOTES = ("wandb_id", "wandb_online")  # under which id W&B has the run, and where its server has it
 AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # what `wandb agent` sets for the runs that it starts
 STOPPED = 130  # the exit code that W&B is told of a run that was stopped by a signal and can go on
+STAGING = "staging"  # of a segment: the tables' files, until they are uploaded; in the home directory nothing is kept
 RECENT = 10  # batches that a summary's means go over
 PART = 100  # rollout batches in a table: W&B shows no more of one, and names all of them in each of its rows
 
@@ -48,8 +50,10 @@ class WandbRun:
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
         self.folder, self.settings, self.known = folder, settings, set()
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
+        self._clear("cache")
+        os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # its core reads it when it starts
         if others := self._of_others():
-            say(f"{folder}: {others} was not written by this user or not in this place: for W&B this is a new run")
+            say(f"{others} {doubt()}; for W&B this is a new run")
         self.run = self._open(mode, config, group, tags)
 
     def _open(self, mode: str, config: dict, group: str, tags: list[str]):
@@ -65,7 +69,9 @@ class WandbRun:
         write_signed(self.folder / "wandb_id", run.id)
         if not run.offline:
             write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
-        self._mark_older_segments(Path(run.dir).parent)
+        segment = Path(run.dir).parent
+        os.environ["WANDB_DATA_DIR"] = str(segment.absolute() / STAGING)  # read at each table
+        self._mark_older_segments(segment)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -93,7 +99,7 @@ class WandbRun:
     def _of_others(self) -> str:
         """The notes that are not taken over, in words; "" for none."""
         there = [file for name in NOTES if (file := self.folder / name).exists() and not own(file)]
-        return " and ".join(file.name for file in there)
+        return " and ".join(map(str, there))
 
     def _uploaded(self) -> bool:
         """Whether `wandb sync` has uploaded the newest offline segment: the server has this run since."""
@@ -107,10 +113,20 @@ class WandbRun:
         return [""] * (3 - len(parts)) + parts
 
     def _mark_older_segments(self, newest: Path) -> None:
-        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
+        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them, and what
+        they staged for it goes."""
+        for segment in self.folder.glob("wandb/*run-*"):
+            if segment.name != newest.name:
+                self._clear(segment.name, STAGING)
         for file in self.folder.glob("wandb/offline-run-*/*.wandb"):
             if file.parent.name != newest.name:
                 file.with_name(f"{file.name}.synced").touch()
+
+    def _clear(self, *names: str) -> None:
+        """Remove a folder of W&B's in this run directory, unless a link leads to it."""
+        place = (self.folder.resolve() / "wandb").joinpath(*names)
+        if place.resolve() == place:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
         asked, environment, (entity, project, _) = self.settings, os.environ, self._known()
@@ -189,6 +205,9 @@ class WandbRun:
         except TimeoutError:
             log.warning("W&B took longer than tracking.finish_timeout=%s s to upload", self.settings.finish_timeout)
             upload = upload or "wandb sync --include-online"
+        if not upload:
+            self._clear(folder.name, STAGING)
+        self._clear("cache")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
 
 

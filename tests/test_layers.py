@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "interrupt": 0, "ranges": 0, "arguments": 0,
+    "interrupt": 0, "telemetry": 0, "ranges": 0, "arguments": 0,
     "records": 0, "seeding": 0, "metrics": 0, "collapse": 0, "run_files": 0, "sweep_state": 0, "views": 0,
     "ownership": 0,
     "masked": 1, "aggregation": 1, "batch": 1, "objectives": 1, "advantages": 1, "reward_shaping": 1, "kl": 1,

@@ -214,7 +214,7 @@ def test_a_token_does_not_leave_by_a_strangers_run(made, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         assert server.runs == {}, "online, because the file said so"
     said = [line for line in done.stderr.splitlines() if line.startswith("warning: ") and "this user" in line]
-    assert len(said) == 2 and "here tracking.wandb=offline" in said[0] and "wandb_online" in said[1]
+    assert len(said) == 2 and "so wandb=offline" in said[0] and "wandb_online" in said[1]
     assert SECRET.encode() not in contents(run) and SECRET not in done.stdout + done.stderr
     assert yaml.safe_load((run / "settings.yaml").read_text())["tracking"]["tags"] == [asked]
     assert asked.encode() in b"".join(file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb"))
