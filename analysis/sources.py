@@ -201,7 +201,7 @@ def from_server(run: object) -> Record:
 # --------------------------------------------------------------------------------------------------------------- cache
 def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
     """What `make` gives, kept under this name as Parquet in the user's cache folder until the stamp is another."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspo"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gspo"
     kept = base / (hashlib.sha256(name.encode()).hexdigest()[:20] + ".parquet")
     try:
         table = parquet.read_table(kept)

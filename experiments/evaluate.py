@@ -154,7 +154,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
-    settings, checkpoint = recorded(command.run, command.step)
+    settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():

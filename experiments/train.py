@@ -27,7 +27,19 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.run_files import Made, note_start, said
 from gspo.run_report import PAGE
 from gspo.run_report import write as write_page
-from gspo.runs import ENDED, LOG, claim, exclusive, find, finished, log_to, say, say_layers, to_go_on_from
+from gspo.runs import (
+    ENDED,
+    LOG,
+    about_its_maker,
+    claim,
+    exclusive,
+    find,
+    finished,
+    log_to,
+    say,
+    say_layers,
+    to_go_on_from,
+)
 from gspo.session import Session, warn, write_report
 from gspo.share import keep_devices, take_share
 from gspo.sweep_state import forecast
@@ -72,6 +84,7 @@ def run(settings: Settings, alone: bool = True) -> None:
     folder = find(settings, in_sweep=not alone)
     try:
         with exclusive(folder) as made, log_to(folder), closing(settings.task):
+            warn(about_its_maker(settings, folder))
             while (how := attempt(settings, folder, alone, made)) == "rolled back" and not stop_signal().requested():
                 pass
     except EngineEnded as error:

@@ -22,7 +22,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     tasks/, rewards/                             problems and benchmarks; math verifier, code grader, sandbox; no torch
     records, seeding, metrics, views             no torch: the words everybody shares; which metrics belong together
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
-    run_files, sweep_state                       no torch: what run directories say, how they are written; sweeps
+    run_files, ownership, sweep_state            no torch: reading and writing run directories, whose they are; sweeps
     collapse                                     no torch: has a run collapsed, and what could have been seen before
     interrupt, quiet                             no torch: Ctrl-C while libraries load; no telemetry
 """

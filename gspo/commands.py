@@ -32,6 +32,7 @@ class EvaluateCommand(Ranged):
     # of the samples and of made problems; 0 is what training evaluates with
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
     device: str = "auto"  # auto | cpu | cuda
+    allow_weak_sandbox: bool = False  # for the programs of the run's own task; a benchmark has its own
     out: str = ""  # folder of the result; empty: in the run, or runs/evaluations/<model>-<hash>
 
     def __post_init__(self):
@@ -83,6 +84,7 @@ class SampleCommand(Ranged):
     problems: int = ranged(4, least=1)
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
+    allow_weak_sandbox: bool = False
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:

@@ -32,14 +32,14 @@ from gspo.evaluation import EvaluationSettings
 from gspo.kl import KL, KLInLoss, KLInReward
 from gspo.monitor import MonitorSettings
 from gspo.objectives import OBJECTIVES
+from gspo.ownership import own, write_signed
 from gspo.policy.models import HFModel, TinyDense, TinyMoE
 from gspo.policy.prompts import PromptFormat
 from gspo.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.reward_shaping import RewardShaping
 from gspo.rollout.sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
-from gspo.run_files import replace_text
-from gspo.schema import GROUPS_BESIDE_SETTINGS, schema, settings_of, to_dataclass, unknown
+from gspo.schema import GROUPS_BESIDE_SETTINGS, literal, schema, settings_of, to_dataclass, unknown
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
@@ -86,6 +86,7 @@ ONLY_COST = (
     *(f"rollout.{name}" for name in ("batch_rows", "overlap", "sync_tolerance", "routes_floor", "own_process")),
     *(f"rollout.{name}" for name in ("tensor_parallel_size", "kv_cache_gib", "gpu_memory", "eager", "sleep")),
 )
+CONSENT = "allow_weak_sandbox"  # of a task: only a command line gives it, it is never taken from a run directory
 CHANGEABLE_ON_RESUME = ("steps", "tracking", "checkpoint", "monitor", *ONLY_COST)
 
 
@@ -220,6 +221,7 @@ def settings_hash(settings: Settings) -> str:
 def of_result(settings: Settings) -> dict[str, Any]:
     """The settings that the run's numbers depend on."""
     content = {key: value for key, value in asdict(settings).items() if key not in NOT_PART_OF_THE_RESULT}
+    content["task"] = with_consent(content["task"], False)
     for group, name in (key.split(".") for key in ONLY_COST):
         content[group].pop(name, None)
     if settings.monitor.action == "rollback":
@@ -239,30 +241,57 @@ def folder_of(settings: Settings) -> Path:
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
-    replace_text(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
+    write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
 
 
-def read_settings(folder: Path) -> Settings:
-    """The settings of a run directory. Raises ValueError if it is none, or was written by another version."""
+def with_consent(task: Any, consent: bool) -> Any:
+    """A task's settings with its CONSENT, wherever it stands in them, replaced by the command line's."""
+    if not isinstance(task, dict):
+        return task
+    return {key: consent if key == CONSENT else with_consent(value, consent) for key, value in task.items()}
+
+
+def read_settings(folder: Path, consent: bool = False) -> Settings:
+    """The settings of a run directory, with the command line's consent to a weak sandbox. Raises ValueError if it is
+    none, or was written by another version."""
+    return to_settings(recorded_config(folder, consent))
+
+
+def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
+    """What a run directory's settings.yaml says, with the settings' types. It is data: nothing in it is resolved.
+
+    Raises ValueError if the folder is no run directory, or was written by another version.
+    """
     path = folder / "settings.yaml"
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    schema = OmegaConf.structured(Settings)
-    for group, options in CHOICES.items():
-        name = content.get(group, {}).get("name")
-        if name not in options:
-            raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
-        schema[group] = OmegaConf.structured(options[name])
     try:
-        return to_settings(OmegaConf.merge(schema, content))
+        content = literal(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    config, content = OmegaConf.structured(Settings), content if isinstance(content, dict) else {}
+    for group, options in CHOICES.items():
+        chosen = content.get(group)
+        name = chosen.get("name") if isinstance(chosen, dict) else chosen
+        if not isinstance(name, str) or name not in options:
+            raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
+        config[group] = OmegaConf.structured(options[name])
+    try:
+        config = OmegaConf.merge(config, content | {"task": with_consent(content["task"], consent)})
+        to_settings(config)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
+    return config
 
 
 def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
-    """A run directory's settings with those changed by the command line that may be, all else refused."""
-    recorded = OmegaConf.structured(read_settings(folder))
+    """A run directory's settings with those changed by the command line that may be, all else refused. Of a run that
+    this user did not make (ownership.py), where it is tracked and where cold starts go is not taken over."""
+    recorded = recorded_config(folder)
+    if not own(folder / "settings.yaml"):
+        recorded.runs = Settings.runs
+        recorded.tracking.entity = recorded.tracking.project = ""
+        recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
     known, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     for override in overrides:
         key = override.split("=")[0].lstrip("+")
@@ -270,7 +299,8 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
             raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
         if key not in known:
             raise ValueError(f"{override}: {unknown(key, sorted(known))}")
-        if key not in ("resume", "dry_run") and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
+        free = key in ("resume", "dry_run") or key.endswith(f".{CONSENT}")
+        if not free and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
         if any(name.startswith(f"{key}.") for name in known):
             raise ValueError(f"{override} with resume={folder}: say which of its settings, {key}.NAME=...")
@@ -280,7 +310,7 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
 
 def same_result(a: Settings, b: Settings) -> str | None:
     """The first setting that makes two runs different, as "key: a against b"; None if their results are the same."""
-    flat_a, flat_b = (OmegaConf.to_container(OmegaConf.create(of_result(s))) for s in (a, b))
+    flat_a, flat_b = (json.loads(json.dumps(of_result(s))) for s in (a, b))
     for key in flat_a | flat_b:
         if flat_a.get(key) != flat_b.get(key):
             return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"

@@ -20,6 +20,7 @@ import torch
 from gspo.checkpoint import check_belongs, damage, latest_checkpoint
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
+from gspo.ownership import doubt, own
 from gspo.policy.critic import ValueHead
 from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
@@ -27,6 +28,7 @@ from gspo.process import Stopped
 from gspo.run_files import LOCK, STATUS, Made, append_to, read_rows, refuse_links, remove_unfinished, replace_text, said
 
 LOG = "train.log"
+PLACES = ("path", "train_path", "hub")  # settings of a task or a model: what is read from there
 ENDED = ("finished", "collapsed")  # how a run ended that has nothing left to do
 
 
@@ -180,9 +182,12 @@ def usable_device(wanted: str, key: str) -> str:
     return wanted
 
 
-def recorded(run: str, step: int) -> tuple[Settings, Path]:
-    """Settings and checkpoint of a run directory; step -1 is the newest checkpoint. Raises ValueError if not there."""
-    settings = read_settings(Path(run))
+def recorded(run: str, step: int, consent: bool) -> tuple[Settings, Path]:
+    """Settings and checkpoint of a run directory; step -1 is the newest checkpoint. Raises ValueError if not there.
+    `consent`: to running programs in a weak sandbox."""
+    settings = read_settings(Path(run), consent)
+    if not own(Path(run) / "settings.yaml") and (reads := named_elsewhere(settings)):
+        print(f"warning: {run}/settings.yaml {doubt()}; it reads {reads}", file=sys.stderr)
     folder = latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
     if folder is None or not folder.exists():
         there = sorted(p.name for p in (Path(run) / "checkpoints").glob("step_??????"))
@@ -190,6 +195,22 @@ def recorded(run: str, step: int) -> tuple[Settings, Path]:
     if step >= 0 and (problem := damage(folder)):
         raise ValueError(f"step={step}: {folder} is damaged: {problem}")
     return settings, folder
+
+
+def about_its_maker(settings: Settings, folder: Path) -> list[str]:
+    """What to say before a run is resumed that this user did not make."""
+    if not settings.resume or own(folder / "settings.yaml"):
+        return []
+    place = "tracking.wandb, tracking.entity and tracking.project count as this command gives them"
+    reads = f"; it reads {named}" if (named := named_elsewhere(settings)) else ""
+    return [f"{folder / 'settings.yaml'} {doubt()}; {place}, so wandb={settings.tracking.wandb}{reads}"]
+
+
+def named_elsewhere(settings: Settings) -> str:
+    """What a run's settings name outside of its directory to be read, as key=value; "" for nothing."""
+    groups = {"task": settings.task, "model": settings.model}
+    named = {f"{group}.{key}": getattr(part, key, "") for group, part in groups.items() for key in PLACES}
+    return ", ".join(f"{key}={value}" for key, value in named.items() if value)
 
 
 def finished(checkpoint: Path | None, steps: int) -> bool:

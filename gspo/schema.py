@@ -39,6 +39,18 @@ def _open_mappings(node: DictConfig) -> None:
                 OmegaConf.set_struct(child, False)
 
 
+def literal(content: Any) -> Any:
+    """What a file says, so that OmegaConf takes it for what it is: each `${` in a text is escaped, at any depth. Raises
+    ValueError for ???, its word for a value that is not given, which cannot be escaped."""
+    if content == "???":
+        raise ValueError("??? stands for a setting that is not given")
+    if isinstance(content, dict):
+        return {key: literal(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [literal(value) for value in content]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", content) if isinstance(content, str) else content
+
+
 def to_dataclass(config: DictConfig) -> Any:
     """The config as its dataclasses. Raises ValueError for a key that is no setting and a number outside its range,
     both by their dotted keys, and what the dataclasses raise."""

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import sys
 from collections import deque
 from contextlib import suppress
@@ -28,15 +29,18 @@ import wandb
 from requests.utils import get_netrc_auth
 
 from gspo.metrics import lookup
-from gspo.run_files import append_to, replace_text
+from gspo.ownership import doubt, own, write_signed
+from gspo.run_files import append_to
 
 if TYPE_CHECKING:
     from gspo.tracking import TrackingSettings
 
 log = logging.getLogger(__name__)
 MODES = ("auto", "online", "offline", "disabled")
+NOTES = ("wandb_id", "wandb_online")  # under which id W&B has the run, and where its server has it
 AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # what `wandb agent` sets for the runs that it starts
 STOPPED = 130  # the exit code that W&B is told of a run that was stopped by a signal and can go on
+STAGING = "staging"  # of a segment: the tables' files, until they are uploaded; in the home directory nothing is kept
 RECENT = 10  # batches that a summary's means go over
 PART = 100  # rollout batches in a table: W&B shows no more of one, and names all of them in each of its rows
 
@@ -47,6 +51,10 @@ class WandbRun:
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
         self.folder, self.settings, self.known = folder, settings, set()
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
+        self._clear("cache")
+        os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # its core reads it when it starts
+        if others := self._of_others():
+            say(f"{others} {doubt()}; for W&B this is a new run")
         self.run = self._open(mode, config, group, tags)
 
     def _open(self, mode: str, config: dict, group: str, tags: list[str]):
@@ -59,10 +67,12 @@ class WandbRun:
             say(f"W&B cannot be reached or refuses, tracking goes on offline: {reason}")
             wandb.teardown()  # it still holds the run's id
             run = self._init("offline", self._identity("offline"), config, group, tags)
-        replace_text(self.folder / "wandb_id", run.id)
+        write_signed(self.folder / "wandb_id", run.id)
         if not run.offline:
-            replace_text(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
-        self._mark_older_segments(Path(run.dir).parent)
+            write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
+        segment = Path(run.dir).parent
+        os.environ["WANDB_DATA_DIR"] = str(segment.absolute() / STAGING)  # read at each table
+        self._mark_older_segments(segment)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -70,16 +80,27 @@ class WandbRun:
     def _identity(self, mode: str) -> str:
         """W&B's id of this run: the agent's, or made at its first start. A run that has another id already, or was
         rolled back, is no longer the agent's: W&B would open a second run, or take no step twice."""
-        file, (*_, known) = self.folder / "wandb_id", self._known()
+        noted, (*_, known) = self._noted("wandb_id"), self._known()
         sweep, agents = (os.environ.get(name) for name in AGENT)
-        first = not file.exists() and not known
-        if not file.exists() or (mode == "offline" and (file.read_text(encoding="utf-8") == known or self._uploaded())):
-            replace_text(file, agents if first and sweep and agents else secrets.token_hex(6))
-        if sweep and not first and file.read_text(encoding="utf-8") != agents:
+        first = not noted and not known
+        if not noted or (mode == "offline" and (noted == known or self._uploaded())):
+            noted = agents if first and sweep and agents else secrets.token_hex(6)
+            write_signed(self.folder / "wandb_id", noted)
+        if sweep and not first and noted != agents:
             for name in AGENT:
                 os.environ.pop(name, None)
             wandb.teardown()  # it has read them
-        return file.read_text(encoding="utf-8")
+        return noted
+
+    def _noted(self, name: str) -> str:
+        """What this user's processes wrote there; "" if nothing, or if somebody else did."""
+        file = self.folder / name
+        return file.read_text(encoding="utf-8") if own(file) else ""
+
+    def _of_others(self) -> str:
+        """The notes that are not taken over, in words; "" for none."""
+        there = [file for name in NOTES if (file := self.folder / name).exists() and not own(file)]
+        return " and ".join(map(str, there))
 
     def _uploaded(self) -> bool:
         """Whether `wandb sync` has uploaded the newest offline segment: the server has this run since."""
@@ -88,15 +109,25 @@ class WandbRun:
 
     def _known(self) -> list[str]:
         """Entity, project and id under which the server has this run; empty where it does not, or nobody wrote it."""
-        file = self.folder / "wandb_online"
-        parts = file.read_text(encoding="utf-8").split("/") if file.exists() else []
+        noted = self._noted("wandb_online")
+        parts = noted.split("/") if noted else []
         return [""] * (3 - len(parts)) + parts
 
     def _mark_older_segments(self, newest: Path) -> None:
-        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them."""
+        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them, and what
+        they staged for it goes."""
+        for segment in self.folder.glob("wandb/*run-*"):
+            if segment.name != newest.name:
+                self._clear(segment.name, STAGING)
         for file in self.folder.glob("wandb/offline-run-*/*.wandb"):
             if file.parent.name != newest.name:
                 append_to(file.with_name(f"{file.name}.synced")).close()
+
+    def _clear(self, *names: str) -> None:
+        """Remove a folder of W&B's in this run directory, unless a link leads to it."""
+        place = (self.folder.resolve() / "wandb").joinpath(*names)
+        if place.resolve() == place:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
         asked, environment, (entity, project, _) = self.settings, os.environ, self._known()
@@ -177,6 +208,9 @@ class WandbRun:
         except TimeoutError:
             log.warning("W&B took longer than tracking.finish_timeout=%s s to upload", self.settings.finish_timeout)
             upload = upload or "wandb sync --include-online"
+        if not upload:
+            self._clear(folder.name, STAGING)
+        self._clear("cache")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
 
 

@@ -96,6 +96,14 @@ def assert_same_sums(ours: list[torch.Tensor], others: list[torch.Tensor]) -> No
         torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()) + 1e-9, rtol=0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_of_the_user(tmp_path_factory):
+    """The key that run directories are signed with is not the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def moe() -> Policy:
     return small_policy()

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "interrupt": 0, "quiet": 0, "ranges": 0, "arguments": 0,
     "records": 0, "seeding": 0, "metrics": 0, "collapse": 0, "run_files": 0, "sweep_state": 0, "views": 0,
+    "ownership": 0,
     "masked": 1, "aggregation": 1, "batch": 1, "objectives": 1, "advantages": 1, "reward_shaping": 1, "kl": 1,
     "corrections": 1, "terms": 1, "credit": 1, "diagnostics": 1, "tally": 1, "tasks": 1, "rewards": 1, "estimates": 1,
     "elo": 1,
@@ -33,6 +34,7 @@ NO_TORCH = (
     "collapse",
     "monitor",
     "run_files",
+    "ownership",
     "sweep_state",
     "views",
     "tasks",

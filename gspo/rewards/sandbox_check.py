@@ -38,7 +38,10 @@ def require(slot: Any, allow_weak: bool) -> None:
     if not problem:
         problem = "; ".join(f"attack {name!r}: {seen}" for name, seen in attack(slot).items() if seen != "stopped")
     if problem:
-        raise ValueError(f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}")
+        raise ValueError(
+            f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}; only this command "
+            "line can allow that, with the setting of this name"
+        )
 
 
 def weakness(layers: dict[str, str]) -> str:

@@ -16,8 +16,9 @@ from gspo.ranges import ranged
 from gspo.rewards.code_grader import Asserts, StdinCase
 from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
-from gspo.tasks.records_file import Row, Source
+from gspo.tasks.records_file import Row, Source, writable
 
+HIGHEST = 10_000  # rating: the best of all people have 4,000
 EVALPLUS = 768  # max_new_tokens of EvalPlus' models (evalplus/provider/base.py)
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
@@ -139,7 +140,10 @@ class RatedPrograms(CodeBenchmark):
         text = row.first("prompt", "statement", "question")
         rating = None
         if not training or "rating" in row.values:
-            rating = float(row.get("rating", int, float))
+            rating = row.get("rating", int, float)
+            if not abs(rating) <= HIGHEST:  # NaN too
+                raise row.wrong("rating", f"must be a number up to {HIGHEST}")
+            rating = float(rating)
         cases = apps_cases(row) if training and "tests" not in row.values else self._cases(row)
         if not cases:
             return None
@@ -168,8 +172,8 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
         cases = tuple(StdinCase(i, o) for i, o in zip(both["inputs"], both["outputs"], strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise row.wrong("input_output", f"must be JSON with inputs and outputs: {error!r}") from None
-    if not all(isinstance(text, str) for case in cases for text in (case.stdin, case.stdout)):
-        raise row.wrong("input_output", "must hold texts as inputs and outputs")
+    if not all(isinstance(text, str) and writable(text) for case in cases for text in (case.stdin, case.stdout)):
+        raise row.wrong("input_output", "must hold texts as inputs and outputs, without half characters")
     return cases
 
 
@@ -178,7 +182,7 @@ def called_function(row: Row, asserts: list[str], code: str) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in texts that are no raw strings
             top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     calls = [node.func for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]

@@ -7,8 +7,8 @@ function metadata["func_name"], a method of `Solution` where the program has tha
 line, one for each argument.
 
 Private tests may be base64 of zlib of a pickle of the JSON text. Unpickling would run whatever a file says, so nothing
-is unpickled: the opcodes are read, and all but those that make up one text are refused. Tests are decoded when a
-response is judged, as all of them decoded would fill the memory.
+is unpickled: the opcodes are read, and all but those that make up one text are refused. Tests are decoded when the
+file is read, to see that they can be, and again when a response is judged: all of them decoded would fill the memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import base64
 import binascii
 import json
 import pickletools
+import re
 import zlib
 from dataclasses import dataclass
 from datetime import date
@@ -26,9 +27,12 @@ from typing import Any
 from gspo.rewards.code_grader import FunctionCase, StdinCase
 from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
-from gspo.tasks.records_file import Row
+from gspo.tasks.records_file import Row, writable
 
 LARGEST = 1 << 28  # bytes of a record's decompressed tests; a few kB of zlib can hold gigabytes
+OPCODES = 16  # of a pickled text there are five
+PARTS = 1 << 23  # lists, objects and values in the JSON of a problem's tests: in memory each is up to 60 bytes
+STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # of JSON
 LONGEST_INTEGER = 30_000  # digits; the grader hands over no more than 39,000
 TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 HARMLESS = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}  # of a pickled text
@@ -90,6 +94,7 @@ class LiveCodeBench(CodeBenchmark):
                         _json_text(row, "private_test_cases"))  # fmt: skip
         prompt = EXPERT.format(text, USE_STARTER if starter else READ_STDIN, starter or "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
+        self.tests(packed)
         return Item(text, prompt, packed, family)
 
     def tests(self, answer: Packed) -> Tests:
@@ -99,6 +104,10 @@ class LiveCodeBench(CodeBenchmark):
         row = Row(answer.where, {})
         if not tests:
             raise row.wrong("private_test_cases", "and 'public_test_cases' are empty: every program would pass")
+        if not writable(tests):
+            raise row.wrong("private_test_cases", "or 'public_test_cases' holds half a character (a lone surrogate)")
+        if sum(map(_parts, tests)) > PARTS:
+            raise row.wrong("private_test_cases", f"or 'public_test_cases' holds more than {PARTS} values")
         return Tests(answer.function, tuple(_case(row, test, answer.function) for test in tests), answer.preamble)
 
     def entry_point(self, tests: Tests, code: str) -> str:
@@ -126,15 +135,32 @@ class LiveCodeBench(CodeBenchmark):
 def read_tests(text: str, where: str, key: str) -> list[Any]:
     """The tests in JSON, or in base64 of zlib of a pickled JSON text. Raises ValueError naming record and key."""
     try:
-        tests = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            tests = json.loads(unpacked(text))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}") from None
+        tests = _loads(text if "[" in text else unpacked(text))  # which base64 does not have
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}") from None
     if not isinstance(tests, list):
         raise ValueError(f"{where}: the key {key!r} must hold a list of tests")
     return tests
+
+
+def _loads(text: str) -> Any:
+    """JSON. Raises ValueError for so many values that they would fill the memory, before there are any."""
+    if _values(text) > PARTS:
+        raise ValueError(f"more than {PARTS} values")
+    return json.loads(text)
+
+
+def _values(text: str) -> int:
+    """At least as many as a JSON text holds: its commas and brackets outside of strings."""
+    bare = STRING.sub("", text)
+    return sum(map(bare.count, ",[{"))
+
+
+def _parts(test: Any) -> int:
+    """The values in a functional test, whose input and output are JSON in turn."""
+    if not isinstance(test, dict) or test.get("testtype") != "functional":
+        return 1
+    return sum(_values(text) for key in ("input", "output") if isinstance(text := test.get(key), str))
 
 
 def unpacked(text: str) -> str:
@@ -147,7 +173,9 @@ def unpacked(text: str) -> str:
     if not decoder.eof:
         raise ValueError(f"cut off, or more than {LARGEST} bytes when decompressed")
     found = []
-    for opcode, argument, _ in pickletools.genops(data):  # reads, runs nothing
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):  # reads, runs nothing
+        if number == OPCODES:
+            raise ValueError(f"a pickle of more than {OPCODES} opcodes: it must hold one text and nothing else")
         if opcode.name in TEXTS:
             found.append(argument)
         elif opcode.name not in HARMLESS:
@@ -173,6 +201,8 @@ def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
         raise inner.wrong("output", "is empty")
     try:
         values = [json.loads(line, parse_int=_integer) for line in [*given.split("\n"), expected] if line.strip()]
+        if not writable(values):
+            raise ValueError("half a character (a lone surrogate)")
         return FunctionCase(tuple(values[:-1]), values[-1])
     except (ValueError, RecursionError) as error:
         raise inner.wrong("input", f"or 'output' is not one JSON value per line: {error}") from None

@@ -35,9 +35,7 @@ NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")  # 025 and 27.0; some copies write 336^\circ
 QWEN_MATH = 2048  # max_tokens_per_call of Qwen2.5-Math's evaluation (evaluation/math_eval.py)
 DEEPSEEK_R1 = 32_768  # "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
-R1_MARKERS = re.compile(
-    r".*?<｜User｜>(.*?)<｜Assistant｜>.*", re.DOTALL
-)  # DeepSeek-R1's chat, written into the prompt
+R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"  # DeepSeek-R1's chat, written into the prompt
 
 
 @dataclass
@@ -125,11 +123,12 @@ class Math500(MathBenchmark):
         if "reference_solution" not in row.values:
             return super().read(row)
         prompt, solution = row.text("prompt"), row.text("reference_solution")
-        marked = R1_MARKERS.fullmatch(prompt)
+        _, _, asked = prompt.partition(R1_MARKERS[0])
+        asked, marked, _ = asked.partition(R1_MARKERS[1])
         gold = solution.rpartition("####")[2].strip()
         if "####" not in solution or not gold:
             raise row.wrong("reference_solution", "must end in #### and the answer")
-        return (marked.group(1).strip() if marked else prompt), gold
+        return (asked.strip() if marked else prompt), gold
 
     def family(self, row: Row) -> str:
         subject = row.get("subject", str, default="") or row.get("type", str, default="")

@@ -5,14 +5,16 @@ A folder gives the files whose names begin with the split ("test.jsonl", "test2.
 in the order of their names. If none does, it gives those that do not begin with another split's name ("math500.jsonl").
 The hub needs datasets, which comes with pip install "gspo[hub]".
 
-Everything that is wrong with a file is a ValueError which says where: setting, file, line, key.
+Everything that is wrong with a file is a ValueError which says where: setting, file, line, key. A file may come from
+anywhere: what it unpacks to is bounded, and a text that cannot be written again as UTF-8 is refused where it is read.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
 INSTALL = 'pip install "gspo[hub]"'
 NOTHING = object()
+LONGEST = 1 << 28  # bytes of a line, of a JSON list, of the texts of a batch of Parquet rows
+LINES = 1 << 22  # of a file
+UNPACKED = 100  # times its size a compressed file may unpack to: texts are 3 to 20 times as long
+SMALL = 1 << 26  # bytes that any compressed file may unpack to
+PARQUET_ROWS = 16  # that are in memory at a time
+UNREADABLE = (OSError, EOFError, zlib.error)  # gzip's, for a file that is none, or is cut off, or damaged
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class Source:
                 f"{self.setting} is empty, and reading {self.hub} from the hub failed: {lines[0]}. {self._advice()}"
             ) from error
         for number, values in enumerate(records, 1):
-            yield Row(f"{self.hub}, record {number}", values)
+            yield checked(f"{self.hub}, record {number}", values)
 
     def _advice(self) -> str:
         way = f", or {INSTALL} and leave it empty to read {self.hub} from the hub" if self.hub else ""
@@ -147,31 +155,86 @@ def file_rows(path: Path) -> Iterator[Row]:
     for where, values in rows:
         if not isinstance(values, dict):
             raise ValueError(f"{where}: must be an object with keys, not {type(values).__name__}")
-        yield Row(where, values)
+        yield checked(where, values)
 
 
-def _open(path: Path):
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    return path.open("rb")
+def checked(where: str, values: dict[str, Any]) -> Row:
+    """The record. Raises ValueError for a key or value that cannot be written again, as a run's files would have to."""
+    row = Row(where, values)
+    for key, value in values.items():
+        try:
+            whole = writable(key) and writable(value)
+        except RecursionError:
+            raise row.wrong(key, "is too deep: lists in lists in lists") from None
+        if not whole:
+            raise row.wrong(key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): mend its text")
+    return row
+
+
+def writable(value: Any) -> bool:
+    """Whether all texts in a value can be written as UTF-8. JSON's escapes can make some that cannot."""
+    if isinstance(value, str):
+        try:
+            return value.isascii() or bool(value.encode())
+        except UnicodeEncodeError:
+            return False
+    if isinstance(value, dict):
+        return all(writable(key) and writable(inner) for key, inner in value.items())
+    return not isinstance(value, list | tuple) or all(map(writable, value))
+
+
+class Opened:
+    """A file's bytes, unpacked if it is compressed. Raises OSError where that is more than may be read."""
+
+    def __init__(self, path: Path):
+        packed = path.suffix == ".gz"
+        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None  # None: as much as there is
+        self.file = gzip.open(path, "rb") if packed else path.open("rb")  # noqa: SIM115, closed by __exit__
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def lines(self) -> Iterator[bytes]:
+        """By bytes: U+2028 inside a text ends no line."""
+        for _ in range(LINES):
+            if not (line := self._bounded(self.file.readline, "a line")):
+                return
+            yield line
+        raise OSError(f"there are more than {LINES} lines")
+
+    def whole(self) -> bytes:
+        return self._bounded(self.file.read, "one list; as .jsonl, with one record per line, it can be")
+
+    def _bounded(self, read: Callable[[int], bytes], what: str) -> bytes:
+        data = read(1 + (LONGEST if self.room is None else min(LONGEST, self.room)))
+        if self.room is not None:
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(f"it unpacks to more than {UNPACKED} times its size: unpack it, if that is meant")
+        if len(data) > LONGEST:
+            raise OSError(f"there are more than {LONGEST} bytes in {what}")
+        return data
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):  # by bytes: U+2028 inside a text ends no line
+        with Opened(path) as file:
+            for number, line in enumerate(file.lines(), 1):
                 if line.strip():
                     yield f"{path}, line {number}", _json(line, f"{path}, line {number}")
-    except (OSError, EOFError) as error:  # gzip raises them for a file that is none, or is cut off
+    except UNREADABLE as error:
         raise ValueError(f"{path}, after line {number}: cannot be read: {error}") from error
 
 
 def _list(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with _open(path) as file:
-            values = _json(file.read(), str(path))
-    except (OSError, EOFError) as error:
+        with Opened(path) as file:
+            values = _json(file.whole(), str(path))
+    except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, list):
         raise ValueError(f"{path}: must hold a list of records, not {type(values).__name__}; one per line is .jsonl")
@@ -192,9 +255,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS):
+            if batch.nbytes > LONGEST:
+                raise OSError(f"there are more than {LONGEST} bytes in {PARQUET_ROWS} records")
             for values in batch.to_pylist():
                 number += 1
                 yield f"{path}, record {number}", values
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
