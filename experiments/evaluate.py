@@ -6,7 +6,6 @@ import gspo.interrupt  # noqa: F401
 
 # isort: split
 
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from gspo.assembly import local_engine
+from gspo.checkpoint import read_state
 from gspo.commands import EvaluateCommand
 from gspo.config import register_schemas
 from gspo.evaluation import HeldOut, held_out_sets, with_room
@@ -160,7 +160,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if command.device != "auto":
         settings.policy.device = command.device
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
-    step = json.loads((checkpoint / "state.json").read_text())["step"]
+    step = read_state(checkpoint)["step"]
     engine = local_engine(policy, settings.rollout, command.batch_rows)
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"

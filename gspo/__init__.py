@@ -24,5 +24,6 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
     run_files, sweep_state                       no torch: what run directories say, how far a sweep is
     collapse                                     no torch: has a run collapsed, and what could have been seen before
+    shown, bounded                               no torch: what data may do where it is shown; reading strange files
     interrupt                                    no torch: Ctrl-C while the libraries of an entry point load
 """

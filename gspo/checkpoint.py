@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gspo.bounded import inside, opened, read_json
 from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
@@ -208,25 +209,24 @@ def damage(folder: Path) -> str | None:
     if not (folder / CHECKSUMS).exists() and all((folder / name).exists() for name in WITHOUT_CHECKSUMS):
         return None  # of an earlier version
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        for name, digest in sums.items():
-            if checksum(folder / name) != digest:
+        for name, digest in read_json(folder / CHECKSUMS).items():
+            if checksum(inside(folder, name)) != digest:
                 return f"{name} is not as it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        return f"{CHECKSUMS} cannot be read ({error})"
+    except (OSError, ValueError) as error:
+        return f"it cannot be compared with {CHECKSUMS} ({error})"
     return None
 
 
 def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_belongs(folder: Path, settings: str) -> None:
     """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
-    written = json.loads((folder / "state.json").read_text())["settings"]
+    written = read_state(folder)["settings"]
     if written != settings:
         raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
 
@@ -234,4 +234,13 @@ def check_belongs(folder: Path, settings: str) -> None:
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return TrainState.from_json(json.loads((folder / "state.json").read_text()))
+    return TrainState.from_json(read_state(folder))
+
+
+def read_state(folder: Path) -> dict:
+    """What a checkpoint's state.json says. Raises ValueError if that is no state of a run."""
+    state = read_json(folder / "state.json")
+    for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}")
+    return state

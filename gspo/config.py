@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.advantages import GAE, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
 from gspo.aggregation import Aggregation
+from gspo.bounded import read_yaml
 from gspo.checkpoint import CheckpointSettings
 from gspo.checks import check
 from gspo.cold_start import ColdStartSettings
@@ -247,11 +248,11 @@ def read_settings(folder: Path) -> Settings:
     path = folder / "settings.yaml"
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
-    content = yaml.safe_load(path.read_text())
+    content = read_yaml(path)
     schema = OmegaConf.structured(Settings)
     for group, options in CHOICES.items():
-        name = content.get(group, {}).get("name")
-        if name not in options:
+        name = content[group].get("name") if isinstance(content.get(group), dict) else None
+        if not isinstance(name, str) or name not in options:
             raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
         schema[group] = OmegaConf.structured(options[name])
     try:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from gspo.checkpoint import check_belongs, damage, latest_checkpoint
+from gspo.bounded import read_json
+from gspo.checkpoint import check_belongs, damage, latest_checkpoint, read_state
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start
 from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
 from gspo.policy.critic import ValueHead
@@ -25,6 +26,7 @@ from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
 from gspo.run_files import LOCK, STATUS, read_rows, replace_text, said
+from gspo.shown import Lines
 
 ENDED = ("finished", "collapsed")  # how a run ended that has nothing left to do
 
@@ -184,12 +186,13 @@ def recorded(run: str, step: int) -> tuple[Settings, Path]:
         raise ValueError(f"step={step}: {run} has no such checkpoint; it has {', '.join(there) or 'none'}")
     if step >= 0 and (problem := damage(folder)):
         raise ValueError(f"step={step}: {folder} is damaged: {problem}")
+    read_json(folder / "config.json")  # which transformers would read without bounds
     return settings, folder
 
 
 def finished(checkpoint: Path | None, steps: int) -> bool:
     """Whether the run has reached `steps` already."""
-    return checkpoint is not None and json.loads((checkpoint / "state.json").read_text())["step"] >= steps
+    return checkpoint is not None and read_state(checkpoint)["step"] >= steps
 
 
 def say(folder: Path, how: str, step: int, reason: str = "") -> None:
@@ -226,7 +229,7 @@ def code_state() -> dict:
 def log_to(folder: Path) -> Iterator[None]:
     """Within: the library's log goes to the run's train.log, with the traceback of whatever ends the run."""
     handler = logging.FileHandler(folder / "train.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("gspo")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
