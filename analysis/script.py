@@ -117,7 +117,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
 def one_study(path: str) -> None:
     """Runs of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
     try:
-        found = [record for record in sources.records(path) if len(record.rows)]
+        found = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):
         return  # load.load says what is wrong
     studies = {str(record.settings.get("study")): record.path.parent for record in found}
