@@ -6,13 +6,14 @@ analysis/wandb_report.py writes the same parts as a W&B Report.
 from __future__ import annotations
 
 import base64
-import html
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
+
+from gspo.shown import head, in_html, in_markdown, shown
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -74,67 +75,60 @@ Block = Heading | Text | Items | Table | Figure | Folded
 # ---------------------------------------------------------------------------------------------------------------- HTML
 def to_html(title: str, blocks: Sequence[Block]) -> str:
     body = "\n".join(map(_html, blocks))
-    head = f'<meta charset="utf-8"><title>{_e(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en">{head}<h1>{_e(title)}</h1>\n{body}\n</html>\n'
-
-
-def _e(text: str) -> str:
-    return html.escape(text)
+    return f"{head(title, STYLE)}<h1>{in_html(title)}</h1>\n{body}\n</html>\n"
 
 
 def _html(block: Block) -> str:
     match block:
         case Heading(text):
-            return f"<h2>{_e(text)}</h2>"
+            return f"<h2>{in_html(text)}</h2>"
         case Text(text):
-            return f"<p>{_e(text)}</p>"
+            return f"<p>{in_html(text)}</p>"
         case Items(texts):
-            return "<ul>" + "".join(f"<li>{_e(text)}</li>" for text in texts) + "</ul>"
-        case Table(head, rows):
-            lines = ["".join(f"<th>{_e(cell)}</th>" for cell in head)]
+            return "<ul>" + "".join(f"<li>{in_html(text)}</li>" for text in texts) + "</ul>"
+        case Table(names, rows):
+            lines = ["".join(f"<th>{in_html(cell)}</th>" for cell in names)]
             lines += ["".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows]
             return '<div class="wide"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
         case Figure(png, about):
             data = base64.b64encode(png.read_bytes()).decode()
-            return f'<img alt="{_e(about)}" src="data:image/png;base64,{data}">'
+            return f'<img alt="{in_html(about)}" src="data:image/png;base64,{data}">'
         case Folded(title, text):
-            return f"<details><summary>{_e(title)}</summary><pre>{_e(text)}</pre></details>"
+            return f"<details><summary>{in_html(title)}</summary><pre>{in_html(text)}</pre></details>"
 
 
 def _cell(cell: str | Link) -> str:
-    return f'<a href="{_e(cell.address)}">{_e(cell.text)}</a>' if isinstance(cell, Link) else _e(cell)
+    return f'<a href="{in_html(cell.address)}">{in_html(cell.text)}</a>' if isinstance(cell, Link) else in_html(cell)
 
 
 # ------------------------------------------------------------------------------------------------------------ Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Figures are named relative to `folder`, in which the text will lie."""
-    return "\n\n".join([f"# {plain(title)}", *(_markdown(block, folder) for block in blocks)]) + "\n"
+    return "\n\n".join([f"# {in_markdown(title)}", *(_markdown(block, folder) for block in blocks)]) + "\n"
 
 
 def _markdown(block: Block, folder: Path) -> str:
     match block:
         case Heading(text):
-            return f"## {plain(text)}"
+            return f"## {in_markdown(text)}"
         case Text(text):
-            return plain(text)
+            return in_markdown(text)
         case Items(texts):
-            return "\n".join(f"- {plain(text)}" for text in texts)
-        case Table(head, rows):
-            return "\n".join(["| " + " | ".join(map(bar, line)) + " |" for line in (head, ["---"] * len(head), *rows)])
+            return "\n".join(f"- {in_markdown(text)}" for text in texts)
+        case Table(names, rows):
+            lines = [" | ".join(map(_in_cell, line)) for line in (names, *rows)]
+            return "\n".join(f"| {line} |" for line in (lines[0], " | ".join(["---"] * len(names)), *lines[1:]))
         case Figure(png, about):
-            return f"![{plain(about)}]({quote(os.path.relpath(png, folder))})"
+            return f"![{in_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            return f"<details><summary>{_e(title)}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"
+            return f"<details><summary>{in_html(title)}</summary>\n\n{fence}\n{shown(text)}\n{fence}\n\n</details>"
 
 
-def bar(cell: str | Link) -> str:
-    """A cell of a Markdown table."""
-    if isinstance(cell, Link):
-        return f"[{bar(cell.text)}]({cell.address})"
-    return plain(cell).replace("|", "\\|").replace("\n", " ")
+def _in_cell(cell: str | Link) -> str:
+    return f"[{in_markdown(cell.text)}]({cell.address})" if isinstance(cell, Link) else in_markdown(cell)
 
 
-def plain(text: str) -> str:
-    """Text that Markdown shows as it is, where names of studies and arms may hold its signs."""
-    return re.sub(r"([<\\`])", r"\\\1", text)
+def address(file: Path, folder: Path) -> str:
+    """Of a file, in a page that lies in `folder`; names that are not UTF-8 have one too."""
+    return quote(os.fsencode(os.path.relpath(file, folder)))

@@ -11,6 +11,7 @@ GSPO's rival is GRPO with Routing Replay, as in the paper; where no run has that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
@@ -110,7 +111,7 @@ def held_out(data: Data) -> Claim | None:
 
 def scores(data: Data) -> list[str]:
     """The held-out scores: eval/<set>/avg@k."""
-    return [name for name in data.metrics("eval/") if "/avg@" in name]
+    return [name for name in data.metrics("eval/") if fnmatchcase(name, "eval/*/avg@*")]
 
 
 def stderr_of(score: str) -> str:

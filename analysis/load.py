@@ -11,6 +11,8 @@ from runs import GRPO_R2 as GRPO_R2
 from runs import Refused as Refused
 from sources import Record
 
+from gspo import shown
+
 OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setting
     "gspo": GSPO,
     "gspo_token": GSPO_TOKEN,
@@ -27,6 +29,16 @@ OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setti
     "sapo": "SAPO",
 }
 
+NEEDED = ("seed", "steps", "objective.name")  # settings without which a record is no run
+NUMBER, NAME = (int, float, type(None)), (str, type(None))
+KINDS = {  # of the settings that figures and tables count on; others may be any number or text
+    "seed": (int,), "steps": (int,), "objective.name": (str,), "study": NAME, "model.name": NAME,
+    "policy.routing_replay": NAME, "objective.clip_low": NUMBER, "objective.clip_high": NUMBER, "optim.lr": NUMBER,
+    "optim.max_grad_norm": NUMBER, "rollout.prompts_per_step": NUMBER, "rollout.group_size": NUMBER,
+    "trainer.minibatches": NUMBER,
+}  # fmt: skip
+LONGEST = 2000  # characters of a setting's value
+FOLDER = 100  # of the study's name, which files are named after
 # What may differ between two runs of one arm: who ran it, for how long, where it was written.
 NOT_THE_ARM = (
     "seed",
@@ -82,17 +94,31 @@ def lost_steps(run: Run) -> str:
 def as_run(record: Record, notes: list[str]) -> Run | None:
     """A record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
     notes += record.notes
-    missing = [key for key in ("seed", "steps", "objective.name") if record.settings.get(key) is None]
+    missing = [key for key in NEEDED if record.settings.get(key) is None]
     if missing:
         notes.append(f"left out: {record.path}, its settings have no {', '.join(missing)}")
+        return None
+    if odd := [f"{key}={str(value)[:40]}" for key, value in record.settings.items() if not fits(key, value)]:
+        notes.append(f"left out: {record.path}, its settings cannot be: {', '.join(odd[:3])}")
         return None
     if not len(record.rows) or not (record.rows["step"] > 0).any():
         notes.append(f"left out: {record.path}, no rollout batch yet")
         return None
     twice = record.rows["step"][record.rows["step"].duplicated()]
     if len(twice):
-        die(f"{record.path / 'metrics.jsonl'}: step {twice.iloc[0]} stands there twice")
+        notes.append(f"left out: {record.path}, step {twice.iloc[0]} stands twice in its metrics.jsonl")
+        return None
     return Run(record.path, record.settings, record.rows, id=record.id)
+
+
+def fits(key: str, value: object) -> bool:
+    """Whether a setting may have this value: of the kind that the setting is of, and no book."""
+    if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
+        return False
+    if key == "study" and value is not None:
+        return "/" not in value and len(value) <= FOLDER and shown.line(value) == value
+    threshold = key.startswith("monitor.thresholds.")
+    return type(value) in NUMBER if threshold else type(value) is not int or abs(value) < 2**53
 
 
 def label(runs: list[Run], notes: list[str]) -> None:
@@ -101,7 +127,7 @@ def label(runs: list[Run], notes: list[str]) -> None:
         name, replay = run.settings["objective.name"], run.settings.get("policy.routing_replay")
         run.arm = OBJECTIVES.get(name, name)
         if replay not in (None, "none"):
-            run.arm += f" + Routing Replay ({replay.upper()})"
+            run.arm += f" + Routing Replay ({str(replay).upper()})"
     for base in sorted({run.arm for run in runs}):
         group = [run for run in runs if run.arm == base]
         keys = {key for seed in {r.seed for r in group} for key in differing([r for r in group if r.seed == seed])}
@@ -181,7 +207,7 @@ def describe(data: Data, arms: list[str]) -> str:
 def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
     """The values that a setting has in these runs: "4", "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
-    return " or ".join(str(value) for value in sorted(values, key=lambda v: (isinstance(v, str), v)))
+    return " or ".join(str(value) for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v))))
 
 
 def count_seeds(seeds: list[int]) -> str:

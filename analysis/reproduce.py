@@ -25,6 +25,7 @@ from stats import START, WINDOW
 from style import View
 
 from gspo.run_files import replace_text
+from gspo.shown import in_markdown
 
 
 def main() -> None:
@@ -52,7 +53,8 @@ def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path
 
 def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
     """The whole text, in Markdown that also reads well in a terminal."""
-    lines = ["# What the runs show", "", *(f"Note: {note}" for note in data.notes), load.describe(data, data.arms), ""]
+    notes = [in_markdown(f"Note: {note}") for note in data.notes]
+    lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
     lines += [
         *table(data),
         "",
@@ -69,8 +71,9 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
     if not any(run.moe for run in data.runs):
         lines += ["These models are dense: what the paper claims of MoE models and Routing Replay is not judged.", ""]
     for claim in claims.all_claims(data):
-        lines += [f"- {claim.claim} ({claim.where})", f"  - here: {claim.found}", f"  - **{claim.verdict}**"]
-    lines += ["", "## Figures", "", *(f"- {path}" for path in paths), *(f"- {why}" for why in left_out)]
+        found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
+        lines += [f"- {in_markdown(claim.claim)} ({claim.where})", f"  - here: {found}", f"  - **{verdict}**"]
+    lines += ["", "## Figures", "", *(f"- {in_markdown(line)}" for line in (*paths, *left_out))]
     return lines
 
 
@@ -78,6 +81,7 @@ def table(data: Data) -> list[str]:
     """The table's lines, columns aligned: a row per quantity, a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
     cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
+    cells = [[in_markdown(cell) for cell in row] for row in cells]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     rows = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
     return [rows[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *rows[1:]]

@@ -6,7 +6,6 @@ in gspo/metrics.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from typing import NoReturn
 
 import pandas as pd
 
+from gspo import bounded
 from gspo.collapse import collapse
 from gspo.metrics import lookup
 
@@ -66,10 +66,12 @@ class Run:
     @property
     def ended(self) -> str:
         """What the run's directory says of its end; without one, from its rows."""
+        from_rows = "finished" if self.finished else "unfinished"
         try:
-            return str(json.loads((self.path / "status.json").read_text(encoding="utf-8"))["how"])
-        except (OSError, ValueError, KeyError):
-            return "finished" if self.finished else "unfinished"
+            how = bounded.read_json(self.path / "status.json").get("how")
+        except (OSError, bounded.Unreadable):
+            return from_rows
+        return how if isinstance(how, str) and len(how) < 20 else from_rows
 
     @cached_property
     def collapsed(self) -> int | None:

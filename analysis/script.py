@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,8 @@ import load
 import sources
 from claims import Claim
 from style import FORMATS, View
+
+from gspo import shown
 
 # Why a figure refuses options for curves: --seeds, --smooth and --log-x.
 DOTS = {"seeds": "the seeds stand there as dots already"}
@@ -107,7 +108,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
         one_study(path)
     data = load.load(args.runs)
     for note in data.notes if notes else ():
-        print(f"note: {note}")
+        print(f"note: {shown.line(note)}")
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
         load.die("--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out")
     return data
@@ -116,7 +117,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
 def one_study(path: str) -> None:
     """Runs of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
     try:
-        found = [record for record in sources.records(path) if len(record.rows)]
+        found = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):
         return  # load.load says what is wrong
     studies = {str(record.settings.get("study")): record.path.parent for record in found}
@@ -128,14 +129,13 @@ def one_study(path: str) -> None:
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2."""
-    for stream in (sys.stdout, sys.stderr):  # what the terminal's alphabet lacks is printed as an escape
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2. Nothing that the runs
+    hold acts on the terminal."""
+    shown.guard()
     try:
         main()
     except load.Refused as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown.line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

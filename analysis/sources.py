@@ -21,9 +21,9 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import wandb_files
-import yaml
 from pyarrow import parquet
 
+from gspo import bounded
 from gspo.run_files import replace_bytes
 
 SERVER = "wandb:"
@@ -49,14 +49,15 @@ def records(path: Path | str) -> list[Record]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     files = sorted(path.rglob("settings.yaml"))
-    folders = [file.parent for file in files if (file.parent / "metrics.jsonl").is_file()]
+    folders = [file.parent for file in files if os.path.lexists(file.parent / "metrics.jsonl")]
     found = []
     for folder in folders:
         read = [folder / "settings.yaml", folder / "metrics.jsonl"]
         record = cached(str(read[0].resolve()), stamp(read), lambda folder=folder: from_folder(folder))
         found.append(replace(record, path=folder))  # as it was named this time
     within = {folder.resolve() for folder in folders}
-    files = {file.resolve() for file in path.rglob("*.wandb")} if path.is_dir() else {path.resolve()}
+    there = [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
+    files = {file.resolve() for file in there}
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their start
     files = {file for file in files if not within & set(file.parents) and not _a_copy(file)}
     segments = sorted(files, key=lambda file: (file.parent.parent, file.parent.name))
@@ -70,7 +71,7 @@ def _a_copy(file: Path) -> bool:
 
 def stamp(files: list[Path]) -> list:
     """What changes when a file does."""
-    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return [[str(file.resolve()), file.lstat().st_size, file.lstat().st_mtime_ns] for file in files]
 
 
 # ---------------------------------------------------------------------------------------------------- run directories
@@ -83,31 +84,24 @@ def from_folder(folder: Path) -> Record:
 
 def read_settings(file: Path, notes: list[str]) -> dict:
     try:
-        settings = yaml.safe_load(file.read_bytes())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        settings = str(error).splitlines()[0]
-    if isinstance(settings, dict):
-        return settings
-    notes.append(f"{file} holds no settings: {settings}")
-    return {}
+        return bounded.read_yaml(file)
+    except (OSError, bounded.Unreadable) as error:
+        notes.append(str(error))
+        return {}
 
 
 def read_rows(file: Path, notes: list[str]) -> list[dict]:
     """The rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines that are
     none, cut or damaged, are left out."""
-    rows, damaged = [], []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:  # no JSON, or no UTF-8
-            row = None
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(wandb_files.numbers(row))
-        else:
-            damaged.append(str(number))
+    try:
+        rows, damaged = bounded.read_rows(file)
+    except (OSError, bounded.Unreadable) as error:
+        notes.append(str(error))
+        return []
     if damaged:
-        notes.append(f"{file}: lines left out that are no rows: {', '.join(damaged)}")
-    return rows
+        some = ", ".join(str(number) for number, _ in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
+        notes.append(f"{file}: lines left out that are no rows: {some}")
+    return [wandb_files.numbers(row) for row in rows]
 
 
 def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
@@ -190,11 +184,11 @@ def from_server(run: object) -> Record:
     rows: dict[int, dict[str, float]] = {}
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)
-        if step is not None:
-            rows.setdefault(int(step), {}).update(wandb_files.numbers(row))
+        if bounded.is_step(step):
+            rows.setdefault(step, {}).update(wandb_files.numbers(row))
     frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
     settings = {key: value for key, value in run.config.items() if key != "_wandb"}
-    name = settings.pop("record", {}).get("run") or run.name  # which WANDB_NAME may have replaced
+    name = wandb_files.recorded_name(settings) or run.name  # which WANDB_NAME may have replaced
     return Record(Path(name), flatten(settings), frame, id=run.id)
 
 

@@ -11,17 +11,15 @@ W&B project, over the one that it saved there before; it needs an account.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
 
 import claims
 import fig_curves
 import load
 import reproduce
 import script
-from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, to_html, to_markdown
+from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, address, to_html, to_markdown
 from load import GRPO, Data, Run
 from stats import START, WINDOW, paired_difference
 
@@ -163,7 +161,7 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
 def local(run: Run, folder: Path) -> Link | str:
     """Its own report, or its directory, from a page in `folder`."""
     place = run.path / "report.html" if (run.path / "report.html").exists() else run.path
-    return Link(run.path.name, quote(os.path.relpath(place, folder))) if place.exists() else run.path.name
+    return Link(run.path.name, address(place, folder)) if place.exists() else run.path.name
 
 
 if __name__ == "__main__":

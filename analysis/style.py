@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,20 @@ from looks import Look
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 from stats import WINDOW
 
 from gspo.run_files import replace_bytes
+from gspo.shown import shown
 
 INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # what belongs to no arm
 WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
 COMPUTE = "compute/flops"
+POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")  # in a label
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
     if view.caption:
         write_under(figure, caption)
+    for text in figure.findobj(Text):
+        as_data(text)
     figure.draw_without_rendering()  # arrange the panels once, for all files
     figure.set_layout_engine("none")
     out.mkdir(parents=True, exist_ok=True)
@@ -147,6 +153,14 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
         figure.savefig(drawn, format=path.suffix[1:], dpi=160, metadata=undated)
         replace_bytes(path, drawn.getvalue())
     return paths
+
+
+def as_data(text: Text) -> None:
+    """Names and settings are shown as they are: matplotlib reads formulas between dollars, where we write powers of
+    ten alone."""
+    text.set_text(shown(text.get_text()))
+    if "$" in POWER.sub("", text.get_text()):
+        text.set_parse_math(False)
 
 
 def write_under(figure: Figure, caption: str) -> None:

@@ -7,13 +7,14 @@ payloads are W&B's protobuf messages. A resumed run has a file per segment, whos
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from gspo import bounded
 
 BLOCK, HEADER = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
@@ -68,12 +69,17 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """One file. Raises nothing for what is in it."""
+    """One file. Raises nothing for what is in it, nor for what it is."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # here, for wandb takes a second to import
 
     segment, ended = Segment(path), False
-    for payload in payloads(path.read_bytes(), segment.damage):
+    try:
+        content = bounded.read_bytes(path, bounded.LONG)
+    except (OSError, bounded.Unreadable) as error:
+        segment.damage.append(str(error))
+        return segment
+    for payload in payloads(content, segment.damage):
         record = Record()
         try:
             record.ParseFromString(payload)
@@ -92,9 +98,9 @@ def read(path: Path) -> Segment:
             plain = [item for item in record.history.item if len(item.nested_key) < 2]  # others are parts of tables
             row = _values(plain, segment.damage)
             step = row.pop("step", None)
-            if isinstance(step, int):
+            if bounded.is_step(step):
                 segment.rows.setdefault(step, {}).update(numbers(row))
-    segment.name = segment.config.pop("record", {}).get("run") or segment.name  # which WANDB_NAME may have replaced
+    segment.name = recorded_name(segment.config) or segment.name  # which WANDB_NAME may have replaced
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")
@@ -105,17 +111,21 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
     """Keys and values of a record; W&B writes each value as JSON."""
     keys = [item.key or "/".join(item.nested_key) for item in items]
     try:
-        return dict(zip(keys, json.loads("[" + ",".join(item.value_json for item in items) + "]"), strict=True))
+        values = bounded.parse_json("[" + ",".join(item.value_json for item in items) + "]")
+        return dict(zip(keys, values, strict=True))
     except ValueError:
         damage.append(f"a value that is not JSON, among {', '.join(keys[:3])} ...")
         return {}
 
 
+def recorded_name(config: dict[str, object]) -> str:
+    """The run directory's name, which the configuration holds beside the settings; taken out of it."""
+    record = config.pop("record", None)
+    name = record.get("run") if isinstance(record, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def numbers(row: dict[str, object]) -> dict[str, float]:
     """A row without W&B's own keys and without tables; what is not finite becomes NaN."""
-    kept = {key: value for key, value in row.items() if not key.startswith("_")}
-    return {
-        key: math.nan if value is None or not math.isfinite(value) else value
-        for key, value in kept.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
+    kept = {key: bounded.finite(value) for key, value in row.items() if key[:1] != "_" and bounded.is_number(value)}
+    return {key: math.nan if value is None else value for key, value in kept.items()}

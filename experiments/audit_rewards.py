@@ -32,6 +32,7 @@ from gspo.rewards.code_grader import CodeGrader
 from gspo.rewards.code_runner import CodeRunner
 from gspo.rewards.hostile import HOSTILE_RESPONSES, hacks, poisons
 from gspo.rewards.math_verifier import MathVerifier
+from gspo.shown import guard
 
 DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
 POISONS = 100  # different answers that would keep a naive verifier busy
@@ -137,4 +138,5 @@ def show(title: str, outcomes: list[Outcome], table: bool = False) -> None:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ from stats import START, WINDOW, block_bootstrap
 
 from gspo.arguments import key_values
 from gspo.collapse import levels
+from gspo.shown import line
 
 MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
     "clipped tokens": ("clip/token_active", ".3g"),
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
     data = load.load(paths)
     for note in data.notes:
         if not note.startswith("seeds of"):
-            print(f"note: {note}")
+            print(f"note: {line(note)}")
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
     print("\n".join(table(data.runs)))
@@ -56,13 +57,14 @@ def main(arguments: list[str]) -> int:
 def table(runs: list[Run]) -> list[str]:
     """Aligned lines: settings that differ, then what the runs did. Columns are numbered, with a legend above."""
     keys = sorted({key for run in runs for key in run.settings})
-    lines = [f"[{i}] {run.path}" for i, run in enumerate(runs, start=1)]
+    lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
     for key in keys:
         values = [str(run.settings.get(key, "-")) for run in runs]
         if len(set(values)) > 1 and key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing"):
             rows.append([key, *values])
     rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
+    rows = [[line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
     return [*lines, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows)]
 

@@ -37,7 +37,8 @@ from sources import Record
 from gspo.arguments import key_values
 from gspo.dashboard import GROUP_BY, home, publish, workspace, write
 from gspo.process import command_line
-from gspo.views import LEFT_OUT, VIEWS, View, recorded, unplaced
+from gspo.shown import line
+from gspo.views import LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
 from gspo.wandb_run import default_project
 
 DEFAULTS = {
@@ -63,7 +64,7 @@ def main() -> None:
     made = [workspace(view, *place, tuple(chosen["by"].split(",")), chosen["study"]) for view in views]
     for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
-    print("\n".join(notes))
+    print("\n".join(map(line, notes)))
     if chosen["publish"] == "no":
         return
     if entity is None:
@@ -96,16 +97,22 @@ def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str
     where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
         return VIEWS, [*notes, f"no run under {where}: by={by} and the panels are checked against the registry alone"]
+    found, strange = of_this_version(found)
+    notes += [f"left out: {record.path} has recorded {name}, which is on no panel" for record, name in strange]
     for key in by.split(","):
         if not any(key in record.settings for record in found):
             raise ValueError(f"by={by}: no run under {where} has the setting {key!r}")
-    try:
-        views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
-    except KeyError as error:  # of another version of the program
-        raise ValueError(f"a run under {where} has recorded what is on no panel: {error.args[0]}") from None
+    views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
     if missing:
         notes.append(f"left out, for no run under {where} has recorded them: {', '.join(missing)}")
     return views, notes + mixed(found, by)
+
+
+def of_this_version(found: list[Record]) -> tuple[list[Record], list[tuple[Record, str]]]:
+    """The runs whose metrics are all in the registry, and the others with one that is not."""
+    strange = [(record, name) for record in found for name in unknown(reported(record))[:1]]
+    others = {id(record) for record, _ in strange}
+    return [record for record in found if id(record) not in others], strange
 
 
 def reported(record: Record) -> list[str]:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from gspo.assembly import local_engine
+from gspo.checkpoint import read_state
 from gspo.commands import EvaluateCommand
 from gspo.config import register_schemas
 from gspo.evaluation import HeldOut, held_out_sets, with_room
@@ -27,7 +28,7 @@ from gspo.process import command_line, one_line
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.rows import Sampling
 from gspo.run_files import refuse_links
-from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, step_of, usable_device
+from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, usable_device
 from gspo.schema import to_dataclass
 from gspo.tasks.base import Task
 
@@ -162,7 +163,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if command.device != "auto":
         settings.policy.device = command.device
     policy = open_policy(settings, checkpoint, report=lambda *_: None)
-    step = step_of(checkpoint)
+    step = read_state(checkpoint)["step"]
     engine = local_engine(policy, settings.rollout, command.batch_rows)
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"

@@ -19,6 +19,7 @@ from gspo.arguments import key_values
 from gspo.peers.compare import OUT, compare
 from gspo.peers.table import page
 from gspo.peers.vectors import load
+from gspo.shown import guard
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = "tests/data/parity"
@@ -53,4 +54,5 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from gspo.arguments import key_values
-from gspo.process import command_line
+from gspo.process import command_line, report
 from gspo.run_report import write
 
 
@@ -25,8 +25,13 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     for argument in arguments:  # all are read before the first page is written
         key_values([argument], {"run": ""}, empty=False)
+    wrong = False
     for argument in arguments:
-        print(write(Path(argument.removeprefix("run="))))
+        try:
+            print(write(Path(argument.removeprefix("run="))))
+        except ValueError as error:  # the others' pages are written
+            wrong = report(error)
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

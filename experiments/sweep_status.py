@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from gspo.arguments import key_values
+from gspo.shown import guard, line
 from gspo.sweep_state import jobs, table, upload
 
 
@@ -23,10 +24,11 @@ def main(arguments: list[str]) -> int:
         if command := upload(Path(study)):
             print(f"to upload them to W&B: {command}")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main(sys.argv[1:]))

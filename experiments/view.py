@@ -18,7 +18,7 @@ import gspo.interrupt  # noqa: F401
 # isort: split
 
 import contextlib
-import io
+import hashlib
 import os
 import signal
 import subprocess
@@ -37,11 +37,15 @@ from sources import Record
 
 from gspo.arguments import key_values
 from gspo.process import command_line
-from gspo.run_files import read_rows
+from gspo.run_files import read_events
+from gspo.shown import line
 from gspo.views import VIEWS
 
 OPTIONS = {"in": "browser", "open": "yes", "port": "7860"}
 CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
+HERE = "127.0.0.1"
+THEIRS = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")  # what trackio asks the environment for; and SYSTEM
+LONGEST = 100  # characters of a project's name
 PAUSE = 2.0  # seconds between two looks at the files, at least; nine times what a look takes, where that is longer
 
 
@@ -73,21 +77,22 @@ def main() -> None:
 def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
     """Fill trackio's store from the files, show its page, go on filling until Ctrl-C."""
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
+    for name in [name for name in os.environ if name.startswith(THEIRS) or name == "SYSTEM"]:
+        del os.environ[name]  # where to listen, what to upload, whose page to show: it says none of that here
     os.environ |= {"TRACKIO_DIR": str(folder), "TRACKIO_PLOT_ORDER": ",".join(order)}
-    os.environ |= {"GRADIO_SHARE": "false", "GRADIO_SERVER_PORT": port}  # the first port that is tried
+    os.environ["GRADIO_SERVER_PORT"] = port  # the first port that is tried
     try:
-        import trackio
+        from trackio import SQLiteStorage
     except ImportError:
         raise ValueError("the page needs trackio: make view, or pip install '.[view]'; or say in=terminal") from None
-    page = Page(trackio.SQLiteStorage)
+    page = Page(SQLiteStorage)
     while not page.look(paths):
         if not any(sources.records(path) for path in paths):
             raise ValueError(f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl")
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE)
     print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
-    with contextlib.redirect_stdout(io.StringIO()):  # it advises on tokens for writing, which nobody needs here
-        server, address, *_ = trackio.show(open_browser=False, block_thread=False)
+    server, address = serve()
     address = f"{address.rstrip('/')}/?project={quote(page.studies()[0], safe='')}"
     print(f"{address}   (Ctrl-C ends it)", flush=True)
     if opens:
@@ -101,7 +106,21 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
                 page.say(str(error))
             time.sleep(max(PAUSE, 9 * (time.monotonic() - started)))
     finally:
-        server.close()
+        server.should_exit = True
+
+
+def serve() -> tuple[object, str]:
+    """trackio's page for this machine alone: on the loopback address, without a tunnel to the outside, and for
+    requests alone that name this host, so that no other web page reads it under a name of its own (DNS rebinding).
+    `trackio.show` checks no host, and asks the environment for the rest. Returns the server and its address."""
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from trackio.launch import launch_trackio_dashboard
+    from trackio.server import build_starlette_app_only
+
+    app, _ = build_starlette_app_only(mcp_server=False)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HERE, "localhost"], www_redirect=False)
+    address, _, _, server = launch_trackio_dashboard(app, server_name=HERE, share=False, quiet=True)
+    return server, address
 
 
 class Page:
@@ -113,6 +132,7 @@ class Page:
 
     def __init__(self, store: type):
         self.store = store
+        self.names: dict[tuple[str, str], str] = {}  # by study and run: whose name this is
         self.sent: dict[tuple[str, str], list[dict[str, float]]] = {}  # by study and run
         self.warned: dict[tuple[str, str], int] = {}  # alerts that the page has
         self.notes: set[str] = set()
@@ -128,7 +148,7 @@ class Page:
         """Give the store the rows that it lacks; all of them again if a run went back and changed those it has."""
         for note in record.notes:
             self.say(note)
-        study, name = str(record.settings.get("study", "runs")), record.path.name
+        study, name = self.place(record)
         rows = [{k: v for k, v in row.items() if v == v and v is not None} for row in record.rows.to_dict("records")]
         before = self.sent.get((study, name), [])
         if rows[: len(before)] != before:
@@ -139,10 +159,34 @@ class Page:
         if new:
             metrics = [{k: v for k, v in row.items() if k != "step"} for row in new]
             steps = [int(row["step"]) for row in new]
-            self.store.bulk_log(study, name, metrics, steps, times(record, new), record.settings, run_id=name)
+            settings = {line(k): line(v) if isinstance(v, str) else v for k, v in record.settings.items()}
+            self.store.bulk_log(study, name, metrics, steps, times(record, new), settings, run_id=name)
             self.sent[study, name] = rows
-        self.warn(study, name, read_rows(record.path / "monitor.jsonl"))
+        if rows:
+            try:
+                self.warn(study, name, read_events(record.path / "monitor.jsonl"))
+            except (OSError, ValueError) as error:
+                self.say(str(error))
         return len(new)
+
+    def place(self, record: Record) -> tuple[str, str]:
+        """The project and the name under which the page has a run. trackio takes names for the same that differ in
+        punctuation, and runs of one name for one: where it would, a few digits keep them apart."""
+        study, name = line(record.settings.get("study", "runs")), line(record.path.name)
+        if not self.takes(study):
+            study = f"study-{study[:LONGEST]}-{digits(study)}"
+        whose = record.id or str(record.path.absolute())
+        if self.names.setdefault((study, name), whose) != whose:
+            name = f"{name}-{digits(whose)}"
+        return study, name
+
+    def takes(self, study: str) -> bool:
+        """Whether trackio keeps this name as it is."""
+        try:
+            self.store.validate_project_name(study)
+        except ValueError:  # reserved
+            return False
+        return len(study) <= LONGEST and all(c.isalnum() or c in "-_" for c in study)
 
     def warn(self, study: str, name: str, events: list[dict]) -> None:
         """The monitor's events as alerts of the page; those that it has are left alone."""
@@ -151,23 +195,28 @@ class Page:
         self.warned[study, name] = len(events)
         levels = [{"warning": "warn", "fallen": "error"}.get(event["kind"], "info") for event in events]
         ids = [f"{study}/{name}/{number}" for number in range(len(events))]
-        titles = [f"{event['kind']}: {event['signal']}" if "signal" in event else event["kind"] for event in events]
-        texts = [event["text"] for event in events]
+        titles = [line(f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"]) for event in events]
+        texts = [line(event["text"]) for event in events]
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
     def say(self, note: str) -> None:
         """Each note once; that a file has no end yet is what one expects here."""
         if note not in self.notes and "has no end" not in note:
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {line(note)}", file=sys.stderr)
         self.notes.add(note)
+
+
+def digits(name: str) -> str:
+    """Six hexadecimal ones of a name."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:6]
 
 
 def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
     """When the rows were written: back from the file's last change by the seconds of training since."""
     file = record.path / "metrics.jsonl"
     end = file.stat().st_mtime if file.exists() else time.time()
-    seconds = [row.get("compute/seconds", 0.0) for row in rows]
+    seconds = [min(max(row.get("compute/seconds", 0.0), 0.0), 1e9) for row in rows]
     return [datetime.fromtimestamp(end - max(seconds) + each, UTC).isoformat() for each in seconds]
 
 
@@ -178,7 +227,7 @@ def terminal(paths: list[str], folder: Path) -> int:
         raise ValueError(f"{away[0]}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`")
     newest: dict[Path, Path] = {}  # by the folder that holds a run's wandb files and by its id
     for path in map(Path, paths):
-        files = path.rglob("*.wandb") if path.is_dir() else [path]
+        files = [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
         for file in sorted((file.resolve() for file in files), key=lambda file: file.parent.name):
             newest[file.parent.parent / file.stem] = file.parent
     if not newest:

@@ -24,6 +24,7 @@ Floors, from the top; a module imports its own floor's helpers and the floors be
     ranges, arguments                            no torch: which numbers a setting may have; key=value, nearest names
     run_files, ownership, sweep_state            no torch: reading and writing run directories, whose they are; sweeps
     collapse                                     no torch: has a run collapsed, and what could have been seen before
+    shown, bounded                               no torch: what data may do where it is shown; reading strange files
     interrupt, quiet                             no torch: Ctrl-C while libraries load; no telemetry
 """
 

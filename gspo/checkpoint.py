@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gspo.bounded import inside, opened, read_json
 from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
@@ -32,7 +33,7 @@ from gspo.ranges import Ranged, ranged
 from gspo.reward_shaping import RunningMoments
 from gspo.rollout.held import save_held
 from gspo.rollout.source import Held
-from gspo.run_files import errors_of_the_disk, plain_file, replace_text, sync
+from gspo.run_files import errors_of_the_disk, replace_text, sync
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
@@ -229,20 +230,20 @@ def _damage(folder: Path, without_checksums: tuple[str, ...]) -> str | None:
         missing = [name for name in without_checksums if not (folder / name).exists()]
         return f"{missing[0]} is missing" if missing else None
     try:
-        sums = dict(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:  # no JSON, no UTF-8, not names with digests
+        sums = read_json(folder / CHECKSUMS)
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:  # no mapping in JSON; no regular file
         return f"{CHECKSUMS} cannot be read ({error})"
     for name, digest in sums.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{CHECKSUMS} names {name}, which is not in this folder"
         try:
-            if checksum(folder / name) != digest:
+            if checksum(inside(folder, name)) != digest:
                 return f"{name} is not as it was written"
         except FileNotFoundError:
             return f"{name} is missing"
         except PermissionError:
             raise
-        except (OSError, ValueError) as error:  # the disk; a link; a folder
+        except (OSError, ValueError) as error:  # the disk; a link; a folder; a name elsewhere
             return f"{name} cannot be read ({error})"
     return None
 
@@ -258,13 +259,13 @@ def permission_needed(folder: Path) -> Iterator[None]:
 
 
 def checksum(path: Path) -> str:
-    with open(path, "rb", opener=plain_file) as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_belongs(folder: Path, settings: str) -> None:
     """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
-    written = json.loads((folder / "state.json").read_text(encoding="utf-8"))["settings"]
+    written = read_state(folder)["settings"]
     if written != settings:
         raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
 
@@ -272,4 +273,13 @@ def check_belongs(folder: Path, settings: str) -> None:
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return TrainState.from_json(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    return TrainState.from_json(read_state(folder))
+
+
+def read_state(folder: Path) -> dict:
+    """What a checkpoint's state.json says. Raises ValueError if that is no state of a run."""
+    state = read_json(folder / "state.json")
+    for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}")
+    return state

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.advantages import GAE, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
 from gspo.aggregation import Aggregation
+from gspo.bounded import read_yaml
 from gspo.checkpoint import CheckpointSettings
 from gspo.checks import check
 from gspo.cold_start import ColdStartSettings
@@ -265,11 +266,7 @@ def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
     path = folder / "settings.yaml"
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
-    try:
-        content = literal(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    config, content = OmegaConf.structured(Settings), content if isinstance(content, dict) else {}
+    config, content = OmegaConf.structured(Settings), literal(read_yaml(path))
     for group, options in CHOICES.items():
         chosen = content.get(group)
         name = chosen.get("name") if isinstance(chosen, dict) else chosen

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo import interrupt
 from gspo.schema import plain_words
+from gspo.shown import guard, line
 
 COLLAPSED = 4
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -141,6 +141,7 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
 
     @functools.wraps(job)
     def reported(config: DictConfig) -> dict[str, str]:
+        guard()  # in a sweep's worker too
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
@@ -183,9 +184,7 @@ UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: 
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, and leave with its exit code."""
     interrupt.end()
-    for stream in (sys.stdout, sys.stderr):  # what the terminal's alphabet lacks is printed as an escape
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    guard()
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the jobs of a sweep
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -208,11 +207,11 @@ def command_line(main: Callable[[], None]) -> None:
 def report(error: BaseException) -> int:
     """Say in one line what went wrong; the exit code."""
     if isinstance(error, Broken):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {line(error)}", file=sys.stderr)
         return 1
     disk = isinstance(error, OSError) and error.errno in DISK
     mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
-    print(f"error: {explain(error)}{mend}", file=sys.stderr)
+    print(f"error: {line(explain(error))}{mend}", file=sys.stderr)
     return 1 if mend else 2
 
 

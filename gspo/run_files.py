@@ -19,7 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from gspo import bounded
+
 STATUS, LOCK = "status.json", ".lock"
+HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
+SAID = {"how": str, "step": int, "reason": str, "pid": int}  # of status.json, what is read again
 CONTINUED = "continued.jsonl"  # a line for each time that another process went on from a checkpoint
 W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files, and links to the newest of them
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
@@ -27,23 +31,39 @@ ABANDONED = 60.0  # seconds after which such a file is a killed process's
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics file; lines that a kill cut short or a disk damaged are left out."""
+    """The rows of a metrics file; lines that a kill cut short or a disk damaged are left out. Raises ValueError for
+    what is no file of rows."""
     return rows_and_damage(path)[0]
 
 
 def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
     """The rows, and the lines that are none."""
-    rows, damaged = [], []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:  # not JSON, or not UTF-8
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        else:
-            damaged.append(line.decode(errors="replace"))
-    return rows, damaged
+    try:
+        rows, damaged = bounded.read_rows(path)
+    except FileNotFoundError:
+        return [], []
+    return rows, [line.decode(errors="replace") for _, line in damaged]
+
+
+def read_events(path: Path) -> list[dict]:
+    """What the monitor said of a run: step, kind, signal and text of each event. Raises ValueError for what is no
+    file."""
+    try:
+        found = [_event(line) for line in bounded.lines(path)]
+    except FileNotFoundError:
+        return []
+    return [event for event in found if event]
+
+
+def _event(line: bytes) -> dict | None:
+    try:
+        event = bounded.parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not bounded.is_step(event.get("step")):
+        return None
+    words = {name: event.get(name, "") for name in ("kind", "signal", "text")}
+    return {"step": event["step"], **words} if all(isinstance(word, str) for word in words.values()) else None
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -164,9 +184,16 @@ def sync(path: Path) -> None:
 
 
 def said(folder: Path) -> dict:
-    """What a run last said of itself; empty if it never did."""
-    path = folder / STATUS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """What a run last said of itself: how it is, its step, a reason, its process. Empty if it never did; where the file
+    is none, the reason says so."""
+    try:
+        entry = bounded.read_json(folder / STATUS)
+    except FileNotFoundError:
+        return {}
+    except (OSError, bounded.Unreadable) as error:
+        return {"reason": str(error)}
+    kept = {name: value for name, value in entry.items() if name in SAID and type(value) is SAID[name]}
+    return kept if kept.get("how", HOW[0]) in HOW else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:
@@ -182,7 +209,7 @@ def note_start(folder: Path, checkpoint: int | None) -> None:
 def locked(folder: Path) -> bool:
     """Whether a process works in a run directory, as far as can be seen."""
     try:
-        with open(folder / LOCK, opener=plain_file, encoding="utf-8") as lock:
+        with bounded.opened(folder / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -7,17 +7,20 @@ one that was killed, and again at any time.
 
 from __future__ import annotations
 
-import html
-import json
 import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from gspo import bounded
 from gspo.collapse import collapse, known, levels
 from gspo.metrics import lookup
 from gspo.monitor import report
-from gspo.run_files import CONTINUED, read_rows, replace_text, said
+from gspo.run_files import CONTINUED, read_events, read_rows, replace_text, said
+from gspo.shown import head, in_html
 
 PAGE = "report.html"
 CURVES = (  # metric, and whether its axis is logarithmic; those that a run has not reported are left out
@@ -57,70 +60,73 @@ def write(folder: Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    settings = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
-    rows = read_rows(folder / "metrics.jsonl")
-    status, title = said(folder), f"{settings['study']}: {folder.name}"
+    """Raises ValueError for settings that are none. Of other files, what cannot be read is named in the page."""
+    settings, amiss = bounded.read_yaml(folder / "settings.yaml"), []
+    rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
+    status, title = said(folder), f"{_value(settings, 'study')}: {folder.name}"
+    subtitle, events = _subtitle(folder, settings, amiss), _read(read_events, folder / "monitor.jsonl", amiss) or []
+    story = _story(settings, rows, status) + _went_on(folder, amiss)
+    responses = _responses(folder, amiss)
     sections = [
-        ("What happened", _list(_story(folder, settings, rows, status))),
+        ("What happened", _list([*story, *(f"A file is left out: {what}" for what in amiss)])),
         ("Is it stable?", _list(report(rows, status.get("how", "")).splitlines())),
         ("Curves", f'<div class="curves">{"".join(curves(rows))}</div>' if len(rows) > 2 else "<p>too few rows</p>"),
-        ("Warnings", _warnings(folder)),
-        ("Responses", _responses(folder)),
+        ("Warnings", _warnings(events)),
+        ("Responses", responses),
         ("Time and cost", _cost(rows)),
         ("Settings", _settings(settings)),
     ]
     body = "".join(f"<h2>{name}</h2>{text}" for name, text in sections)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_e(title)}</title><style>{STYLE}</style>'
-        f'<h1>{_e(folder.name)}</h1><p class="muted">{_e(_subtitle(folder, settings))}</p>{body}</html>\n'
+        head(title, STYLE) + f'<h1>{in_html(folder.name)}</h1><p class="muted">{in_html(subtitle)}</p>{body}</html>\n'
     )
 
 
-def _e(text: object) -> str:
-    """Escaped; of what a model wrote, half characters and control characters become question marks."""
-    kept = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(text))
-    return html.escape(kept.encode(errors="replace").decode())
+def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
+    """What a file of the run holds; None if it is not there, and where it cannot be read, which is noted."""
+    try:
+        return how(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        amiss.append(str(error))
+        return None
+
+
+def _value(tree: object, key: str, unknown: object = "unknown") -> object:
+    """A nested mapping's value by its dotted key."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return unknown if tree is None else tree
 
 
 def _list(lines: list[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_e(line)}</li>" for line in lines) + "</ul>"
+    return "<ul>" + "".join(f"<li>{in_html(line)}</li>" for line in lines) + "</ul>"
 
 
-def _table(rows: list[list[object]], head: tuple[str, ...] = ()) -> str:
-    top = "<tr>" + "".join(f"<th>{_e(name)}</th>" for name in head) + "</tr>" if head else ""
-    return (
-        "<table>" + top + "".join(f"<tr>{''.join(f'<td>{_e(c)}</td>' for c in row)}</tr>" for row in rows) + "</table>"
-    )
+def _table(rows: list[list[object]], names: tuple[str, ...] = ()) -> str:
+    top = "<tr>" + "".join(f"<th>{in_html(name)}</th>" for name in names) + "</tr>" if names else ""
+    lines = ("".join(f"<td>{in_html(cell)}</td>" for cell in row) for row in rows)
+    return "<table>" + top + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-def _json(path: Path) -> dict | list:
-    """A file that a run writes whole; empty if it is not there or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _subtitle(folder: Path, settings: dict) -> str:
-    code = dict(_json(folder / "code.json"))
+def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
+    code = _read(bounded.read_json, folder / "code.json", amiss) or {}
     changed = ", with changed files" if code.get("changed_files") else ""
-    parts = [
-        f"study {settings['study']}",
-        f"objective {settings.get('options', {}).get('objective', settings['objective']['name'])}",
-        f"model {settings['model']['name']}",
-    ]
-    parts += [f"seed {settings['seed']}", f"commit {(code.get('commit') or 'unknown')[:10]}{changed}"]
-    versions = code.get("versions", {})
-    return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)])
+    objective = _value(settings, "options.objective", _value(settings, "objective.name"))
+    parts = [f"study {_value(settings, 'study')}", f"objective {objective}", f"model {_value(settings, 'model.name')}"]
+    parts += [f"seed {_value(settings, 'seed')}", f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}"]
+    versions = {name: _value(code, f"versions.{name}", "") for name in ("torch", "transformers")}
+    return ", ".join([*parts, *(f"{name} {version}" for name, version in versions.items() if version)])
 
 
 # ------------------------------------------------------------------------------------------------------------ words
-def _story(folder: Path, settings: dict, rows: list[dict], status: dict) -> list[str]:
+def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     """What happened, in sentences."""
     batches = [row for row in rows if row["step"] > 0]
     step = rows[-1]["step"] if rows else 0
     reason = f": {status['reason']}" if status.get("reason") else ""
-    lines = [f"The run {_ended(status.get('how', ''))} at step {step} of {settings['steps']}{reason}."]
+    lines = [f"The run {_ended(status.get('how', ''))} at step {step} of {_value(settings, 'steps')}{reason}."]
     rewards = [row["reward/mean"] for row in batches if known(row.get("reward/mean"))]
     if rewards:
         first, last = rewards[:5], rewards[-10:]
@@ -132,19 +138,19 @@ def _story(folder: Path, settings: dict, rows: list[dict], status: dict) -> list
         at = collapse(rewards)
         if at is not None:
             lines.append(f"It collapsed at step {batches[at]['step']} by the registered rule (gspo/collapse.py).")
-    lines += [_held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})]
-    return lines + _went_on(folder)
+    return lines + [_held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})]
 
 
-def _went_on(folder: Path) -> list[str]:
+def _went_on(folder: Path, amiss: list[str]) -> list[str]:
     """Continuations and rollbacks, as they were recorded when they happened."""
-    lines, at = [], [str(row["step"]) for row in read_rows(folder / CONTINUED)]
+    lines, at = [], [str(row["step"]) for row in _read(read_rows, folder / CONTINUED, amiss) or []]
     if at:
         times = "once" if len(at) == 1 else f"{len(at)} times"
         lines.append(f"It was continued {times}, from the checkpoint of step {', '.join(at)}.")
-    for back in _json(folder / "rollbacks.json"):
+    for back in _read(lambda path: bounded.read_json(path, list), folder / "rollbacks.json", amiss) or []:
         lines.append(
-            f"The monitor took it back from step {back['from']} to step {back['to']}, at a lower learning rate."
+            f"The monitor took it back from step {_value(back, 'from')} to step {_value(back, 'to')}, at a lower "
+            "learning rate."
         )
     if (folder / "superseded").exists():
         lines.append("What it had written beyond the step that it went on from is in superseded/.")
@@ -172,46 +178,52 @@ def _held_out(rows: list[dict], name: str) -> str:
     return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
 
 
-def _warnings(folder: Path) -> str:
-    events = read_rows(folder / "monitor.jsonl")
+def _warnings(events: list[dict]) -> str:
     if not events:
         return "<p>none</p>"
     return _table([[event["step"], event["kind"], event["text"]] for event in events], ("step", "", ""))
 
 
-def _responses(folder: Path) -> str:
+def _responses(folder: Path, amiss: list[str]) -> str:
     """Of the rollout batch that was saved last."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     if not files:
         return "<p>none was saved</p>"
-    found = []
-    for line in files[-1].read_text(errors="replace", encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    found = sorted((r for r in found if known(r.get("reward"))), key=lambda r: -r["reward"])
+    found = sorted(_read(_graded, files[-1], amiss) or [], key=lambda r: -r["reward"])
     middle = (len(found) + 1) // 2
     best = _of_different_problems(found[:middle])
     worst = [r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]]
     shown = [("good", response) for response in best] + [("bad", response) for response in worst]
-    top = f'<p class="muted">highest and lowest reward of {files[-1].name}</p>'
+    top = f'<p class="muted">highest and lowest reward of {in_html(files[-1].name)}</p>'
     return top + "".join(_response(kind, response) for kind, response in shown)
+
+
+def _graded(path: Path) -> list[dict]:
+    """The responses of a saved batch that have a reward; lines that are none are left out."""
+    found = []
+    for line in bounded.lines(path):
+        try:
+            response = bounded.parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(response, dict) and type(response.get("reward")) in (int, float) and known(response["reward"]):
+            found.append(response)
+    return found
 
 
 def _of_different_problems(responses: list[dict]) -> list[dict]:
     """The first of each problem, RESPONSES at most."""
     first: dict[tuple, dict] = {}
     for response in responses:
-        first.setdefault((response.get("task"), response.get("prompt")), response)
+        first.setdefault((str(response.get("task")), str(response.get("prompt"))), response)
     return list(first.values())[:RESPONSES]
 
 
 def _response(kind: str, response: dict) -> str:
     about = f"{response.get('verdict', '')}, {response.get('length', '?')} tokens, {response.get('finish_reason', '')}"
-    prompt = response.get("rendered") or response["prompt"]  # what the policy saw; older runs did not keep it
-    texts = f'<pre class="muted">{_e(prompt)}</pre><pre>{_e(response["response"])}</pre>'
-    return f'<div class="{kind}"><b>{_e(response["reward"])}</b> {_e(about)}{texts}</div>'
+    prompt = response.get("rendered") or response.get("prompt")  # what the policy saw; older runs did not keep it
+    texts = f'<pre class="muted">{in_html(prompt)}</pre><pre>{in_html(response.get("response"))}</pre>'
+    return f'<div class="{kind}"><b>{in_html(response["reward"])}</b> {in_html(about)}{texts}</div>'
 
 
 def _cost(rows: list[dict]) -> str:
@@ -227,7 +239,8 @@ def _cost(rows: list[dict]) -> str:
 
 def _settings(settings: dict) -> str:
     return (
-        f"<details><summary>all of them</summary><pre>{_e(yaml.safe_dump(settings, sort_keys=False))}</pre></details>"
+        "<details><summary>all of them</summary>"
+        f"<pre>{in_html(yaml.safe_dump(settings, sort_keys=False))}</pre></details>"
     )
 
 
@@ -235,7 +248,7 @@ def _settings(settings: dict) -> str:
 def curves(rows: list[dict]) -> list[str]:
     """SVG, one per metric that the run has, held-out scores last."""
     names = [(name, log) for name, log in CURVES if any(known(row.get(name)) for row in rows)]
-    sets = {name for row in rows for name in row if name.startswith("eval/") and "/avg@" in name}
+    sets = {name for row in rows for name in row if fnmatchcase(name, "eval/*/avg@*")}
     return [curve(rows, name, log) for name, log in [*names, *((name, False) for name in sorted(sets))]]
 
 
@@ -255,7 +268,7 @@ def curve(rows: list[dict], name: str, log: bool) -> str:
     def line(series: list[float], look: str) -> str:
         return f'<polyline fill="none" {look} points="{" ".join(map(place, steps, series))}"/>'
 
-    parts = [f'<text x="0" y="12" font-weight="bold">{_e(name)}</text>']
+    parts = [f'<text x="0" y="12" font-weight="bold">{in_html(name)}</text>']
     for share in (0.0, 0.5, 1.0):
         value = low + span * share
         x, y = place(0, value).split(",")
@@ -276,5 +289,5 @@ def curve(rows: list[dict], name: str, log: bool) -> str:
             parts.append(
                 f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#D55E00" stroke-dasharray="4 3"/>'
             )
-    about = f"<title>{_e(name)}: {_e(lookup(name).meaning)} [{_e(lookup(name).unit)}]</title>"
+    about = f"<title>{in_html(name)}: {in_html(lookup(name).meaning)} [{in_html(lookup(name).unit)}]</title>"
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="10" fill="#333">{about}{"".join(parts)}</svg>'

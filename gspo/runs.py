@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from gspo.checkpoint import check_belongs, damage, latest_checkpoint
+from gspo.bounded import read_json
+from gspo.checkpoint import check_belongs, damage, latest_checkpoint, read_state
 from gspo.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.config import Settings, folder_of, read_settings, same_result, settings_hash, write_settings
 from gspo.ownership import doubt, own
@@ -26,6 +27,7 @@ from gspo.policy.models import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.policy.policy import Policy
 from gspo.process import Stopped
 from gspo.run_files import LOCK, STATUS, Made, append_to, read_rows, refuse_links, remove_unfinished, replace_text, said
+from gspo.shown import Lines
 
 LOG = "train.log"
 PLACES = ("path", "train_path", "hub")  # settings of a task or a model: what is read from there
@@ -194,6 +196,7 @@ def recorded(run: str, step: int, consent: bool) -> tuple[Settings, Path]:
         raise ValueError(f"step={step}: {run} has no such checkpoint; it has {', '.join(there) or 'none'}")
     if step >= 0 and (problem := damage(folder)):
         raise ValueError(f"step={step}: {folder} is damaged: {problem}")
+    read_json(folder / "config.json")  # which transformers would read without bounds
     return settings, folder
 
 
@@ -215,12 +218,7 @@ def named_elsewhere(settings: Settings) -> str:
 
 def finished(checkpoint: Path | None, steps: int) -> bool:
     """Whether the run has reached `steps` already."""
-    return checkpoint is not None and step_of(checkpoint) >= steps
-
-
-def step_of(checkpoint: Path) -> int:
-    """The training step that a checkpoint was written after."""
-    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["step"]
+    return checkpoint is not None and read_state(checkpoint)["step"] >= steps
 
 
 def say(folder: Path, how: str, step: int, reason: str = "") -> None:
@@ -259,7 +257,7 @@ def log_to(folder: Path) -> Iterator[None]:
     """Within: the library's log goes to the run's train.log, with the traceback of whatever ends the run."""
     file = append_to(folder / LOG)
     handler = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("gspo")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

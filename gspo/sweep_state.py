@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import statistics
@@ -11,8 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from gspo import bounded, shown
 from gspo.run_files import locked, read_rows, said
 
 MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
@@ -60,28 +58,73 @@ def jobs(study: Path) -> list[Job]:
 
 
 def entries(study: Path) -> list[dict]:
-    """The lines of the manifest, without those that a kill cut short."""
+    """The lines of the manifest, without those that a kill cut short and those that are none of a sweep's."""
     found = []
-    for line in (study / MANIFEST).read_text(encoding="utf-8").splitlines() if (study / MANIFEST).exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+    try:
+        for line in bounded.lines(study / MANIFEST):
+            with contextlib.suppress(ValueError):
+                found.append(_entry(bounded.parse_json(line)))
+    except FileNotFoundError:
+        return []
     return found
 
 
+def _entry(line: object) -> dict:
+    """A line of the manifest. Raises ValueError if it is none."""
+    entry = {"time": 0.0} | _typed(line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list})
+    return entry | ({"jobs": [_planned(job) for job in entry["jobs"]]} if "jobs" in entry else {})
+
+
+def _planned(job: object) -> dict:
+    kinds = {"run": str, "steps": int, "folder": str, "overrides": list, "reason": str, "same_as": int}
+    job = {"run": "", "overrides": []} | _typed(job, kinds)
+    if not all(isinstance(override, str) for override in job["overrides"]):
+        raise ValueError("not a job of a sweep")
+    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # else its settings were refused
+        raise ValueError(f"run={job['run']!r} is no folder of a study")
+    return job
+
+
+def _typed(line: object, kinds: dict[str, type]) -> dict:
+    if not isinstance(line, dict) or any(type(line[key]) is not kind for key, kind in kinds.items() if key in line):
+        raise ValueError("not a line of a manifest")
+    return line
+
+
 def _job(folder: Path, plan: dict | None) -> Job:
-    rows, settings = read_rows(folder / "metrics.jsonl"), folder / "settings.yaml"
+    """A run, as far as its files can be read; `reason` says which of them cannot."""
+    if plan and "steps" not in plan:  # its settings were refused
+        return Job(plan["run"], 0, plan["overrides"], "failed", reason=plan.get("reason", ""))
+    wrong, rows, steps = "", [], plan["steps"] if plan else 0
+    try:
+        rows = read_rows(folder / "metrics.jsonl")
+        steps = steps if plan else _steps(folder / "settings.yaml")
+    except (OSError, ValueError) as error:
+        wrong = str(error)
     step = rows[-1]["step"] if rows else 0
-    steps = plan.get("steps", 0) if plan else yaml.safe_load(settings.read_text(encoding="utf-8"))["steps"]
-    seconds = [row["time/waited_s"] + row["time/train_s"] for row in rows[-PACE:] if "time/train_s" in row]
+    seconds = [_seconds(row) for row in rows[-PACE:] if row.get("time/train_s") is not None]
     state, reason = _state(folder, plan or {}, step, steps)
+    state, reason = ("failed", wrong) if wrong else (state, reason)
     reward = rows[-1].get("reward/mean") if rows else None
     pace = statistics.mean(seconds) if seconds else None
     return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason)
 
 
+def _steps(settings: Path) -> int:
+    """That a run was to make."""
+    steps = bounded.read_yaml(settings).get("steps")
+    if type(steps) is not int:
+        raise ValueError(f"{settings}: steps={str(steps)[:40]} is no number of steps")
+    return steps
+
+
+def _seconds(row: dict) -> float:
+    return (row.get("time/waited_s") or 0.0) + row["time/train_s"]
+
+
 def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
     """The state, and the reason of a failure."""
-    if not (folder / "settings.yaml").exists():
+    if not os.path.lexists(folder / "settings.yaml"):
         return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
     if locked(folder):
         return "running", ""
@@ -108,12 +151,12 @@ def table(found: list[Job]) -> str:
     for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
         settings = " ".join(o for o in job.overrides if not o.startswith("hydra"))
-        line = f"{job.run:<{width}}  {job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13} {job.reason or settings}"
-        lines.append(line.rstrip())
+        text = f"{job.run:<{width}}  {job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13} {job.reason or settings}"
+        lines.append(shown.line(text).rstrip())
     counts = {state: sum(job.state == state for job in found) for state in ("finished", "collapsed", *UNFINISHED)}
     parallel = max(1, counts["running"])
     left = sum(job.seconds_left() for job in found) / parallel
-    clock = "unknown" if left != left else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
+    clock = "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
     said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     return "\n".join([*lines, f"{len(found)} runs: {said}; left with {parallel} at a time: {clock}"])
 

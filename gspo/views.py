@@ -7,6 +7,7 @@ metric of the registry is on a panel, or in LEFT_OUT with the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from gspo.metrics import METRICS, Metric, lookup
 
@@ -206,6 +207,11 @@ def unplaced() -> list[str]:
     """Metrics of the registry that are on no panel and not in LEFT_OUT: there should be none."""
     placed = {name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)}
     return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
+
+
+def unknown(names: list[str]) -> list[str]:
+    """Those of the names that the registry lacks."""
+    return [name for name in names if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)]
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:

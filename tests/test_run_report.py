@@ -76,7 +76,7 @@ def test_what_a_collapsed_run_says(tmp_path):
         "Does the reward keep rising? No: it collapsed",
         "mismatch <high>",
         "<b>2</b>&#2",
-        "5 ? ?",
+        r"5 \x00 \ud83d",
         "clip_low: 0.2",
         "eval/math/avg@2: 0.100 at step 0",
     ):

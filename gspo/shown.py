@@ -1,0 +1,111 @@
+"""What comes from data is shown and does nothing: on a terminal, in HTML, in Markdown.
+
+Rows from the web, what a model wrote and a stranger's run hold any character. Those that would act or deceive are
+written as their code: control characters (terminal escapes begin with one), marks that turn the direction of writing,
+characters without width, half characters. `guard` does that to all that a process prints.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import logging
+import re
+import sys
+from typing import TextIO
+
+ODD = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # control characters but tab and newline; the soft hyphen
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
+    "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # without width
+    "\ud800-\udfff]"  # halves
+    "|(?<![^\x00-\x7f])[\u200c\u200d]"  # joiners, which Persian, Hindi and emoji need, but not after ASCII
+)
+MARKDOWN = re.compile(
+    r"[\\`*<|~$]"
+    r"|&(?=#?\w+;)"  # an entity
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis, unlike the one inside of a_name
+    r"|\](?=[(\[:])|^[#>=\[]|^[-+](?=\s)"  # a link, a heading, a quotation, an item
+    r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",  # an address, of which GitHub makes a link; a numbered item
+    re.IGNORECASE,
+)
+MOVES = re.compile("(\x1b\\[A)+")  # what tqdm writes to go back to the upper one of several bars
+
+
+def shown(text: object) -> str:
+    """Text as it is, but for characters that act or deceive: "\\x1b" for an escape. Lines and tabs stay."""
+    return ODD.sub(_code, str(text))
+
+
+def line(text: object) -> str:
+    """The same in one line, for cells and messages."""
+    return shown(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _code(match: re.Match) -> str:
+    number = ord(match[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+def in_html(text: object) -> str:
+    """Text between tags or in quoted attributes."""
+    return html.escape(shown(text))
+
+
+def in_markdown(text: object) -> str:
+    """Text in one line of Markdown that no reader of it takes for markup, a link or a picture."""
+    return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
+
+
+def head(title: str, style: str) -> str:
+    """The beginning of a page. Its policy makes browsers run no script and fetch nothing, whatever the page holds."""
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="referrer" content="no-referrer"><title>{in_html(title)}</title><style>{style}</style>'
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ terminal
+class Screen:
+    """A text stream on which whatever is written is shown. A progress bar still moves: it begins what it writes with
+    a carriage return, at the start of a line or over what it wrote itself."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.fresh, self.bar = stream, True, False
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character is no reason to fail
+
+    def write(self, text: str) -> int:
+        back = text.startswith("\r") and (self.fresh or self.bar)
+        moves = self.bar and MOVES.fullmatch(text)
+        self.stream.write(text if moves else "\r" * back + shown(text[back:]))
+        if text:
+            self.fresh, self.bar = text.endswith("\n"), bool(back or moves)
+        return len(text)
+
+    def writelines(self, texts: list[str]) -> None:
+        for text in texts:
+            self.write(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+
+def guard() -> None:
+    """From here on this process prints nothing that acts on a terminal, from whatever library it comes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Screen):
+            setattr(sys, name, Screen(stream))
+
+
+class Lines(logging.Formatter):
+    """A log's lines, for the terminal that they are read on one day."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
