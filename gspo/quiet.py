@@ -18,6 +18,5 @@ OFF = {
 
 
 def turn_off_telemetry() -> None:
-    """For this process and those below it; what the user has set explicitly stays."""
-    for name, value in OFF.items():
-        os.environ.setdefault(name, value)
+    """For this process and those below it, whatever the environment says."""
+    os.environ |= OFF

@@ -231,7 +231,7 @@ def test_checksums_of_other_people_s_files_are_not_computed(made, names):
     import json
 
     (made / "checksums.json").write_text(json.dumps(names))
-    with pytest.raises(ValueError, match=r"checksums\.json (names|cannot be read)"):
+    with pytest.raises(ValueError, match=r"is damaged: .* cannot be read .*(which is not in it|checksums.json)"):
         again(made)
 
 
