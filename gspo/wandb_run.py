@@ -50,6 +50,11 @@ class WandbRun:
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
         self.folder, self.settings, self.known = folder, settings, set()
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
+        if Path("settings.yaml").exists() and Path("wandb", "settings").exists():
+            raise ValueError(
+                "wandb/settings: W&B would take from this file of a run directory where your key and data go; start in "
+                "another folder, or remove it"
+            )
         self._clear("cache")
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # its core reads it when it starts
         if others := self._of_others():

@@ -153,6 +153,18 @@ def test_tables_are_staged_in_the_run_directory_and_cleared(tmp_path):
     assert files(home) == []
 
 
+def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
+    """W&B reads ./wandb/settings of the folder that it is started in."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "settings.yaml").touch()
+    with serving() as server:
+        (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {server.address}\n")
+        words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='online'"), ".", "0", "1"]
+        where = environment() | {"WANDB_API_KEY": "a" * 40}
+        done = subprocess.run(words, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+        assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
+
+
 def homeless(home: str | None) -> dict[str, str]:
     """The environment with another home directory, or with none named."""
     kept = {key: value for key, value in environment().items() if key != "HOME"}

@@ -92,6 +92,14 @@ def test_a_file_that_holds_no_settings_is_refused_in_a_line(text, tmp_path):
     assert "\n" not in explain(refused.value)
 
 
+@pytest.mark.parametrize("changes", [{"tags": [""]}, {"tags": ["x" * 65]}, {"project": "a/b"}, {"project": "x" * 129}])
+def test_what_wandb_would_refuse_once_the_run_has_begun_is_refused_before(changes, tmp_path):
+    write_settings(settings(), tmp_path)
+    rewritten(tmp_path, **{f"tracking__{key}": value for key, value in changes.items()})
+    with pytest.raises(ValueError, match=f"tracking.{next(iter(changes))}=.*W&B takes"):
+        read_settings(tmp_path)
+
+
 def test_this_command_line_may_still_refer_to_settings(tmp_path):
     write_settings(settings("study=mine"), tmp_path)
     assert resumed_settings(tmp_path, ["tracking.project=${study}-${seed}"]).tracking.project == "mine-1"
