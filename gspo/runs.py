@@ -226,14 +226,20 @@ def say(folder: Path, how: str, step: int, reason: str = "") -> None:
     replace_text(folder / STATUS, json.dumps(entry))
 
 
+def git(*words: str) -> str:
+    """What git says of this code; "" where there is no git, or no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+
+
 def code_state() -> dict:
     """Which code and which machine: commit, whether it was changed, versions."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
     return {
-        "commit": commit or None,
-        "changed_files": [line[3:] for line in changed.splitlines()],
+        "commit": git("rev-parse", "HEAD").strip() or None,
+        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
         "machine": platform.machine(),
