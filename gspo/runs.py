@@ -234,15 +234,21 @@ def say(folder: Path, how: str, step: int, reason: str = "") -> None:
     replace_text(folder / STATUS, json.dumps(entry))
 
 
+def git(*words: str) -> str:
+    """What git says of this code; "" where there is no git, or no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+        return done.stdout
+    except OSError:
+        return ""
+
+
 def code_state() -> dict:
     """Which code and which machine: commit, whether it was changed, versions."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    text = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace", "check": False}
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], **text).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], **text).stdout
     return {
-        "commit": commit or None,
-        "changed_files": [line[3:] for line in changed.splitlines()],
+        "commit": git("rev-parse", "HEAD").strip() or None,
+        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
         "machine": platform.machine(),

@@ -46,6 +46,10 @@ class TrackingSettings(Ranged, key="tracking"):
         super().__post_init__()
         if self.wandb not in MODES:
             raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
+        if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            raise ValueError(f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:")
+        if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
+            raise ValueError(f"tracking.tags={wrong!r}: W&B takes tags of 1 to 64 characters")
 
 
 class Tracker:

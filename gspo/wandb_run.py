@@ -51,7 +51,12 @@ class WandbRun:
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
         self.folder, self.settings, self.known = folder, settings, set()
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
-        self._clear("cache")
+        if Path("settings.yaml").exists() and Path("wandb", "settings").exists():
+            raise ValueError(
+                "wandb/settings: W&B would take from this file of a run directory where your key and data go; start in "
+                "another folder, or remove it"
+            )
+        self._clear("cache", "artifacts")
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # its core reads it when it starts
         if others := self._of_others():
             say(f"{others} {doubt()}; for W&B this is a new run")
@@ -208,7 +213,7 @@ class WandbRun:
             upload = upload or "wandb sync --include-online"
         if not upload:
             self._clear(folder.name, STAGING)
-        self._clear("cache")
+        self._clear("cache", "artifacts")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
 
 

@@ -39,8 +39,9 @@ def require(slot: Any, allow_weak: bool) -> None:
         problem = "; ".join(f"attack {name!r}: {seen}" for name, seen in attack(slot).items() if seen != "stopped")
     if problem:
         raise ValueError(
-            f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}; only this command "
-            "line can allow that, with the setting of this name"
+            f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}; only the command "
+            "line can allow that: allow_weak_sandbox=true where a run is evaluated or sampled, in training "
+            "task.allow_weak_sandbox=true (of mixed tasks task.code.allow_weak_sandbox=true; beside resume= with ++)"
         )
 
 

@@ -87,5 +87,7 @@ print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETR
     clean = {name: value for name, value in os.environ.items() if name not in OFF}
     command = [sys.executable, "-c", script]
     for told in ({}, {"WANDB_ERROR_REPORTING": "true"}):
-        done = subprocess.run(command, env=clean | told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, env=clean | told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
         assert done.stdout.strip() == "True True false"

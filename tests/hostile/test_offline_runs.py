@@ -149,8 +149,20 @@ def test_tables_are_staged_in_the_run_directory_and_cleared(tmp_path):
         pause()
         with_rollouts(run, 8, 9, **at_home, **server.environment)
         assert len(server.runs) == 1
-    assert not list((run / "wandb").glob("*run-*-*/staging/artifacts")) and not (run / "wandb" / "cache").exists()
+    assert not list((run / "wandb").glob("*run-*-*/staging/artifacts")) and not list(run.glob("wandb/cache/artifacts"))
     assert files(home) == []
+
+
+def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
+    """W&B reads ./wandb/settings of the folder that it is started in."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "settings.yaml").touch()
+    with serving() as server:
+        (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {server.address}\n")
+        words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='online'"), ".", "0", "1"]
+        where = environment() | {"WANDB_API_KEY": "a" * 40}
+        done = subprocess.run(words, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+        assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
 
 
 def homeless(home: str | None) -> dict[str, str]:
@@ -182,5 +194,5 @@ def test_everything_works_without_a_home_directory(home, tmp_path):
     assert ("there is no home directory for the key" in said) == (home is not None)
     ended("experiments", "evaluate", f"run={run}", "problems=1", "k=1")
     ended("experiments", "sample", f"run={run}", "problems=1", "samples=1")
-    ended("experiments", "report", run)
+    ended("experiments", "report", f"run={run}")
     ended("analysis", "fig_curves", run)

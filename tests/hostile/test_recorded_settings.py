@@ -92,6 +92,14 @@ def test_a_file_that_holds_no_settings_is_refused_in_a_line(text, tmp_path):
     assert "\n" not in explain(refused.value)
 
 
+@pytest.mark.parametrize("changes", [{"tags": [""]}, {"tags": ["x" * 65]}, {"project": "a/b"}, {"project": "x" * 129}])
+def test_what_wandb_would_refuse_once_the_run_has_begun_is_refused_before(changes, tmp_path):
+    write_settings(settings(), tmp_path)
+    rewritten(tmp_path, **{f"tracking__{key}": value for key, value in changes.items()})
+    with pytest.raises(ValueError, match=f"tracking.{next(iter(changes))}=.*W&B takes"):
+        read_settings(tmp_path)
+
+
 def test_this_command_line_may_still_refer_to_settings(tmp_path):
     write_settings(settings("study=mine"), tmp_path)
     assert resumed_settings(tmp_path, ["tracking.project=${study}-${seed}"]).tracking.project == "mine-1"
@@ -263,7 +271,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 def unconfined(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """An entry point on a machine that cannot confine programs."""
     command = [sys.executable, "-c", WEAK, str(ROOT / "experiments" / f"{script}.py"), *words]
-    where = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either
+    where = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either, and no git
     return subprocess.run(command, cwd=cwd, env=where, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -279,6 +287,17 @@ def consented(tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.parametrize(("task", "key"), [("code", "task"), ("mixed", "task.code"), ("humaneval", "task")])
+def test_consent_is_not_read_from_a_directory(task, key, tmp_path):
+    write_settings(settings(f"task={task}", f"{key}.allow_weak_sandbox=true"), tmp_path)
+    given = resumed_settings(tmp_path, [f"++{key}.allow_weak_sandbox=true"])
+    for found, consent in ((read_settings(tmp_path), False), (resumed_settings(tmp_path, ["steps=7"]), False),
+                           (given, True), (read_settings(tmp_path, consent=True), True)):  # fmt: skip
+        coder = getattr(found.task, "code", found.task)
+        assert coder.allow_weak_sandbox is consent and coder._grader._runner.allow_weak_sandbox is consent
+    assert settings_hash(given) == settings_hash(read_settings(tmp_path)) and same_result(given, found) is None
+
+
 def test_consent_is_no_part_of_the_name_of_a_run():
     assert settings_hash(settings("task=code")) == settings_hash(settings("task=code", "task.allow_weak_sandbox=true"))
 
@@ -287,7 +306,7 @@ def test_consent_is_no_part_of_the_name_of_a_run():
 @pytest.mark.parametrize(
     ("script", "words", "consent"),
     [
-        ("train", ["resume={run}", "steps=2"], "task.allow_weak_sandbox=true"),
+        ("train", ["resume={run}", "steps=2"], "++task.allow_weak_sandbox=true"),
         ("evaluate", ["run={run}", "problems=1", "k=1"], "allow_weak_sandbox=true"),
         ("sample", ["run={run}", "problems=1", "samples=1"], "allow_weak_sandbox=true"),
     ],
@@ -298,6 +317,6 @@ def test_only_this_command_line_consents_to_a_weak_sandbox(consented, tmp_path, 
     words = [word.format(run=run) for word in words]
     refused = unconfined(script, *words, cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("error: ") == 1
-    assert "landlock" in refused.stderr and "only this command line can allow that" in refused.stderr
+    assert "landlock" in refused.stderr and "only the command line can allow" in refused.stderr
     done = unconfined(script, *words, consent, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
