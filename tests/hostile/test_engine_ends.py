@@ -100,8 +100,8 @@ def test_a_source_whose_engine_ends_is_as_before(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, method, calls", [
-    ("plain", "_sample", 12), ("plain", "load_weights", 4), ("refilled", "_sample", 9), ("refilled", "_sample", 13),
-    ("partial", "_sample", 21), ("partial", "load_weights", 5), ("stale", "_sample", 13), ("stale", "load_weights", 4),
+    ("plain", "_sample", 12), ("plain", "load_weights", 4), ("refilled", "_sample", 13), ("partial", "_sample", 21),
+    ("stale", "load_weights", 4),
 ])  # fmt: skip
 def test_the_step_before_is_saved_and_the_run_goes_on(tmp_path, straight, kind, method, calls):
     done = ended(tmp_path, method, calls, *RUN, *KINDS[kind])
@@ -123,7 +123,7 @@ def test_the_step_before_is_saved_and_the_run_goes_on(tmp_path, straight, kind, 
 
 @pytest.mark.slow
 def test_an_engine_that_ends_in_an_evaluation_lets_the_step_be_whole(tmp_path):
-    done = ended(tmp_path, "_sample", 1, *RUN)
+    done = ended(tmp_path, "_sample", 2, *RUN)  # the first is the guard at the start
     assert done.returncode == 1 and "held-out problems are sampled in this process" in done.stderr
     assert "nothing was saved yet; go on with resume=runs/small/" in done.stderr.splitlines()[-1]
     assert [row["step"] for row in read_rows(only_run(tmp_path) / "metrics.jsonl")] == [0]
