@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.connection
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.rollout.engine_process import how_it_ended
+from gspo.rollout.engine_process import readable
 
 
 @dataclass
@@ -87,14 +87,12 @@ class Host:
 
     def _watch(self, workers: list[multiprocessing.Process]) -> None:
         """With one of them gone nothing is left to sample with: end this process too, which the trainer notices."""
-        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers])
-        if self.closing:
-            return
-        for worker in workers:
-            if worker.sentinel in ended:
-                how = how_it_ended(worker.exitcode)
-                print(f"{worker.name} (process {worker.pid}) {how}", file=sys.stderr, flush=True)
-        os._exit(1)
+        handles = {os.pidfd_open(worker.pid): worker for worker in workers}  # vLLM collects them: no exit code is left
+        ended = [handles[handle] for handle in readable(list(handles))]
+        if not self.closing:
+            for worker in ended:
+                print(f"vLLM's {worker.name} (process {worker.pid}) has ended", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def close(self) -> None:
         """End vLLM and its workers."""
