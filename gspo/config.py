@@ -259,6 +259,8 @@ def read_settings(folder: Path) -> Settings:
         return to_settings(OmegaConf.merge(schema, content))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
