@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
 from gspo.checkpoint import damage, latest_checkpoint, load_optimizer
 from gspo.runs import finished, recorded
+from gspo.shown import ODD
 
 STEP = "checkpoints/step_000004"
 OF_SETTINGS = [name for name in UNREADABLE if "rows" not in name and "metrics" not in name]
@@ -106,3 +108,18 @@ def test_in_a_process(real, tmp_path, script):
         said = done.stderr.splitlines()
         assert done.returncode == 2 and said[-1].startswith("error: ") and "Traceback" not in done.stderr, done.stderr
         assert run.name in said[-1] and "\x1b" not in done.stderr and "\u202e" not in done.stderr
+
+
+def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
+    """The issue's own attack: a row of data set the clipboard and the title, and cleared the screen."""
+    rows = tmp_path / "test.jsonl"
+    rows.write_text(json.dumps({"question": f"1+1=?{ESCAPE}\x1b]52;c;ZXZpbA==\x07", "answer": "#### 2"}) + "\n")
+    run = copied(real, tmp_path, lambda _: None)
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    settings["task"], settings["cold_start"]["steps"] = {"name": "gsm8k", "path": str(rows)}, 0
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=gsm8k", "problems=1"]
+    there = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, env=there, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert not ODD.search(done.stdout.decode()) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout.decode()
