@@ -113,12 +113,13 @@ def test_in_a_process(real, tmp_path, script):
 def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
     """The issue's own attack: a row of data set the clipboard and the title, and cleared the screen."""
     rows = tmp_path / "test.jsonl"
-    rows.write_text(json.dumps({"question": f"1+1=?{ESCAPE}\x1b]52;c;ZXZpbA==\x07", "answer": "#### 2"}) + "\n")
+    subject = f"{ESCAPE}\x1b]52;c;ZXZpbA==\x07"
+    rows.write_text(json.dumps({"problem": "1+1=?", "answer": "2", "subject": subject, "level": 1}) + "\n")
     run = copied(real, tmp_path, lambda _: None)
     settings = yaml.safe_load((run / "settings.yaml").read_text())
-    settings["task"], settings["cold_start"]["steps"] = {"name": "gsm8k", "path": str(rows)}, 0
+    settings["task"], settings["cold_start"]["steps"] = {"name": "math500", "path": str(rows)}, 0
     (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=gsm8k", "problems=1"]
+    program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=math500", "problems=1"]
     there = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, env=there, capture_output=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
