@@ -94,11 +94,11 @@ def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
     found = sources.records(runs) if runs.startswith(sources.SERVER) or Path(runs).exists() else []
     found = [record for record in found if len(record.rows) and study in ("", record.settings.get("study"))]
+    found, strange = of_this_version(found)
+    notes += [f"left out: {record.path} has recorded {name}, which is on no panel" for record, name in strange]
     where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
         return VIEWS, [*notes, f"no run under {where}: by={by} and the panels are checked against the registry alone"]
-    found, strange = of_this_version(found)
-    notes += [f"left out: {record.path} has recorded {name}, which is on no panel" for record, name in strange]
     for key in by.split(","):
         if not any(key in record.settings for record in found):
             raise ValueError(f"by={by}: no run under {where} has the setting {key!r}")

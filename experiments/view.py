@@ -106,6 +106,8 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
                 page.say(str(error))
             time.sleep(max(PAUSE, 9 * (time.monotonic() - started)))
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second one must not leave the folder behind
         server.should_exit = True
 
 

@@ -272,8 +272,9 @@ def check_belongs(folder: Path, settings: str) -> None:
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
     """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
+    state = TrainState.from_json(read_state(folder))
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return TrainState.from_json(read_state(folder))
+    return state
 
 
 def read_state(folder: Path) -> dict:

@@ -278,6 +278,8 @@ def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
         to_settings(config)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return config
 
 

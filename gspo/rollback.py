@@ -10,6 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from gspo.bounded import read_json
 from gspo.checkpoint import damage
 from gspo.config import Settings
 from gspo.run_files import replace_text
@@ -21,7 +22,15 @@ class Rollbacks:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "rollbacks.json"
-        self.made: list[dict] = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+        self.made: list[dict] = self._read() if self.path.exists() else []
+
+    def _read(self) -> list[dict]:
+        """Raises ValueError for a file that lists no rollbacks."""
+        made = read_json(self.path, list)
+        kinds = {"from": int, "to": int, "moved": bool}
+        if not all(isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds for back in made):
+            raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
+        return made
 
     def plan(self, step: int, healthy: int) -> int | None:
         """Decide to go back to the newest whole checkpoint of step `healthy` or before; its step, None if there is

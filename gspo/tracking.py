@@ -16,10 +16,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from gspo import bounded
 from gspo.metrics import lookup
 from gspo.ranges import Ranged, ranged
 from gspo.records import Response
 from gspo.run_files import append_to, read_rows, replace_text, rows_and_damage
+from gspo.shown import line
 from gspo.wandb_run import MODES, WandbRun, chosen_mode
 
 log = logging.getLogger(__name__)
@@ -117,9 +119,10 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
 def read_rollouts(path: Path) -> list[dict]:
     """What `write_rollouts` wrote; empty if it is not there or damaged."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        rows = [bounded.parse_json(row) for row in bounded.lines(path)]
     except (OSError, ValueError):
         return []
+    return rows if all(isinstance(row, dict) for row in rows) else []
 
 
 def supersede(run: Path, step: int) -> list[str]:
@@ -173,20 +176,20 @@ class Progress:
         self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
         self.started, self.spoken = time.perf_counter(), 0.0
         bar = alone and sys.stderr.isatty()
-        self.bar = tqdm(total=steps, initial=done, desc=title, unit="step", dynamic_ncols=True) if bar else None
+        self.bar = tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True) if bar else None
 
     def __call__(self, step: int, **figures: float) -> None:
         text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         now = time.perf_counter()
         pace = (now - self.started) / max(step - self.first, 1)
         left = round(pace * (self.steps - step))
-        line = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
-        log.info(line)
+        said = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
+        log.info(said)
         if self.bar:
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
         elif now - self.spoken > self.pause or step == self.steps:
-            print(line, flush=True)
+            print(line(said), flush=True)
             self.spoken = now
 
     def close(self) -> None:

@@ -1,0 +1,126 @@
+"""evaluate.py and sample.py on a stranger's run: one line that names the file, exit code 2; no wait without end."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
+
+from gspo.checkpoint import damage, latest_checkpoint, load_optimizer
+from gspo.runs import finished, recorded
+from gspo.shown import ODD
+
+STEP = "checkpoints/step_000004"
+OF_SETTINGS = [name for name in UNREADABLE if "rows" not in name and "metrics" not in name]
+
+
+def listed(name: str):
+    """A file that the checksums name, put there by a stranger."""
+
+    def spoil(run: Path) -> None:
+        file = run / STEP / "checksums.json"
+        file.write_text(json.dumps({name: "0" * 64} | json.loads(file.read_text())))
+
+    return spoil
+
+
+def without_checksums(spoil):
+    def spoiled(run: Path) -> None:
+        (run / STEP / "checksums.json").unlink()
+        spoil(run)
+
+    return spoiled
+
+
+CHECKPOINTS = {
+    "checksums name a device": listed("/dev/zero"),
+    "checksums name what lies outside": listed("../../../../../etc/passwd"),
+    "checksums name nothing": listed("a\0b"),
+    "checksums are deep": text(f"{STEP}/checksums.json", DEEP),
+    "checksums are a list": text(f"{STEP}/checksums.json", "[1]"),
+    "checksums are a pipe": pipe(f"{STEP}/checksums.json"),
+    "weights are a pipe": pipe(f"{STEP}/model.safetensors"),
+    "weights never end": endless(f"{STEP}/model.safetensors"),
+    "state is a list": without_checksums(text(f"{STEP}/state.json", "[1]")),
+    "state is of 400 digits": without_checksums(text(f"{STEP}/state.json", f'{{"step": {NUMBER_400}}}')),
+    "state is deep": without_checksums(text(f"{STEP}/state.json", DEEP)),
+    "state says words": without_checksums(text(f"{STEP}/state.json", json.dumps({"step": ESCAPE, "settings": 1}))),
+    "the model's configuration is deep": without_checksums(text(f"{STEP}/config.json", DEEP)),
+}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    return tiny_run(tmp_path_factory.mktemp("real"))
+
+
+def copied(real: Path, folder: Path, spoil) -> Path:
+    run = folder / real.name
+    shutil.copytree(real, run)
+    shutil.rmtree(run / "checkpoints" / "step_000002", ignore_errors=True)  # which one would go back to
+    spoil(run)
+    return run
+
+
+@pytest.mark.parametrize("name", [*OF_SETTINGS, *CHECKPOINTS])
+def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
+    run = copied(real, tmp_path, (UNREADABLE | CHECKPOINTS)[name])
+    started = time.process_time()
+    with pytest.raises(ValueError, match=re.escape(run.name)):
+        settings, checkpoint = recorded(str(run), -1)
+        if "state" in name:
+            finished(checkpoint, settings.steps)
+    assert time.process_time() - started < 5
+
+
+def test_odd_states_are_no_states(real, tmp_path):
+    run = copied(real, tmp_path, CHECKPOINTS["state says words"])
+    with pytest.raises(ValueError, match=r"state\.json is damaged: step="):
+        load_optimizer(run / STEP, None)
+
+
+def test_a_whole_checkpoint_is_whole(real, tmp_path):
+    run = copied(real, tmp_path, lambda _: None)
+    assert damage(run / STEP) is None and latest_checkpoint(run) == run / STEP
+    (run / STEP / "tokenizer.json").unlink()
+    assert damage(run / STEP) == "tokenizer.json is missing"
+
+
+@pytest.mark.parametrize("script", ["evaluate", "sample"])
+def test_in_a_process(real, tmp_path, script):
+    """One spoiled file of each kind; the message itself does nothing on a terminal."""
+    for name in ("alias bomb", "checksums name a device", "state says words"):
+        if script == "sample" and "state" in name:
+            continue  # it does not ask for the step
+        run = copied(real, tmp_path / name, (UNREADABLE | CHECKPOINTS)[name])
+        there = os.environ | {"PYTHONPATH": str(ROOT)}
+        program = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), f"run={run.name}", "problems=1"]
+        done = subprocess.run(
+            program, cwd=run.parent, env=there, capture_output=True, text=True, check=False, timeout=120
+        )
+        said = done.stderr.splitlines()
+        assert done.returncode == 2 and said[-1].startswith("error: ") and "Traceback" not in done.stderr, done.stderr
+        assert run.name in said[-1] and "\x1b" not in done.stderr and "\u202e" not in done.stderr
+
+
+def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
+    """The issue's own attack: a row of data set the clipboard and the title, and cleared the screen."""
+    rows = tmp_path / "test.jsonl"
+    subject = f"{ESCAPE}\x1b]52;c;ZXZpbA==\x07"
+    rows.write_text(json.dumps({"problem": "1+1=?", "answer": "2", "subject": subject, "level": 1}) + "\n")
+    run = copied(real, tmp_path, lambda _: None)
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    settings["task"], settings["cold_start"]["steps"] = {"name": "math500", "path": str(rows)}, 0
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=math500", "problems=1"]
+    there = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, env=there, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert not ODD.search(done.stdout.decode()) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout.decode()
