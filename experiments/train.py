@@ -114,10 +114,12 @@ def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         raise
     finally:
-        say(folder, how, trainer.state.step, reason)
-        with suppress(OSError):  # a full disk was said already; `experiments/report.py` makes the page again
-            write_page(folder)
-        sync = tracker.finish(W_AND_B[how])
+        try:
+            say(folder, how, trainer.state.step, reason)
+            with suppress(OSError):  # a full disk was said already; `experiments/report.py` makes the page again
+                write_page(folder)
+        finally:
+            sync = tracker.finish(W_AND_B[how])
     if how != "rolled back":
         upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep says one command for all of its runs
         again = "; the same command goes on with it" if how == "stopped" else ""

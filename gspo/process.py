@@ -212,6 +212,8 @@ def report(error: BaseException) -> int:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
+    if isinstance(error, HydraException) and (odd := [a for a in sys.argv if a != a.encode(errors="ignore").decode()]):
+        return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
     if said := plain_words(error):
         return said
     parts = []

@@ -164,9 +164,12 @@ def sync(path: Path) -> None:
 
 
 def said(folder: Path) -> dict:
-    """What a run last said of itself; empty if it never did."""
-    path = folder / STATUS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """What a run last said of itself; empty if it never did, or if that file is damaged."""
+    try:
+        content = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gspo.rollout.routes import UNKNOWN
+from gspo.run_files import errors_of_the_disk
 
 MEMORY = "/dev/shm"  # a file system in memory, on Linux
 
@@ -49,7 +50,8 @@ def save_weights(tensors: dict[str, Tensor], folder: str) -> str:
     for name, tensor in tensors.items():
         seen.setdefault(tensor.data_ptr(), name)
     path = str(Path(folder) / "weights.safetensors")
-    save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
+    with errors_of_the_disk(Path(path)):
+        save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
     return path
 
 

@@ -52,26 +52,23 @@ def test_programs_run_and_are_confined_where_few_descriptors_and_long_folders_ar
 def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     folder.mkdir()
-    there = environment() | {"TMPDIR": str(folder)}
-    runs = []
+
+    def called(cwd: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
+        there = environment() | {"TMPDIR": str(folder)}
+        command = [sys.executable, str(ROOT / script), *arguments]
+        return subprocess.run(command, cwd=cwd, env=there, capture_output=True, check=False)
+
+    done = called(folder, "experiments/train.py", *SMALL, "steps=2", "task=code")
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-3000:]
+    (run,) = (folder / "runs" / "small").glob("*-seed*")
     for script, *arguments in (
-        ("experiments/train.py", *SMALL, "steps=2", "task=code"),
-        ("experiments/report.py", "RUN"),
-        ("experiments/sample.py", "run=."),
-        ("experiments/sweep_status.py", "STUDY"),
-        ("analysis/reproduce.py", "STUDY", "--out", "FOLDER/figures"),
+        ("experiments/report.py", f"run={run}"),
+        ("experiments/sweep_status.py", str(run.parent)),
+        ("analysis/reproduce.py", str(run.parent), "--out", str(folder / "figures")),
+        ("analysis/study_report.py", str(run.parent), "--out", str(folder / "figures")),
     ):
-        names = (
-            {"RUN": f"run={runs[0]}", "STUDY": f"{runs[0].parent}", "FOLDER/figures": str(folder / "figures")}
-            if runs
-            else {}
-        )
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *(names.get(argument, argument) for argument in arguments)],
-            cwd=runs[0] if script.endswith("sample.py") else folder,
-            env=there,
-            capture_output=True,
-            check=False,
-        )
+        done = called(tmp_path, script, *arguments)
         assert done.returncode == 0, (script, done.stderr.decode(errors="replace")[-3000:])
-        runs = runs or sorted((folder / "runs" / "small").glob("*-seed*"))
+    done = called(tmp_path, "experiments/sample.py", f"run={run}")  # Hydra's grammar knows characters alone
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"is not UTF-8, and a setting" in done.stderr
+    assert called(run, "experiments/sample.py", "run=.").returncode == 0
