@@ -163,7 +163,7 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
 def local(run: Run, folder: Path) -> Link | str:
     """Its own report, or its directory, from a page in `folder`."""
     place = run.path / "report.html" if (run.path / "report.html").exists() else run.path
-    return Link(run.path.name, quote(os.path.relpath(place, folder))) if place.exists() else run.path.name
+    return Link(run.path.name, quote(os.fsencode(os.path.relpath(place, folder)))) if place.exists() else run.path.name
 
 
 if __name__ == "__main__":

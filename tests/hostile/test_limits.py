@@ -54,9 +54,8 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder.mkdir()
 
     def called(cwd: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
-        there = environment() | {"TMPDIR": str(folder)}
         command = [sys.executable, str(ROOT / script), *arguments]
-        return subprocess.run(command, cwd=cwd, env=there, capture_output=True, check=False)
+        return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, check=False)
 
     done = called(folder, "experiments/train.py", *SMALL, "steps=2", "task=code")
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-3000:]
@@ -72,3 +71,11 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     done = called(tmp_path, "experiments/sample.py", f"run={run}")  # Hydra's grammar knows characters alone
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"is not UTF-8, and a setting" in done.stderr
     assert called(run, "experiments/sample.py", "run=.").returncode == 0
+
+
+def test_a_temporary_folder_whose_name_is_not_utf_8_is_refused(tmp_path):
+    code = "from gspo.process import command_line; command_line(lambda: print('it runs'))"
+    there = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")}
+    done = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and not done.stdout
+    assert done.stderr.startswith(b"error: TMPDIR=") and b"caf\\udce9 is not UTF-8" in done.stderr

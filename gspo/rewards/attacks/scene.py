@@ -147,10 +147,9 @@ class Scene:
 
 
 def temporary_folder() -> str:
-    """The usual one, unless a socket's path in it would be too long, or a program that names it no UTF-8."""
+    """The usual one, unless a socket's path in it would be too long."""
     usual = tempfile.gettempdir()
-    fits = len(os.fsencode(usual)) < LONGEST_FOLDER and usual == usual.encode(errors="ignore").decode()
-    return usual if fits else "/tmp"
+    return usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
 
 
 @contextlib.contextmanager
