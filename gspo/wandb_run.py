@@ -152,9 +152,7 @@ class WandbRun:
         return {name: sum(each) / len(each) for name, each in values.items() if each}
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
-        self.run.alert(
-            title=title, text=text, level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN, encoding="utf-8"
-        )
+        self.run.alert(title=title, text=text, level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN)
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
         """The table of the saved batches with some rows of this one added: W&B is sent these and joins them to it."""
