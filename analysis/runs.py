@@ -94,7 +94,9 @@ class Data:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        frames = [run.rows.assign(run=str(run.path), arm=run.arm, seed=run.seed) for run in self.runs]
+        names = [str(run.path).encode(errors="backslashreplace").decode() for run in self.runs]  # tables hold UTF-8
+        found = zip(self.runs, names, strict=True)
+        frames = [run.rows.assign(run=name, arm=run.arm, seed=run.seed) for run, name in found]
         rows = pd.concat(frames, ignore_index=True)
         self.rows = rows[[*NOT_METRICS, *sorted(c for c in rows.columns if c not in NOT_METRICS)]]
 

@@ -196,7 +196,7 @@ def from_server(run: object) -> Record:
 def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
     """What `make` gives, kept under this name as Parquet in the user's cache folder until the stamp is another."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gspo"
-    kept = base / (hashlib.sha256(name.encode()).hexdigest()[:20] + ".parquet")
+    kept = base / (hashlib.sha256(os.fsencode(name)).hexdigest()[:20] + ".parquet")
     try:
         table = parquet.read_table(kept)
         said = json.loads(table.schema.metadata[KEY])

@@ -133,10 +133,7 @@ def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         raise
     finally:
-        say(folder, how, trainer.state.step, reason)
-        with suppress(OSError):  # a full disk was said already; `experiments/report.py` makes the page again
-            write_page(folder)
-        sync = tracker.finish(W_AND_B[how])
+        sync = leave(folder, how, trainer.state.step, reason, tracker)
     if how != "rolled back":
         upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep says one command for all of its runs
         again = "; the same command goes on with it" if how == "stopped" else ""
@@ -144,6 +141,17 @@ def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
         print((folder / "report.txt").read_text(encoding="utf-8"), end="")
         print(f"more in {folder / PAGE}")
     return how
+
+
+def leave(folder: Path, how: str, step: int, reason: str, tracker: Tracker) -> str | None:
+    """Say in the directory how the run ended, and close its tracker; the command that uploads it, if there is one."""
+    try:
+        say(folder, how, step, reason)
+        with suppress(OSError):  # a full disk was said already; `experiments/report.py` makes the page again
+            write_page(folder)
+    finally:
+        sync = tracker.finish(W_AND_B[how])
+    return sync
 
 
 def about_the_model(policy: Policy) -> list[str]:

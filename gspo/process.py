@@ -190,6 +190,8 @@ def command_line(main: Callable[[], None]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once
     try:
+        if no_text(folder := os.environ.get("TMPDIR", "")):
+            raise ValueError(f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder")
         main()
     except (*USER_ERRORS, OSError, Broken) as error:
         sys.exit(report(error))
@@ -202,6 +204,11 @@ def command_line(main: Callable[[], None]) -> None:
         lines = [f"  {run}: {reason}" for run, reason in UNFINISHED_JOBS.items()]
         print("\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr)
         sys.exit(1)
+
+
+def no_text(name: str) -> bool:
+    """Whether the name of a file was not UTF-8: Python then gives it half characters."""
+    return name != name.encode(errors="ignore").decode()
 
 
 def report(error: BaseException) -> int:
@@ -217,6 +224,8 @@ def report(error: BaseException) -> int:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
+    if isinstance(error, HydraException) and (odd := list(filter(no_text, sys.argv))):
+        return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
     if said := plain_words(error):
         return said
     parts = []

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config import Settings, chosen_settings, folder_of
 from gspo.process import UNFINISHED_JOBS, USER_ERRORS, explain, report
-from gspo.run_files import append_to
+from gspo.run_files import append_to, refuse_links
 from gspo.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
@@ -47,6 +47,7 @@ class WriteManifest(Callback):
                 print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
         try:
+            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml"))  # the second is Hydra's
             _append(config, {"command": sys.argv, "jobs": planned})
             if pickles := config.hydra.launcher.get("submitit_folder"):
                 private(Path(pickles.partition("%")[0]))

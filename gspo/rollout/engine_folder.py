@@ -17,6 +17,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gspo.run_files import errors_of_the_disk
+
 MEMORY = "/dev/shm"  # a file system in memory, on Linux
 PREFIX = "gspo-vllm-"
 YOUNG_SECONDS = 60.0  # its owner may not have locked it yet
@@ -42,7 +44,8 @@ class EngineFolder:
         for name, tensor in tensors.items():
             seen.setdefault(tensor.data_ptr(), name)
         path = self.path / "weights.safetensors"
-        save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
+        with errors_of_the_disk(path):
+            save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
         return path
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import yaml
 from test_runs import ROOT, SMALL, environment, evaluate, only_run, train
 
 from gspo.evaluation_files import WRITTEN, Folder
-from gspo.run_files import append_to, locked, note_start, refuse_links, replace_text
+from gspo.run_files import append_to, locked, note_start, refuse_links, replace_text, said
 from gspo.run_report import write
 from gspo.runs import exclusive, log_to
 from gspo.tracking import write_rollouts
@@ -60,6 +60,12 @@ def test_a_linked_lock_is_neither_emptied_nor_held(run, mine):
     with pytest.raises(ValueError, match=r"\.lock is a link to .*authorized_keys"), exclusive(run):
         pass
     assert not locked(run) and mine.read_text() == KEY
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{", '"finished"', "\udcff"])
+def test_a_damaged_status_says_nothing(run, text):
+    (run / "status.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert said(run) == {}
 
 
 def test_what_stands_in_a_lock_stays(run):
@@ -187,11 +193,12 @@ def test_runs_may_lie_behind_a_link_that_the_user_made(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_linked_manifest_is_not_written_to(tmp_path, mine):
+@pytest.mark.parametrize("name", ["manifest.jsonl", "multirun.yaml"])
+def test_a_linked_file_of_a_sweep_is_not_written_to(tmp_path, mine, name):
     study = tmp_path / "runs" / "small"
     study.mkdir(parents=True)
-    (study / "manifest.jsonl").symlink_to(mine)
+    (study / name).symlink_to(mine)
     script = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=2", "seed=1,2"]
     done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "manifest.jsonl is a link to" in done.stderr and done.stderr.count("\n") == 1
-    assert mine.read_text() == KEY and [path.name for path in study.iterdir()] == ["manifest.jsonl"]
+    assert done.returncode == 2 and f"{name} is a link to" in done.stderr and done.stderr.count("\n") == 1
+    assert mine.read_text() == KEY and [path.name for path in study.iterdir()] == [name]

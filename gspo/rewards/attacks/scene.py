@@ -146,12 +146,16 @@ class Scene:
         self._end_victim()
 
 
+def temporary_folder() -> str:
+    """The usual one, unless a socket's path in it would be too long."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
+
+
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
     """Sets the scene in a temporary folder, and clears it away."""
-    usual = tempfile.gettempdir()
-    short = usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="decoys-", dir=short) as folder:
+    with tempfile.TemporaryDirectory(prefix="decoys-", dir=temporary_folder()) as folder:
         decoys = Scene(Path(folder))
         try:
             yield decoys
