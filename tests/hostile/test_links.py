@@ -63,9 +63,9 @@ def test_a_linked_lock_is_neither_emptied_nor_held(run, mine):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", '"finished"', "\udcff"])
-def test_a_damaged_status_says_nothing(run, text):
+def test_a_damaged_status_says_that_alone(run, text):
     (run / "status.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert said(run) == {}
+    assert list(said(run)) == ["reason"] and "status.json is damaged" in said(run)["reason"]
 
 
 def test_what_stands_in_a_lock_stays(run):
