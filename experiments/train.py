@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from gspo.assembly import assemble
 from gspo.checks import check_training_set, warnings
 from gspo.config import Settings, chosen_settings, register_schemas, write_settings
+from gspo.ownership import SIGNATURES
 from gspo.policy.policy import Policy
 from gspo.process import Broken, Collapsed, Ended, Failed, Stopped, command_line, explain, one_line, stop_signal
 from gspo.rollback import Rollbacks
@@ -173,7 +174,7 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
         return build(settings, checkpoint, alone)
     except ValueError:
         if new:
-            made.take_back("settings.yaml", LOG)
+            made.take_back("settings.yaml", SIGNATURES, LOG)
         raise
 
 

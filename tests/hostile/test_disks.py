@@ -213,8 +213,9 @@ def as_a_colleague() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "checksums.json", ""])
 def test_a_colleague_who_may_not_read_the_weights_is_told_that(tmp_path_factory, name):
     run = tmp_path_factory.mktemp("run")
-    for folder in (run, *run.parents[:2]):
-        folder.chmod(0o755)
+    for folder in (run, *run.parents):
+        if folder.is_relative_to(tmp_path_factory.getbasetemp().parent.parent) and folder.owner() == run.owner():
+            folder.chmod(folder.stat().st_mode | 0o055)
     t = trainer()
     writer = CheckpointWriter(run, t.policy, t.optimizer, 2, "hash")
     writer.save(t.state)
