@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gspo.bounded import inside, opened, read_json
+from gspo.bounded import inside, opened, read_bytes, read_json
 from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
@@ -197,7 +197,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     one is damaged. Raises ValueError if there are some and none is whole."""
     pointer = run / "checkpoints" / "latest"
     with permission_needed(run):
-        newest = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
+        newest = read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else ""
     found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
     found = [folder for folder in found if folder.name <= newest] or found
     wrong = []

@@ -22,6 +22,7 @@ import torch
 
 from gspo.aggregation import Aggregation, Totals
 from gspo.batch import TrainBatch, layout
+from gspo.bounded import read_json
 from gspo.checkpoint import damage, seal
 from gspo.policy.models import ModelSettings, save
 from gspo.policy.policy import Policy
@@ -115,7 +116,7 @@ def _make(
 def recorded_reward(folder: Path) -> float:
     """Where reinforcement learning starts from this cold start: the mean reward that was sampled when it was made."""
     try:
-        return float(json.loads((folder / RECORD).read_text(encoding="utf-8"))["reward"])
+        return float(read_json(folder / RECORD)["reward"])
     except (OSError, ValueError, KeyError, TypeError) as error:  # one of an earlier version has no checksums
         raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
 

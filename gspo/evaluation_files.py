@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from gspo.bounded import parse_json, read_json
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
 from gspo.records import Problem
@@ -39,8 +40,7 @@ class Folder:
         self.path, self.settings = path, settings
         file = path / "settings.json"
         if file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
-            difference = first_difference(before, json.loads(json.dumps(settings)))
+            difference = first_difference(read_json(file), json.loads(json.dumps(settings)))
             if difference:
                 raise ValueError(f"{path} holds an evaluation with other settings: {difference}; choose another out=")
         elif (path / "responses").exists():
@@ -75,7 +75,7 @@ class Folder:
 
     def _row(self, path: Path, line: bytes, place: tuple[int, int]) -> dict:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if (row["problem"], row["sample"]) != place:
                 raise ValueError("another problem or sample was expected")
             return slim(row)

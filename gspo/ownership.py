@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from gspo import bounded
 from gspo.run_files import replace_text
 
 SIGNATURES = "signed.json"
@@ -24,8 +25,8 @@ SIGNATURES = "signed.json"
 
 def own(file: Path) -> bool:
     """Whether this user wrote the file as it stands, in a directory of this name."""
-    key = _key()
-    return key is not None and file.is_file() and _signature(key, file, file.read_bytes()) in _signatures(file)
+    key, content = _key(), _content(file)
+    return key is not None and content is not None and _signature(key, file, content) in _signatures(file)
 
 
 def doubt() -> str:
@@ -38,7 +39,7 @@ def doubt() -> str:
 def write_signed(file: Path, text: str) -> None:
     """Write a file that `own` knows again, also if this is killed before its end."""
     if key := _key():
-        before = [_signature(key, file, file.read_bytes())] if own(file) else []
+        before = [_signature(key, file, _content(file))] if own(file) else []
         new = {file.name: [_signature(key, file, text.encode()), *before]}
         replace_text(file.with_name(SIGNATURES), json.dumps(_read(file.with_name(SIGNATURES)) | new, indent=1))
     replace_text(file, text)
@@ -54,12 +55,18 @@ def _signatures(file: Path) -> list:
     return found if isinstance(found, list) else []
 
 
+def _content(file: Path) -> bytes | None:
+    try:
+        return bounded.read_bytes(file)
+    except (OSError, bounded.Unreadable):  # none yet, or nothing that we would have written
+        return None
+
+
 def _read(path: Path) -> dict:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # none yet, or damaged
+        return bounded.read_json(path)
+    except (OSError, bounded.Unreadable):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _key() -> bytes | None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import wandb
 from requests.utils import get_netrc_auth
 
+from gspo.bounded import read_json
 from gspo.metrics import lookup
 from gspo.ownership import doubt, own, write_signed
 from gspo.run_files import append_to
@@ -162,7 +163,7 @@ class WandbRun:
     def _record(self) -> dict:
         """Which run directory and which code: stands beside the settings in W&B's configuration."""
         file = self.folder / "code.json"
-        code = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        code = read_json(file) if file.exists() else {}
         return {"run": self.folder.name, "commit": code.get("commit"), "changed_files": code.get("changed_files", [])}
 
     def send(self, row: dict, rollouts: list[dict]) -> None:

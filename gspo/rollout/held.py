@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo.bounded import LONG, parse_json, read_bytes
 from gspo.records import Problem, Response, Score
 from gspo.rollout.source import Held, Rollout
 
@@ -64,7 +65,7 @@ def load_held(folder: Path, problem: Callable[[int], Problem]) -> Held:
     """What `save_held` wrote, bit by bit; `problem` gives the training problem of an index."""
     if not (folder / "held.json").exists():
         return Held()
-    content = json.loads((folder / "held.json").read_text(encoding="utf-8"))
+    content = parse_json(read_bytes(folder / "held.json", LONG))
     with np.load(folder / "held.npz", allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     taken = dict.fromkeys(ARRAYS, 0)

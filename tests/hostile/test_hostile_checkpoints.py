@@ -48,6 +48,7 @@ CHECKPOINTS = {
     "checksums are a pipe": pipe(f"{STEP}/checksums.json"),
     "weights are a pipe": pipe(f"{STEP}/model.safetensors"),
     "weights never end": endless(f"{STEP}/model.safetensors"),
+    "the pointer never ends": endless("checkpoints/latest"),
     "state is a list": without_checksums(text(f"{STEP}/state.json", "[1]")),
     "state is of 400 digits": without_checksums(text(f"{STEP}/state.json", f'{{"step": {NUMBER_400}}}')),
     "state is deep": without_checksums(text(f"{STEP}/state.json", DEEP)),

@@ -320,3 +320,11 @@ def test_only_this_command_line_consents_to_a_weak_sandbox(consented, tmp_path, 
     assert "landlock" in refused.stderr and "only the command line can allow" in refused.stderr
     done = unconfined(script, *words, consent, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["wandb_id", ownership.SIGNATURES])
+def test_signatures_and_what_is_signed_are_read_within_bounds(tmp_path, name):
+    ownership.write_signed(tmp_path / "wandb_id", "abc")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    assert not ownership.own(tmp_path / "wandb_id")
