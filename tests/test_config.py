@@ -1,14 +1,13 @@
 """Settings: every option file composes, experiments do not leak into objectives, bad input is one clear line."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
@@ -527,19 +526,15 @@ CLI = [
 
 
 def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
-    started = {}
-    for i, (override, named) in enumerate(CLI):  # side by side: most of their time is imports
+    for i, (override, named) in enumerate(CLI):
         (tmp_path / str(i)).mkdir()
         command = [sys.executable, str(ROOT / "experiments" / "train.py"), *override.split()]
         if not override.startswith("resume"):
             command.append(f"runs={tmp_path / str(i) / 'runs'}")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started[named] = subprocess.Popen(command, cwd=tmp_path / str(i), env=dict(os.environ), **pipes)
-    for i, (named, process) in enumerate(started.items()):
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 2, err
-        assert out == "" and err.startswith("error: ") and named in err
-        assert err.count("\n") == 1, err
+        done = forked.run(command, cwd=tmp_path / str(i))
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == "" and done.stderr.startswith("error: ") and named in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
         assert [path for path in (tmp_path / str(i)).rglob("*") if path.is_file()] == []
 
 
