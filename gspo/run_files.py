@@ -25,7 +25,8 @@ STATUS, LOCK = "status.json", ".lock"
 HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
 SAID = {"how": str, "step": int, "reason": str, "pid": int}  # of status.json, what is read again
 CONTINUED = "continued.jsonl"  # a line for each time that another process went on from a checkpoint
-W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files, and links to the newest of them
+W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files
+LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")  # in there, to the newest of them
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
 ABANDONED = 60.0  # seconds after which such a file is a killed process's
 
@@ -121,14 +122,15 @@ def not_plain(path: str | Path) -> str:
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
     """Raises ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
 
-    `names`: look at these of its entries alone. W&B's folder has links of its own in it, which it makes anew."""
-    waiting = [entry for entry in _entries(folder) if not names or entry.name in names]
+    `names`: look at these of its entries alone. W&B's folder has links of its own in it, which it makes anew; into the
+    folders of its earlier segments nothing of ours follows a link."""
+    waiting, theirs = [entry for entry in _entries(folder) if not names or entry.name in names], folder / W_AND_B
     while waiting:
         entry = waiting.pop()
+        in_theirs = Path(entry.path).parent == theirs
         if entry.is_dir(follow_symlinks=False):
-            inside = Path(entry.path).parent != folder or entry.name != W_AND_B
-            waiting += _entries(entry.path) if inside else []
-        elif not entry.is_file(follow_symlinks=False):
+            waiting += _entries(entry.path) if not in_theirs or entry.name == "cache" else []
+        elif not entry.is_file(follow_symlinks=False) and not (in_theirs and entry.name in LINKS):
             raise ValueError(not_plain(entry.path))
 
 

@@ -79,7 +79,8 @@ PLACES = [
     *("checkpoints", "rollouts", "evaluations", "superseded", "wandb"),
     *("metrics.jsonl", "monitor.jsonl", "train.log", "continued.jsonl", "status.json", "report.txt", "wandb_id"),
     *("checkpoints/step_000002", "checkpoints/latest", "rollouts/step_000001.jsonl"),
-    "evaluations/step_000002-ab/responses",
+    *("evaluations/step_000002-ab/responses", "wandb/offline-run-20200101_000000-ab", "wandb/cache"),
+    *("wandb/cache/wandb", "wandb/cache/wandb/logs"),
 ]  # fmt: skip
 
 
