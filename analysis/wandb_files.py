@@ -73,7 +73,7 @@ def read(path: Path) -> Segment:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # here, for wandb takes a second to import
 
-    segment, ended = Segment(path), False
+    segment, ended, names = Segment(path), False, {"step"}
     try:
         content = bounded.read_bytes(path, bounded.LONG)
     except (OSError, bounded.Unreadable) as error:
@@ -100,6 +100,11 @@ def read(path: Path) -> Segment:
             step = row.pop("step", None)
             if bounded.is_step(step):
                 segment.rows.setdefault(step, {}).update(numbers(row))
+                names |= segment.rows[step].keys()
+                if len(segment.rows) * len(names) > bounded.CELLS:
+                    segment.rows = {}
+                    segment.damage.append(f"its rows make a table of more than {bounded.CELLS:,} cells")
+                    break
     segment.name = recorded_name(segment.config) or segment.name  # which WANDB_NAME may have replaced
     segment.config.pop("_wandb", None)
     if not ended:

@@ -25,9 +25,11 @@ LINE = 8 << 20  # bytes of one of its lines
 DEPTH = 50  # of mappings and lists within each other
 LARGEST = 2**63  # integers stay below
 DIGITS = re.compile(r"[-+0-9_:.]+|[-+]?0[xbo].*", re.IGNORECASE)  # what YAML may take for a number
+HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can spell and no table or file can hold
 STEPS = 1_000_000  # the last step that a row may describe
 METRICS = 5_000  # different ones of a run
 NUMBERS = 20_000_000  # of all rows of a run
+CELLS = 40_000_000  # of their table, with those that are empty: rows with a metric of its own each make many of few
 DAMAGED = 10_000  # lines that are no rows, after which the file is none of rows
 FAR = 1e100  # sums and squares of larger numbers are infinite
 
@@ -175,9 +177,17 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]
             numbers += len(row)
         if len(damaged) > DAMAGED:
             raise Unreadable(f"{path} has more than {DAMAGED:,} lines that are no rows")
-        if len(rows) > STEPS + 1 or len(names) > METRICS or numbers > NUMBERS:
-            raise Unreadable(f"{path} has more than {STEPS:,} rows, {METRICS:,} metrics or {NUMBERS:,} numbers")
+        check_table(path, len(rows), len(names), numbers)
     return rows, damaged
+
+
+def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
+    """Raises Unreadable where a table of so many would fill the memory."""
+    if rows > STEPS + 1 or names > METRICS or numbers > NUMBERS or rows * names > CELLS:
+        raise Unreadable(
+            f"{path} has more than {STEPS:,} rows, {METRICS:,} metrics or {NUMBERS:,} numbers, or a table "
+            f"of them more than {CELLS:,} cells"
+        )
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -185,7 +195,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
-    if not isinstance(row, dict) or not is_step(row.get("step")):
+    if not isinstance(row, dict) or not is_step(row.get("step")) or any(map(HALVES.search, row)):
         return None
     return {name: value if name == "step" else finite(value) for name, value in row.items() if is_number(value)}
 

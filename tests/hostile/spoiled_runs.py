@@ -96,6 +96,7 @@ def row(**values: object) -> str:
 
 
 DEEP = "[" * 100_000
+SPARSE = "".join(row(step=i, **{f"m{i % 4_000}": 1}) for i in range(20_000))  # 400 kB that make a table of .6 GB
 MANY = "".join(row(step=i, **{f"m{i}/{j}": 1 for j in range(60)}) for i in range(99))
 UNREADABLE = {  # the run cannot be shown: it is named, and the others are
     "alias bomb": appended("settings.yaml", BOMB.replace("&a1 [*a0", "&a0 x\na1: &a1 [*a0", 1)),
@@ -114,9 +115,11 @@ UNREADABLE = {  # the run cannot be shown: it is named, and the others are
     "rows never end": endless("metrics.jsonl"),
     "rows are huge": huge("metrics.jsonl"),
     "too many metrics": text("metrics.jsonl", MANY),
+    "rows of a metric each": text("metrics.jsonl", SPARSE),
     "rows are none": text("metrics.jsonl", row(step=1e30) + row(step=True) + row(step=10**15) + "[" * 99_999),
 }  # fmt: skip
 READABLE = {  # what is spoiled is left out, the run is shown
+    "half a character in a metric's name": appended("metrics.jsonl", row(step=5, **{"\ud800": 1})),
     "step 1e30": appended("metrics.jsonl", row(step=1e30, **{"reward/mean": 1})),
     "a value of 400 digits": appended("metrics.jsonl", f'{{"step": 5, "reward/mean": {NUMBER_400}}}\n'),
     "an infinite value": appended("metrics.jsonl", '{"step": 5, "reward/mean": 1e999, "clip/token_active": 1e300}\n'),
