@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gspo.bounded import inside, opened, read_bytes, read_json
+from gspo.bounded import inside, is_step, opened, read_bytes, read_json
 from gspo.policy.critic import FILE as VALUE_HEAD
 from gspo.policy.models import save
 from gspo.policy.policy import Policy
@@ -281,6 +281,6 @@ def read_state(folder: Path) -> dict:
     """What a checkpoint's state.json says. Raises ValueError if that is no state of a run."""
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
-        if type(state.get(name)) is not kind:
+        if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):
             raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}")
     return state

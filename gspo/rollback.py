@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gspo.bounded import read_json
+from gspo.bounded import is_step, read_json
 from gspo.checkpoint import damage
 from gspo.config import Settings
 from gspo.run_files import replace_text
@@ -28,7 +28,8 @@ class Rollbacks:
         """Raises ValueError for a file that lists no rollbacks."""
         made = read_json(self.path, list)
         kinds = {"from": int, "to": int, "moved": bool}
-        if not all(isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds for back in made):
+        fits = [isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds for back in made]
+        if not all(fits) or not all(is_step(back["from"]) and is_step(back["to"]) for back in made):
             raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
         return made
 

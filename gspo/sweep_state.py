@@ -15,6 +15,7 @@ from gspo.run_files import locked, read_rows, said
 
 MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
+LONGEST = 1000  # characters of a job's name: every line of the table is as long
 PACE = 10  # steps whose seconds the time left is reckoned by
 
 
@@ -80,6 +81,8 @@ def _planned(job: object) -> dict:
     job = {"run": "", "overrides": []} | _typed(job, kinds)
     if not all(isinstance(override, str) for override in job["overrides"]):
         raise ValueError("not a job of a sweep")
+    if len(job["run"]) > LONGEST:
+        raise ValueError(f"run={job['run'][:40]!r} ...: a name of {len(job['run']):,} characters")
     if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # else its settings were refused
         raise ValueError(f"run={job['run']!r} is no folder of a study")
     return job

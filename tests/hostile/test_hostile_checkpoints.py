@@ -13,9 +13,11 @@ import pytest
 import yaml
 from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
-from gspo.checkpoint import damage, latest_checkpoint, load_optimizer
+from gspo.checkpoint import damage, latest_checkpoint, load_optimizer, read_state
+from gspo.rollback import Rollbacks
 from gspo.runs import finished, recorded
 from gspo.shown import ODD
+from gspo.sweep_state import jobs, table
 
 STEP = "checkpoints/step_000004"
 OF_SETTINGS = [name for name in UNREADABLE if "rows" not in name and "metrics" not in name]
@@ -85,6 +87,24 @@ def test_odd_states_are_no_states(real, tmp_path):
     run = copied(real, tmp_path, CHECKPOINTS["state says words"])
     with pytest.raises(ValueError, match=r"state\.json is damaged: step="):
         load_optimizer(run / STEP, None)
+
+
+@pytest.mark.parametrize("step", [10**12, -1])
+def test_a_step_that_no_run_reaches_is_refused_before_anything_is_counted_up_to_it(tmp_path, step):
+    state = {"step": step, "settings": "0123456789", "rewards": {}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=rf"state\.json is damaged: step={step}"):
+        read_state(tmp_path)
+    (tmp_path / "rollbacks.json").write_text(json.dumps([{"from": 5, "to": step, "moved": False}]))
+    with pytest.raises(ValueError, match=r"rollbacks\.json is damaged"):
+        Rollbacks(tmp_path)
+
+
+def test_a_name_of_megabytes_in_a_manifest_is_no_job(tmp_path):
+    names = ["x" * 3_000_000, *(f"gspo-seed{i}" for i in range(300))]
+    lines = [json.dumps({"jobs": [{"run": name, "steps": 4, "overrides": []}]}) for name in names]
+    (tmp_path / "manifest.jsonl").write_text("\n".join(lines))
+    assert len(table(jobs(tmp_path))) < 1_000_000
 
 
 def test_a_whole_checkpoint_is_whole(real, tmp_path):
