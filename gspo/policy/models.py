@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -145,14 +145,17 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
         raise ValueError(f"model.path={path!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config._attn_implementation = attention  # the file's own may name code on the hub, and is looked at first
         model = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # transformers raises all kinds where a configuration is odd
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model.path={path!r} needs code of its own (auto_map), which is never run; choose a model whose "
@@ -163,8 +166,9 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
                 f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are never read: convert them "
                 "to safetensors"
             ) from None
+        said = str(error).strip().splitlines() or [type(error).__name__]
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
-        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{str(error).splitlines()[0]}") from None
+        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{said[0]}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
     if tokenizer.pad_token_id is None:

@@ -77,6 +77,21 @@ def test_a_kernel_from_the_hub_is_refused():
         HFModel(path="x", attention="somebody/kernel")
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+def test_a_kernel_from_the_hub_that_a_configuration_names_is_not_asked_for(folder, key):
+    change(folder / "config.json", **{key: "somebody/kernel"})
+    model, _ = load(str(folder))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("odd", [{"model_type": [1]}, {"hidden_act": "os"}, {"hidden_size": "x"}, {"vocab_size": -1}])
+def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
+    change(folder / "config.json", **odd)
+    with pytest.raises(ValueError, match=r"model\.path='.*' cannot be loaded: ") as refused:
+        load(str(folder))
+    assert "\n" not in str(refused.value)
+
+
 def test_no_library_reports_anything_whatever_the_environment_says():
     script = """
 import gspo.interrupt, os
