@@ -105,7 +105,8 @@ def read(path: Path) -> Segment:
                     segment.rows = {}
                     segment.damage.append(f"its rows make a table of more than {bounded.CELLS:,} cells")
                     break
-    segment.name = recorded_name(segment.config) or segment.name  # which WANDB_NAME may have replaced
+    named = segment.name if may_be_a_name(segment.name) else ""
+    segment.name = recorded_name(segment.config) or named  # which WANDB_NAME may have replaced
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")
@@ -127,7 +128,12 @@ def recorded_name(config: dict[str, object]) -> str:
     """The run directory's name, which the configuration holds beside the settings; taken out of it."""
     record = config.pop("record", None)
     name = record.get("run") if isinstance(record, dict) else None
-    return name if isinstance(name, str) else ""
+    return name if isinstance(name, str) and may_be_a_name(name) else ""
+
+
+def may_be_a_name(text: str) -> bool:
+    """Whether a file or folder could be called so: others make every question about the path fail."""
+    return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not bounded.HALVES.search(text)
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:

@@ -1,14 +1,18 @@
 """Every tool that reads runs, on a study in which all runs but one are spoiled: none hangs, none stops, none is led."""
 
+import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 from spoiled_runs import MARKUP, READABLE, ROOT, UNREADABLE, study, tiny_run
+from wandb.proto.wandb_internal_pb2 import Record
 
 from gspo.shown import ODD
 
@@ -151,3 +155,22 @@ def test_one_bad_run_beside_a_good_one(real, spoiled, name, tmp_path, monkeypatc
     if name in READABLE:
         assert MARKUP not in run_report.page(spoiled[name])
     assert {job.run for job in jobs(spoiled[name].parent)} >= {spoiled["whole"].name, spoiled[name].name}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 9000])
+def test_a_name_that_no_folder_can_have_stands_in_a_file_of_wandb(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = {"seed": 1, "steps": 2, "objective": {"name": "gspo"}, "record": {"run": name}}
+    records = [Record(), Record()]
+    for key, value in settings.items():
+        records[0].run.config.update.add(key=key, value_json=json.dumps(value))
+    for key in ("step", "reward/mean"):
+        records[1].history.item.add(nested_key=[key], value_json="1")
+    file = tmp_path / "offline-run-1-ab" / "run-ab.wandb"
+    file.parent.mkdir()
+    content = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+    for body in (record.SerializeToString() for record in records):
+        content += struct.pack("<IHB", zlib.crc32(b"\1" + body), len(body), 1) + body
+    file.write_bytes(content)
+    (run,) = load.load([file.parent]).runs
+    assert run.ended == "unfinished" and run.path == file
