@@ -170,3 +170,9 @@ def test_names_in_figures_are_no_formulas(tmp_path):
     texts = {text.get_text(): text.get_parse_math() for text in figure.findobj(matplotlib.text.Text)}
     assert not any(texts[name] for name in names[:3]) and texts[r"$\mathdefault{10^{-2}}$"]
     assert path.exists() and json.dumps(list(texts)).count("u001b") == 0
+
+
+@pytest.mark.parametrize("hidden", ["\u034f", "\u115f", "\u1160", "\u3164", "\uffa0", "\ufe00", "\U0001d173"])
+def test_fillers_and_variants_that_show_nothing_appear_as_their_codes(hidden):
+    assert shown(f"runs/a{hidden}") == "runs/a" + ascii(hidden)[1:-1]
+    assert shown("\u2764\ufe0f 1\ufe0f\u20e3") == "\u2764\ufe0f 1\ufe0f\u20e3", "emoji stay"
