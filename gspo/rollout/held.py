@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +68,8 @@ def load_held(folder: Path, problem: Callable[[int], Problem]) -> Held:
         return Held()
     content = parse_json(read_bytes(folder / "held.json", LONG))
     with np.load(folder / "held.npz", allow_pickle=False) as file:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in file.zip.infolist()):  # to gigabytes
+            raise ValueError(f"{folder / 'held.npz'} is compressed, which is never written: it is damaged")
         arrays = {name: file[name] for name in file.files}
     taken = dict.fromkeys(ARRAYS, 0)
 

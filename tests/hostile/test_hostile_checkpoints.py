@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
 from gspo.checkpoint import damage, latest_checkpoint, load_optimizer, read_state
 from gspo.rollback import Rollbacks
+from gspo.rollout.held import load_held
 from gspo.runs import finished, recorded
 from gspo.shown import ODD
 from gspo.sweep_state import jobs, table
@@ -98,6 +100,13 @@ def test_a_step_that_no_run_reaches_is_refused_before_anything_is_counted_up_to_
     (tmp_path / "rollbacks.json").write_text(json.dumps([{"from": 5, "to": step, "moved": False}]))
     with pytest.raises(ValueError, match=r"rollbacks\.json is damaged"):
         Rollbacks(tmp_path)
+
+
+def test_held_responses_that_are_compressed_are_not_unpacked(tmp_path):
+    (tmp_path / "held.json").write_text('{"rollouts": {}, "groups": []}')
+    np.savez_compressed(tmp_path / "held.npz", logprobs=np.zeros(10_000_000))
+    with pytest.raises(ValueError, match=r"held\.npz is compressed"):
+        load_held(tmp_path, lambda _: None)
 
 
 def test_a_name_of_megabytes_in_a_manifest_is_no_job(tmp_path):
