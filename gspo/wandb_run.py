@@ -77,7 +77,9 @@ class WandbRun:
         if not run.offline:
             write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
         segment = Path(run.dir).parent
-        os.environ["WANDB_DATA_DIR"] = str(segment.absolute() / STAGING)  # read at each table
+        staging = str(segment.absolute() / STAGING)
+        if not any("\ud800" <= character <= "\udfff" for character in staging):
+            os.environ["WANDB_DATA_DIR"] = staging  # read at each table; names that are not UTF-8 stop W&B
         self._mark_older_segments(segment)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
