@@ -184,9 +184,13 @@ def end_with(trainer: int, folder: str) -> None:
 def main() -> None:
     file, trainer, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(file, False)
-    threading.Thread(target=end_with, args=(trainer, folder), daemon=True).start()
+    watcher = threading.Thread(target=end_with, args=(trainer, folder), daemon=True)
+    watcher.start()
     with socket.socket(fileno=file) as connection, contextlib.suppress(ConnectionError):
         serve(connection)
+    # the trainer has closed its end, or was killed: then the watcher ends the group, unless this process is faster
+    shutil.rmtree(folder, ignore_errors=True)
+    watcher.join(0.2)
 
 
 if __name__ == "__main__":
