@@ -25,7 +25,8 @@ LINE = 8 << 20  # bytes of one of its lines
 DEPTH = 50  # of mappings and lists within each other
 LARGEST = 2**63  # integers stay below
 DIGITS = re.compile(r"[-+0-9_:.]+|[-+]?0[xbo].*", re.IGNORECASE)  # what YAML may take for a number
-HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can spell and no table or file can hold
+# halves of characters, which JSON can spell and no table or file can hold; Python reads names that are not UTF-8 so
+HALVES = re.compile("[\ud800-\udfff]")
 STEPS = 1_000_000  # the last step that a row may describe
 METRICS = 5_000  # different ones of a run
 NUMBERS = 20_000_000  # of all rows of a run
@@ -40,19 +41,28 @@ class Unreadable(ValueError):
     """A file that holds something else than it should."""
 
 
-def opened(path: Path) -> BinaryIO:
-    """A regular file: no link, and nothing that blocks or never ends."""
+def plain_file(path: str | Path, flags: int) -> int:
+    """An `opener` for Python's `open`, to read or to write. Raises Unreadable for a link, and for what is no plain
+    file: a pipe would make us wait for its other end, a device has no end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
-            raise
-        what = "a link" if error.errno == errno.ELOOP else "a socket"
-        raise Unreadable(f"{path} is {what}, not a file: put the file itself in its place") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a socket, a pipe; a link on BSD
+            raise Unreadable(not_plain(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unreadable(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
+        raise Unreadable(not_plain(path))
+    return descriptor
+
+
+def not_plain(path: str | Path) -> str:
+    what = f"is a link to {os.readlink(path)}" if os.path.islink(path) else "is no plain file"
+    return f"{path} {what}: a run has files and folders of its own alone; move it out of the run directory"
+
+
+def opened(path: Path) -> BinaryIO:
+    return open(path, "rb", opener=plain_file)
 
 
 def read_bytes(path: Path, most: int = SMALL) -> bytes:

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from gspo.bounded import parse_json, read_json
+from gspo.bounded import parse_json, plain_file, read_json
 from gspo.estimates import powers
 from gspo.evaluation import HeldOut, rows, summarise
 from gspo.records import Problem
 from gspo.rollout.engine import Engine
 from gspo.rollout.rows import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
-from gspo.run_files import LOCK, plain_file, replace_text
+from gspo.run_files import LOCK, replace_text
 
 FINGERPRINTED = 64  # weights of every parameter
 WRITTEN = ("settings.json", "responses", "result.json", LOCK)

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo import interrupt
+from gspo.bounded import HALVES
 from gspo.schema import plain_words
 from gspo.shown import guard, line
 
@@ -190,7 +191,7 @@ def command_line(main: Callable[[], None]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once
     try:
-        if no_text(folder := os.environ.get("TMPDIR", "")):
+        if HALVES.search(folder := os.environ.get("TMPDIR", "")):
             raise ValueError(f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder")
         main()
     except (*USER_ERRORS, OSError, Broken) as error:
@@ -206,11 +207,6 @@ def command_line(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def no_text(name: str) -> bool:
-    """Whether the name of a file was not UTF-8: Python then gives it half characters."""
-    return name != name.encode(errors="ignore").decode()
-
-
 def report(error: BaseException) -> int:
     """Say in one line what went wrong; the exit code."""
     if isinstance(error, Broken):
@@ -224,7 +220,7 @@ def report(error: BaseException) -> int:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
-    if isinstance(error, HydraException) and (odd := list(filter(no_text, sys.argv))):
+    if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
         return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
     if said := plain_words(error):
         return said

@@ -6,13 +6,11 @@ link to the directory itself, or above it, is its user's own choice.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -96,27 +94,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def append_to(path: Path) -> TextIO:
     """A text file to write more lines to. Raises ValueError if the path is a link, or no plain file."""
-    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=plain_file)
-
-
-def plain_file(path: str | Path, flags: int) -> int:
-    """An `opener` for Python's `open`. Raises ValueError for a link, and for what is no plain file: a pipe would make
-    us wait for its other end, a device has no end."""
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a pipe without reader; a link on BSD
-            raise ValueError(not_plain(path)) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(not_plain(path))
-    return descriptor
-
-
-def not_plain(path: str | Path) -> str:
-    what = f"is a link to {os.readlink(path)}" if os.path.islink(path) else "is no plain file"
-    return f"{path} {what}: a run is written into files and folders of its own alone; move it out of the run directory"
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=bounded.plain_file)
 
 
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
@@ -131,7 +109,7 @@ def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
         if entry.is_dir(follow_symlinks=False):
             waiting += _entries(entry.path) if not in_theirs or entry.name == "cache" else []
         elif not entry.is_file(follow_symlinks=False) and not (in_theirs and entry.name in LINKS):
-            raise ValueError(not_plain(entry.path))
+            raise bounded.Unreadable(bounded.not_plain(entry.path))
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry]:

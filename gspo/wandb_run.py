@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import wandb
 from requests.utils import get_netrc_auth
 
-from gspo.bounded import read_json
+from gspo.bounded import HALVES, read_json
 from gspo.metrics import lookup
 from gspo.ownership import doubt, own, write_signed
 from gspo.run_files import append_to
@@ -78,7 +78,7 @@ class WandbRun:
             write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
         segment = Path(run.dir).parent
         staging = str(segment.absolute() / STAGING)
-        if not any("\ud800" <= character <= "\udfff" for character in staging):
+        if not HALVES.search(staging):
             os.environ["WANDB_DATA_DIR"] = staging  # read at each table; names that are not UTF-8 stop W&B
         self._mark_older_segments(segment)
         run.define_metric("step")

@@ -74,7 +74,7 @@ def test_sweep_status(spoiled):
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert " finished " in lines[spoiled["whole"].name] and "../../etc" not in done.stdout
     assert all(spoiled[name].name in lines for name in (*UNREADABLE, *READABLE))
-    assert "is not a regular file" in lines[spoiled["rows are a pipe"].name]
+    assert "is no plain file" in lines[spoiled["rows are a pipe"].name]
     assert "has an alias" in lines[spoiled["alias bomb"].name]
 
 
@@ -92,7 +92,7 @@ def test_report_of_every_run(spoiled):
         all(spoiled[name].name in done.stderr for name in bad) and "alias bomb" in bad and "settings are a pipe" in bad
     )
     page = (spoiled["rollouts are a pipe"] / "report.html").read_text()
-    assert "A file is left out: " in page and "is not a regular file" in page
+    assert "A file is left out: " in page and "is no plain file" in page
 
 
 def test_study_report_and_its_markdown(spoiled, tmp_path):
