@@ -15,11 +15,12 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
-import paper
-from efficiency import Efficiency, efficiency, filled, ratios
-from load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
-from stats import START, WINDOW, Interval, decline, estimate, paired_difference, ratio, t_interval
-from verdicts import between, judge
+
+from analysis import paper
+from analysis.efficiency import Efficiency, efficiency, filled, ratios
+from analysis.load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
+from analysis.stats import START, WINDOW, Interval, decline, estimate, paired_difference, ratio, t_interval
+from analysis.verdicts import between, judge
 
 DECLINES = 0.3  # a run declines if its last 10 batches lie this share below the peak of its EMA(0.9)
 TENFOLD = 10.0

@@ -18,17 +18,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import foresight
-import load
 import pandas as pd
-import script
-import style
-from foresight import LR, Alarm, History, Value
-from looks import tint
 from matplotlib.axes import Axes
-from style import View
 
-from gspo.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
+from analysis import foresight, load, script, style
+from analysis.foresight import LR, Alarm, History, Value
+from analysis.looks import tint
+from analysis.style import View
+from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
 METRICS = sorted({signal.metric for signal in SIGNALS.values()} | {"reward/mean"})

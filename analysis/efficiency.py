@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from stats import WINDOW, Interval, block_indices, centred_mean, sign_flip_p, trailing_mean
+
+from analysis.stats import WINDOW, Interval, block_indices, centred_mean, sign_flip_p, trailing_mean
 
 REPS = 1000
 

@@ -6,22 +6,19 @@ Expected, if the paper is right: the GSPO curve lies above from about a quarter 
 scores follow. Where no run has Routing Replay (a dense model has nothing to replay) the rival is GRPO without; where
 only one of the two is there it is drawn alone. The verdict printed, and in the caption, follows the criteria in
 analysis/claims.py. Writes fig1_stability.pdf and .png. Training reward: metric reward/mean; compute: compute/flops
-(gspo/metrics.py).
+(gspo/tracking/metrics.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import load
-import panels
-import script
-import style
-from load import GRPO_R2, GSPO, Data
-from looks import look
 from matplotlib.axes import Axes
-from style import View
+
+from analysis import claims, load, panels, script, style
+from analysis.load import GRPO_R2, GSPO, Data
+from analysis.looks import look
+from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 BENCHMARKS = {"aime24": ("AIME'24", "%"), "livecodebench": ("LiveCodeBench", "%"), "codeforces": ("CodeForces", "Elo")}

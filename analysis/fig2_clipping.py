@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import load
 import numpy as np
-import panels
-import paper
-import script
-import style
-from load import GRPO_R2, GSPO, Data
-from looks import look, tint
 from matplotlib.axes import Axes
-from stats import estimate
-from style import View
+
+from analysis import claims, load, panels, paper, script, style
+from analysis.load import GRPO_R2, GSPO, Data
+from analysis.looks import look, tint
+from analysis.stats import estimate
+from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import load
-import panels
-import script
-import style
-from load import GRPO, GRPO_R2, Data
-from looks import look
 from matplotlib.axes import Axes
-from style import View
+
+from analysis import claims, load, panels, script, style
+from analysis.load import GRPO, GRPO_R2, Data
+from analysis.looks import look
+from analysis.style import View
 
 NEEDS = (GRPO_R2, GRPO)
 

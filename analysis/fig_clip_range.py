@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import load
 import numpy as np
 import pandas as pd
-import script
-import style
-from fig2_clipping import PAPER_RANGES
-from load import GRPO, GSPO, OBJECTIVES, Data
-from looks import look, tint
 from matplotlib.axes import Axes
-from stats import WINDOW, ratio, t_interval
-from style import View
+
+from analysis import load, script, style
+from analysis.fig2_clipping import PAPER_RANGES
+from analysis.load import GRPO, GSPO, OBJECTIVES, Data
+from analysis.looks import look, tint
+from analysis.stats import WINDOW, ratio, t_interval
+from analysis.style import View
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}

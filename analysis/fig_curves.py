@@ -3,8 +3,8 @@
     python analysis/fig_curves.py runs/objectives
     python analysis/fig_curves.py runs/learning_rate --metrics reward/mean optim/grad_norm
 
-Reads any metric of gspo/metrics.py (a family's members by their own names); those that the runs have not recorded are
-left out. Writes fig_curves_<study>.pdf and .png.
+Reads any metric of gspo/tracking/metrics.py (a family's members by their own names); those that the runs have not
+recorded are left out. Writes fig_curves_<study>.pdf and .png.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import load
 import numpy as np
-import panels
-import script
-import style
-from load import Data, Run
-from looks import Look, looks
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from runs import nearest
-from style import View
 
-from gspo.metrics import lookup
+from analysis import load, panels, script, style
+from analysis.load import Data, Run
+from analysis.looks import Look, looks
+from analysis.runs import nearest
+from analysis.style import View
+from gspo.tracking.metrics import lookup
 
 METRICS = (
     "reward/mean",

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import load
 import numpy as np
-import panels
-import script
-import style
-from efficiency import Efficiency
-from load import GSPO, Data
-from looks import look, tint
 from matplotlib.axes import Axes
-from stats import WINDOW, Interval, trailing_mean
-from style import View
+
+from analysis import claims, load, panels, script, style
+from analysis.efficiency import Efficiency
+from analysis.load import GSPO, Data
+from analysis.looks import look, tint
+from analysis.stats import WINDOW, Interval, trailing_mean
+from analysis.style import View
 
 REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 

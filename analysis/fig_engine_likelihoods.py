@@ -16,19 +16,18 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import load
 import numpy as np
 import pandas as pd
-import script
-import style
-from load import GRPO, GSPO, Data
-from looks import look, tint
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
-from stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
-from style import View
-from verdicts import LEVEL
+
+from analysis import load, script, style
+from analysis.load import GRPO, GSPO, Data
+from analysis.looks import look, tint
+from analysis.stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
+from analysis.style import View
+from analysis.verdicts import LEVEL
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = "bfloat16", "float32", "no replay", "R3", "trainer", "engine"
 WORDS = {  # what makes an arm: the settings, and the words for their values

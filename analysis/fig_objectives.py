@@ -13,17 +13,16 @@ import math
 import textwrap
 from pathlib import Path
 
-import load
 import numpy as np
 import pandas as pd
-import script
-import style
-from load import Data
-from looks import look, tint
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from stats import START, WINDOW
-from style import STRIP, View
+
+from analysis import load, script, style
+from analysis.load import Data
+from analysis.looks import look, tint
+from analysis.stats import START, WINDOW
+from analysis.style import STRIP, View
 
 MEANS = {  # what is averaged over the batches of a run
     "active": "clip/token_active",

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import load
 import matplotlib
 import numpy as np
-import panels
-import script
-import style
-from load import Data
-from looks import Look, look, tint
 from matplotlib.axes import Axes
-from stats import centred_mean, estimate
-from style import View
+
+from analysis import claims, load, panels, script, style
+from analysis.load import Data
+from analysis.looks import Look, look, tint
+from analysis.stats import centred_mean, estimate
+from analysis.style import View
 
 PREFIX = "routing/consistency_layer_"
 MOST = 6  # arms: a panel each

@@ -16,11 +16,11 @@ import math
 import sys
 from pathlib import Path
 
-import script
-import style
-from looks import BLUE, VERMILION
 from matplotlib.ticker import NullLocator, ScalarFormatter
-from style import View
+
+from analysis import script, style
+from analysis.looks import BLUE, VERMILION
+from analysis.style import View
 
 ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
 LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # threads

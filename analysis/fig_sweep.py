@@ -14,17 +14,15 @@ import math
 from numbers import Real
 from pathlib import Path
 
-import load
 import pandas as pd
-import script
-import style
-from load import GRPO, GSPO, OBJECTIVES, Data, Run
-from looks import Look, looks, tint
 from matplotlib.axes import Axes
-from stats import START, WINDOW, t_interval
-from style import View
 
-from gspo.collapse import collapse, levels
+from analysis import load, script, style
+from analysis.load import GRPO, GSPO, OBJECTIVES, Data, Run
+from analysis.looks import Look, looks, tint
+from analysis.stats import START, WINDOW, t_interval
+from analysis.style import View
+from gspo.tracking.collapse import collapse, levels
 
 REPLAY = "policy.routing_replay"
 MOST = 8  # lines that can be told apart

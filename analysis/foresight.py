@@ -1,7 +1,7 @@
 """How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times, false alarms.
 
-A run is healthy or collapses at a step, by the registered rule (gspo/collapse.py). A score warns at its first step
-above a threshold. Only warnings before the collapse count as seen; the rule itself is certain 20 steps after it.
+A run is healthy or collapses at a step, by the registered rule (gspo/tracking/collapse.py). A score warns at its first
+step above a threshold. Only warnings before the collapse count as seen; the rule itself is certain 20 steps after it.
 Intervals are 95 %, by resampling runs, collapsed and healthy ones apart. They take runs as independent, which those of
 one seed and one setting are not quite. There is none for fewer than 5 runs, nor where all have the same value.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from stats import REPS
 
-from gspo.collapse import SIGNALS, collapse
+from analysis.stats import REPS
+from gspo.tracking.collapse import SIGNALS, collapse
 
 LR = "learning rate alone"  # a score that looks at no metric: what the others have to beat
 FEWEST = 5  # values for an interval

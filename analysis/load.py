@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sources
-from runs import ARMS as ARMS
-from runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die
-from runs import GRPO_R2 as GRPO_R2
-from runs import Refused as Refused
-from sources import Record
-
-from gspo import shown
+from analysis import sources
+from analysis.runs import ARMS as ARMS
+from analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die
+from analysis.runs import GRPO_R2 as GRPO_R2
+from analysis.runs import Refused as Refused
+from analysis.sources import Record
+from gspo.core import escaping
 
 OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setting
     "gspo": GSPO,
@@ -116,7 +115,7 @@ def fits(key: str, value: object) -> bool:
     if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
         return False
     if key == "study" and value is not None:
-        return "/" not in value and len(value) <= FOLDER and shown.line(value) == value
+        return "/" not in value and len(value) <= FOLDER and escaping.line(value) == value
     threshold = key.startswith("monitor.thresholds.")
     return type(value) in NUMBER if threshold else type(value) is not int or abs(value) < 2**53
 

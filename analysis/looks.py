@@ -1,7 +1,7 @@
 """How every arm is drawn, the same in every figure: a colour of Okabe and Ito's palette, a marker, a kind of line.
 
 The paper's arms are told apart by colour alone under the three kinds of colour blindness and by lightness alone in grey
-(tests/test_looks.py measures both); all others by colour, marker and line together.
+(tests/unit/analysis/test_looks.py measures both); all others by colour, marker and line together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import matplotlib
-from load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+
+from analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"

@@ -16,11 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from load import Data, Run, die, load
-from runs import nearest
-from stats import WINDOW
 
-from gspo.collapse import levels
+from analysis.load import Data, Run, die, load
+from analysis.runs import nearest
+from analysis.stats import WINDOW
+from gspo.tracking.collapse import levels
 
 SCORES = ("/avg@", "/pass@", "/maj@")
 

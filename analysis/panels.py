@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import claims
-import load
 import numpy as np
 import pandas as pd
-import paper
-import style
-from load import GRPO_R2, Data
-from looks import Look, look, tint
 from matplotlib.axes import Axes
-from stats import centred_mean, paired_difference, sign_flip_p, t_quantile
-from style import COMPUTE, View
+
+from analysis import claims, load, paper, style
+from analysis.load import GRPO_R2, Data
+from analysis.looks import Look, look, tint
+from analysis.stats import centred_mean, paired_difference, sign_flip_p, t_quantile
+from analysis.style import COMPUTE, View
 
 BAND = 3  # seeds: of two an interval is 13 standard errors wide, of one there is none
 

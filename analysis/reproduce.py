@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import claims
-import fig1_stability
-import fig2_clipping
-import fig3_routing_replay
-import fig_efficiency
-import fig_routing
-import load
 import numpy as np
 import pandas as pd
-import script
-from load import Data
-from stats import START, WINDOW
-from style import View
 
-from gspo.run_files import replace_text
-from gspo.shown import in_markdown
+from analysis import (
+    claims,
+    fig1_stability,
+    fig2_clipping,
+    fig3_routing_replay,
+    fig_efficiency,
+    fig_routing,
+    load,
+    script,
+)
+from analysis.load import Data
+from analysis.stats import START, WINDOW
+from analysis.style import View
+from gspo.core.escaping import in_markdown
+from gspo.core.files import replace_text
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path
         if why is None:
             paths += figure.draw(data, out, view)
         else:
-            left_out.append(f"{figure.__name__} left out: {why}")
+            left_out.append(f"{figure.__name__.removeprefix('analysis.')} left out: {why}")
     return paths, left_out
 
 

@@ -1,7 +1,7 @@
 """A recorded run and all runs together, as tables: what every statistic and figure reads. load.py makes them.
 
 Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
-in gspo/metrics.py.
+in gspo/tracking/metrics.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import pandas as pd
 
-from gspo import bounded
-from gspo.collapse import collapse
-from gspo.metrics import lookup
+from gspo.core import untrusted
+from gspo.tracking.collapse import collapse
+from gspo.tracking.metrics import lookup
 
 GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
@@ -68,8 +68,8 @@ class Run:
         """What the run's directory says of its end; without one, from its rows."""
         from_rows = "finished" if self.finished else "unfinished"
         try:
-            how = bounded.read_json(self.path / "status.json").get("how")
-        except (OSError, bounded.Unreadable):
+            how = untrusted.read_json(self.path / "status.json").get("how")
+        except (OSError, untrusted.Unreadable):
             return from_rows
         return how if isinstance(how, str) and len(how) < 20 else from_rows
 

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import load
-import sources
-from claims import Claim
-from style import FORMATS, View
-
-from gspo import shown
+from analysis import load, sources
+from analysis.claims import Claim
+from analysis.style import FORMATS, View
+from gspo.core import escaping
 
 # Why a figure refuses options for curves: --seeds, --smooth and --log-x.
 DOTS = {"seeds": "the seeds stand there as dots already"}
@@ -108,7 +106,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
         one_study(path)
     data = load.load(args.runs)
     for note in data.notes if notes else ():
-        print(f"note: {shown.line(note)}")
+        print(f"note: {escaping.line(note)}")
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
         load.die("--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out")
     return data
@@ -131,11 +129,11 @@ def one_study(path: str) -> None:
 def command(main: Callable[[], None]) -> None:
     """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2. Nothing that the runs
     hold acts on the terminal."""
-    shown.guard()
+    escaping.guard()
     try:
         main()
     except load.Refused as error:
-        print(f"error: {shown.line(error)}", file=sys.stderr)
+        print(f"error: {escaping.line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import wandb_files
 from pyarrow import parquet
 
-from gspo import bounded
-from gspo.run_files import replace_bytes
+from analysis import wandb_files
+from gspo.core import untrusted
+from gspo.core.files import replace_bytes
 
 SERVER = "wandb:"
 KEY = b"gspo"  # of what a cache file says beside the table
@@ -84,8 +84,8 @@ def from_folder(folder: Path) -> Record:
 
 def read_settings(file: Path, notes: list[str]) -> dict:
     try:
-        return bounded.read_yaml(file)
-    except (OSError, bounded.Unreadable) as error:
+        return untrusted.read_yaml(file)
+    except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))
         return {}
 
@@ -94,8 +94,8 @@ def read_rows(file: Path, notes: list[str]) -> list[dict]:
     """The rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines that are
     none, cut or damaged, are left out."""
     try:
-        rows, damaged = bounded.read_rows(file)
-    except (OSError, bounded.Unreadable) as error:
+        rows, damaged = untrusted.read_rows(file)
+    except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))
         return []
     if damaged:
@@ -184,7 +184,7 @@ def from_server(run: object) -> Record:
     rows: dict[int, dict[str, float]] = {}
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)
-        if bounded.is_step(step):
+        if untrusted.is_step(step):
             rows.setdefault(step, {}).update(wandb_files.numbers(row))
     frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
     settings = {key: value for key, value in run.config.items() if key != "_wandb"}

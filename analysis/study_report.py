@@ -14,16 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import claims
-import fig_curves
-import load
-import reproduce
-import script
-from blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, address, to_html, to_markdown
-from load import GRPO, Data, Run
-from stats import START, WINDOW, paired_difference
-
-from gspo.run_files import replace_text
+from analysis import claims, fig_curves, load, reproduce, script
+from analysis.blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, address, to_html, to_markdown
+from analysis.load import GRPO, Data, Run
+from analysis.stats import START, WINDOW, paired_difference
+from gspo.core.files import replace_text
 
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
@@ -47,7 +42,7 @@ def main() -> None:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
     if args.publish:
-        import wandb_report  # here, for wandb takes a second to import
+        from analysis import wandb_report  # here, for wandb takes a second to import
 
         wandb_report.check(args.publish, data)
     drawn, left_out = reproduce.draw_all(data, args.out, view)

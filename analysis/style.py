@@ -12,18 +12,18 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from load import Data
-from looks import Look
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
-from stats import WINDOW
 
-from gspo.run_files import replace_bytes
-from gspo.shown import shown
+from analysis.load import Data
+from analysis.looks import Look
+from analysis.stats import WINDOW
+from gspo.core.escaping import shown
+from gspo.core.files import replace_bytes
 
 INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # what belongs to no arm
 WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from stats import Interval
+from analysis.stats import Interval
 
 LEVEL, FEWEST = 0.05, 6
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo import bounded
+from gspo.core import untrusted
 
 BLOCK, HEADER = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
@@ -75,8 +75,8 @@ def read(path: Path) -> Segment:
 
     segment, ended, names = Segment(path), False, {"step"}
     try:
-        content = bounded.read_bytes(path, bounded.LONG)
-    except (OSError, bounded.Unreadable) as error:
+        content = untrusted.read_bytes(path, untrusted.LONG)
+    except (OSError, untrusted.Unreadable) as error:
         segment.damage.append(str(error))
         return segment
     for payload in payloads(content, segment.damage):
@@ -98,12 +98,12 @@ def read(path: Path) -> Segment:
             plain = [item for item in record.history.item if len(item.nested_key) < 2]  # others are parts of tables
             row = _values(plain, segment.damage)
             step = row.pop("step", None)
-            if bounded.is_step(step):
+            if untrusted.is_step(step):
                 segment.rows.setdefault(step, {}).update(numbers(row))
                 names |= segment.rows[step].keys()
-                if len(segment.rows) * len(names) > bounded.CELLS:
+                if len(segment.rows) * len(names) > untrusted.CELLS:
                     segment.rows = {}
-                    segment.damage.append(f"its rows make a table of more than {bounded.CELLS:,} cells")
+                    segment.damage.append(f"its rows make a table of more than {untrusted.CELLS:,} cells")
                     break
     named = segment.name if may_be_a_name(segment.name) else ""
     segment.name = recorded_name(segment.config) or named  # which WANDB_NAME may have replaced
@@ -117,7 +117,7 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
     """Keys and values of a record; W&B writes each value as JSON."""
     keys = [item.key or "/".join(item.nested_key) for item in items]
     try:
-        values = bounded.parse_json("[" + ",".join(item.value_json for item in items) + "]")
+        values = untrusted.parse_json("[" + ",".join(item.value_json for item in items) + "]")
         return dict(zip(keys, values, strict=True))
     except ValueError:
         damage.append(f"a value that is not JSON, among {', '.join(keys[:3])} ...")
@@ -133,10 +133,10 @@ def recorded_name(config: dict[str, object]) -> str:
 
 def may_be_a_name(text: str) -> bool:
     """Whether a file or folder could be called so: others make every question about the path fail."""
-    return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not bounded.HALVES.search(text)
+    return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not untrusted.HALVES.search(text)
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
     """A row without W&B's own keys and without tables; what is not finite becomes NaN."""
-    kept = {key: bounded.finite(value) for key, value in row.items() if key[:1] != "_" and bounded.is_number(value)}
+    kept = {key: untrusted.finite(value) for key, value in row.items() if key[:1] != "_" and untrusted.is_number(value)}
     return {key: math.nan if value is None else value for key, value in kept.items()}

@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import sources
-import study_report
 import wandb
 import wandb_workspaces.reports.v2 as wr
-from blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
-from load import Data, Run, die
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
+
+from analysis import sources, study_report
+from analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
+from analysis.load import Data, Run, die
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"

@@ -24,15 +24,16 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from gspo.arguments import key_values
-from gspo.rewards import audit, sandbox_check
-from gspo.rewards.attacks import SUITE_LIMITS, run_attacks
-from gspo.rewards.audit import Outcome
-from gspo.rewards.code_grader import CodeGrader
-from gspo.rewards.code_runner import CodeRunner
-from gspo.rewards.hostile import HOSTILE_RESPONSES, hacks, poisons
-from gspo.rewards.math_verifier import MathVerifier
-from gspo.shown import guard
+from audit import cases
+from audit.attacks import SUITE_LIMITS, run_attacks
+from audit.cases import Outcome
+from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
+from gspo.core.arguments import key_values
+from gspo.core.escaping import guard
+from gspo.verifiers.code.grader import CodeGrader
+from gspo.verifiers.math.verifier import MathVerifier
+from gspo.verifiers.sandbox import self_test
+from gspo.verifiers.sandbox.runner import CodeRunner
 
 DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
 POISONS = 100  # different answers that would keep a naive verifier busy
@@ -73,7 +74,7 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     if options["pairs"]:
         verifiers = {form: MathVerifier(form=form, workers=slots) for form in ("boxed", "hash")}
         try:
-            parts["pairs"] = audit.audit_pairs(Path(options["pairs"]), verifiers)
+            parts["pairs"] = cases.audit_pairs(Path(options["pairs"]), verifiers)
         finally:
             for verifier in verifiers.values():
                 verifier.close()
@@ -81,7 +82,7 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     if options["programs"]:
         grader = CodeGrader(slots=slots, allow_weak_sandbox=weak)
         try:
-            parts["programs"] = audit.audit_programs(Path(options["programs"]), grader)
+            parts["programs"] = cases.audit_programs(Path(options["programs"]), grader)
         finally:
             grader.close()
         show("programs", parts["programs"], table=True)
@@ -95,7 +96,7 @@ def attacks(weak: bool) -> list[Outcome]:
     runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=weak)
     try:
         print("layers of the sandbox")
-        print(sandbox_check.report(runner.layers()))
+        print(self_test.report(runner.layers()))
         results = run_attacks(runner)
     finally:
         runner.close()
@@ -126,10 +127,10 @@ def hostile(workers: int) -> list[Outcome]:
 
 
 def show(title: str, outcomes: list[Outcome], table: bool = False) -> None:
-    bad = audit.disagreements(outcomes)
+    bad = cases.disagreements(outcomes)
     print(f"\n{title}: {len(outcomes) - len(bad)} of {len(outcomes)} as expected")
     if table:
-        print(audit.confusion(outcomes))
+        print(cases.confusion(outcomes))
     for outcome in bad if table else outcomes:
         mark = "  " if outcome.agrees else "! "
         tags = f"  [{', '.join(outcome.tags)}]" if outcome.tags else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
@@ -17,18 +17,19 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from gspo.benchmark.generate import compare_generation, generation_table
-from gspo.benchmark.measure import measure, table
-from gspo.benchmark.peer import Pairs, compare
-from gspo.benchmark.scaling import measure_curves
-from gspo.benchmark.workload import WORKLOADS, EvenText, made_folder
-from gspo.commands import BenchmarkCommand
-from gspo.config import Settings, register_schemas, to_settings
-from gspo.policy.models import HFModel
-from gspo.process import command_line, one_line
-from gspo.runs import code_state, starting_folder
-from gspo.schema import to_dataclass
-from gspo.tracking import Progress
+from gspo.config.commands import BenchmarkCommand
+from gspo.config.load import register_schemas, to_settings
+from gspo.config.schema import to_dataclass
+from gspo.config.settings import Settings
+from gspo.model.loading import HFModel
+from gspo.run.cli import command_line, one_line
+from gspo.run.directory import code_state, starting_folder
+from gspo.tracking.tracker import Progress
+from speed.generate import compare_generation, generation_table
+from speed.measure import measure, table
+from speed.peer import Pairs, compare
+from speed.scaling import measure_curves
+from speed.workload import WORKLOADS, EvenText, made_folder
 
 register_schemas()
 ROOT = Path(__file__).parents[1]

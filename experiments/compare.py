@@ -11,20 +11,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
-
-import load
-import script
-from load import Run
-from stats import START, WINDOW, block_bootstrap
-
-from gspo.arguments import key_values
-from gspo.collapse import levels
-from gspo.shown import line
+from analysis import load, script
+from analysis.load import Run
+from analysis.stats import START, WINDOW, block_bootstrap
+from gspo.core.arguments import key_values
+from gspo.core.escaping import line
+from gspo.tracking.collapse import levels
 
 MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
     "clipped tokens": ("clip/token_active", ".3g"),

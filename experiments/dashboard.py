@@ -18,7 +18,7 @@ their addresses printed; without one, the JSON that W&B would be sent is written
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
@@ -28,18 +28,14 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
-
-import load
-import sources
-from sources import Record
-
-from gspo.arguments import key_values
-from gspo.dashboard import GROUP_BY, home, publish, workspace, write
-from gspo.process import command_line
-from gspo.shown import line
-from gspo.views import LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
-from gspo.wandb_run import default_project
+from analysis import load, sources
+from analysis.sources import Record
+from gspo.core.arguments import key_values
+from gspo.core.escaping import line
+from gspo.run.cli import command_line
+from gspo.tracking.dashboard import GROUP_BY, home, publish, workspace, write
+from gspo.tracking.views import LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
+from gspo.tracking.wandb_run import default_project
 
 DEFAULTS = {
     "project": default_project(),
@@ -90,7 +86,7 @@ def options(arguments: list[str]) -> dict[str, str]:
 def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
     """The views, checked against the registry and against what runs have recorded; and what is to be said of that."""
     if unplaced():
-        raise ValueError(f"on no panel of gspo/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
+        raise ValueError(f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
     found = sources.records(runs) if runs.startswith(sources.SERVER) or Path(runs).exists() else []
     found = [record for record in found if len(record.rows) and study in ("", record.settings.get("study"))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
@@ -16,21 +16,21 @@ from hydra.core.override_parser.types import ChoiceSweep
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from gspo.assembly import local_engine
-from gspo.checkpoint import read_state
-from gspo.commands import EvaluateCommand
-from gspo.config import register_schemas
-from gspo.evaluation import HeldOut, held_out_sets, with_room
-from gspo.evaluation_files import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
-from gspo.policy.policy import Policy
-from gspo.policy.prompts import PromptFormat
-from gspo.process import command_line, one_line
+from gspo.config.commands import EvaluateCommand
+from gspo.config.load import register_schemas
+from gspo.config.schema import to_dataclass
+from gspo.core.files import refuse_links
+from gspo.evaluation.evaluate import HeldOut, held_out_sets, with_room
+from gspo.evaluation.resumable import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
+from gspo.model.policy import Policy
+from gspo.model.prompts import PromptFormat
 from gspo.rollout.engine import LocalEngine
-from gspo.rollout.rows import Sampling
-from gspo.run_files import refuse_links
-from gspo.runs import code_state, exclusive, open_policy, recorded, say_layers, usable_device
-from gspo.schema import to_dataclass
+from gspo.rollout.requests import Sampling
+from gspo.run.build import local_engine
+from gspo.run.cli import command_line, one_line
+from gspo.run.directory import code_state, exclusive, open_policy, recorded, say_layers, usable_device
 from gspo.tasks.base import Task
+from gspo.train.checkpoint import read_state
 
 register_schemas()
 CONF = Path(__file__).parent.parent / "conf"

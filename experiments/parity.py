@@ -2,7 +2,7 @@
 
     python experiments/parity.py [vectors=DIR] [out=FILE]
 
-vectors: a folder of golden vectors (gspo/peers/vectors.py says their format); by default tests/data/parity.
+vectors: a folder of golden vectors (experiments/peers/vectors.py says their format); by default tests/data/parity.
 out: the page goes into this file instead. experiments/PARITY.md is kept that way.
 
 Exit code 1 if an entry is out of its tolerance, 2 if the command or the folder is wrong.
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from gspo.arguments import key_values
-from gspo.peers.compare import OUT, compare
-from gspo.peers.table import page
-from gspo.peers.vectors import load
-from gspo.shown import guard
+from gspo.core.arguments import key_values
+from gspo.core.escaping import guard
+from peers.compare import OUT, compare
+from peers.table import page
+from peers.vectors import load
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = "tests/data/parity"

@@ -6,16 +6,16 @@ run goes on.
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
 import sys
 from pathlib import Path
 
-from gspo.arguments import key_values
-from gspo.process import command_line, report
-from gspo.run_report import write
+from gspo.core.arguments import key_values
+from gspo.run.cli import command_line, report
+from gspo.tracking.run_report import write
 
 
 def main() -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
 import hydra
 from omegaconf import DictConfig
 
-from gspo.assembly import local_engine
-from gspo.commands import SampleCommand
-from gspo.config import register_schemas
-from gspo.evaluation import SEED, HeldOut, with_room
-from gspo.process import command_line, one_line
-from gspo.rollout.rows import Sampling
+from gspo.config.commands import SampleCommand
+from gspo.config.load import register_schemas
+from gspo.config.schema import to_dataclass
+from gspo.evaluation.evaluate import SEED, HeldOut, with_room
+from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import score
-from gspo.runs import open_policy, recorded
-from gspo.schema import to_dataclass
+from gspo.run.build import local_engine
+from gspo.run.cli import command_line, one_line
+from gspo.run.directory import open_policy, recorded
 
 register_schemas()
 

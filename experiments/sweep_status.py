@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gspo.arguments import key_values
-from gspo.shown import guard, line
-from gspo.sweep_state import jobs, table, upload
+from gspo.core.arguments import key_values
+from gspo.core.escaping import guard, line
+from gspo.run.sweep_state import jobs, table, upload
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
@@ -17,18 +17,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.assembly import assemble
-from gspo.checks import check_training_set, warnings
-from gspo.config import Settings, chosen_settings, register_schemas, write_settings
-from gspo.ownership import SIGNATURES
-from gspo.policy.policy import Policy
-from gspo.process import Broken, Collapsed, Ended, Failed, Stopped, command_line, explain, one_line, stop_signal
-from gspo.rollback import Rollbacks
+from gspo.config.checks import check_training_set, warnings
+from gspo.config.load import chosen_settings, register_schemas, write_settings
+from gspo.config.settings import Settings
+from gspo.core.files import Made, note_start, said
+from gspo.core.ownership import SIGNATURES
+from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
-from gspo.run_files import Made, note_start, said
-from gspo.run_report import PAGE
-from gspo.run_report import write as write_page
-from gspo.runs import (
+from gspo.run.build import assemble
+from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, command_line, explain, one_line, stop_signal
+from gspo.run.devices import keep_devices, take_share
+from gspo.run.directory import (
     ENDED,
     LOG,
     about_its_maker,
@@ -41,13 +40,15 @@ from gspo.runs import (
     say_layers,
     to_go_on_from,
 )
-from gspo.session import Session, warn, write_report
-from gspo.share import keep_devices, take_share
-from gspo.sweep_state import forecast
-from gspo.sweeps import taken_by_another_job
-from gspo.tracking import Progress, Tracker, supersede
-from gspo.trainer import Trainer
-from gspo.wandb_run import own_arguments, under_agent
+from gspo.run.loop import Session, warn, write_report
+from gspo.run.rollback import Rollbacks
+from gspo.run.sweep_state import forecast
+from gspo.run.sweeps import taken_by_another_job
+from gspo.tracking.run_report import PAGE
+from gspo.tracking.run_report import write as write_page
+from gspo.tracking.tracker import Progress, Tracker, supersede
+from gspo.tracking.wandb_run import own_arguments, under_agent
+from gspo.train.trainer import Trainer
 
 register_schemas()
 W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}  # the exit codes that it shows

@@ -13,7 +13,7 @@ Reads files only: safe while runs go on. What the page keeps lies in a temporary
 
 from __future__ import annotations
 
-import gspo.interrupt  # noqa: F401
+import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
@@ -30,16 +30,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "analysis"))
-
-import sources
-from sources import Record
-
-from gspo.arguments import key_values
-from gspo.process import command_line
-from gspo.run_files import read_events
-from gspo.shown import line
-from gspo.views import VIEWS
+from analysis import sources
+from analysis.sources import Record
+from gspo.core.arguments import key_values
+from gspo.core.escaping import line
+from gspo.core.files import read_events
+from gspo.run.cli import command_line
+from gspo.tracking.views import VIEWS
 
 OPTIONS = {"in": "browser", "open": "yes", "port": "7860"}
 CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
@@ -129,7 +126,7 @@ class Page:
     """What trackio's store has been given of each run, so that a look adds what is new and nothing else.
 
     `store` is trackio.SQLiteStorage, which takes rows by the thousand; trackio.log would take them one by one. It is
-    no documented part of trackio, so its version is pinned (tests/test_view.py).
+    no documented part of trackio, so its version is pinned (tests/unit/analysis/test_view.py).
     """
 
     def __init__(self, store: type):

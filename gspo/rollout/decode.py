@@ -1,6 +1,6 @@
 """Decoding in the trainer's process: the prompts' pass, then one token for every live row at a time.
 
-`Decoder` runs a model that gspo.policy.network knows over a static key/value cache: each prompt is prefilled once for
+`Decoder` runs a model that gspo.model.network knows over a static key/value cache: each prompt is prefilled once for
 its group, keys and values are written in place, heads that share keys share them without copies, and rows that have
 ended are dropped. `PlainDecoder` is the same through the model's own forward, for every other architecture.
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from gspo.policy.policy import Policy
-from gspo.policy.sequences import attention
+from gspo.model.packing import attention
+from gspo.model.policy import Policy
 
 GROWTH = 8  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
 Step = tuple[Tensor, Tensor | None]  # logits [R, V] of the next token; experts [R, fed positions, L, K] or None

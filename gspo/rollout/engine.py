@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo.policy.policy import Policy
-from gspo.records import Problem, Response
+from gspo.core.seeding import uniforms
+from gspo.core.types import Problem, Response
+from gspo.model.policy import Policy
 from gspo.rollout.decode import Decoder, PlainDecoder
-from gspo.rollout.rows import Row, Sampling, further_rows, new_rows, to_response
-from gspo.seeding import uniforms
+from gspo.rollout.requests import Row, Sampling, further_rows, new_rows, to_response
 
 LIVE_SHARE = 0.9  # rows are dropped from the cache once fewer than this share of them are unfinished
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gspo.run_files import errors_of_the_disk
+from gspo.core.files import errors_of_the_disk
 
 MEMORY = "/dev/shm"  # a file system in memory, on Linux
 PREFIX = "gspo-vllm-"

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from gspo.records import Problem, Response
+from gspo.core.types import Problem, Response
 from gspo.rollout.engine import Engine
-from gspo.rollout.rows import Sampling
+from gspo.rollout.requests import Sampling
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo.ranges import Ranged, ranged
-from gspo.rollout.rows import Sampling
-from gspo.rollout.sampler import MAX_REFILLS, Sampler
+from gspo.core.ranges import Ranged, ranged
+from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
+from gspo.rollout.requests import Sampling
 
 DTYPES = ("float32", "bfloat16")
 # how far the engine's log-probs of the same tokens may lie from the trainer's after a sync: mean |difference| in nats

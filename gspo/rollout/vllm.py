@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.policy.models import save
-from gspo.policy.policy import Policy
+from gspo.core.seeding import seed_for
+from gspo.model.loading import save
+from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_folder import EngineFolder, size_of
 from gspo.rollout.engine_process import EngineEnded, EngineProcess
-from gspo.rollout.rows import Row, Sampling
+from gspo.rollout.requests import Row, Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm_host import Host
-from gspo.seeding import seed_for
 
 TESTED_VERSION = "0.32"
 WORKER = "gspo.rollout.vllm_worker.WorkerExtension"

@@ -2,7 +2,7 @@
 
 vLLM mixes `WorkerExtension` into its worker class, in the process of the engine or below it; gspo.rollout.vllm_host
 calls the methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments
-say; when the version changes, tests/test_vllm.py shows which are still needed.
+say; when the version changes, tests/unit/rollout/test_vllm.py shows which are still needed.
 
 Shape suffixes: N tokens of one step, S positions of one sequence, L MoE layers, K experts per token.
 """
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gspo.rollout.routes import UNKNOWN
+from gspo.rollout.route_checks import UNKNOWN
 
 
 class WorkerExtension:

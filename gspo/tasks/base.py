@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from gspo.records import Problem, Score
+from gspo.core.types import Problem, Score
 
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8

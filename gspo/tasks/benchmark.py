@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gspo.ranges import Ranged
-from gspo.records import Problem
-from gspo.seeding import permutation
+from gspo.core.ranges import Ranged
+from gspo.core.seeding import permutation
+from gspo.core.types import Problem
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.records_file import Row, Source
 

@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.ranges import Ranged, ranged
-from gspo.records import Problem, Score
-from gspo.seeding import generator
+from gspo.core.ranges import Ranged, ranged
+from gspo.core.seeding import generator
+from gspo.core.types import Problem, Score
 from gspo.tasks.base import check_split, draw_prompt
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only

@@ -12,11 +12,11 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.ranges import ranged
-from gspo.rewards.code_grader import Asserts, StdinCase
+from gspo.core.ranges import ranged
 from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
 from gspo.tasks.records_file import Row, Source, writable
+from gspo.verifiers.code.grader import Asserts, StdinCase
 
 HIGHEST = 10_000  # rating: the best of all people have 4,000
 EVALPLUS = 768  # max_new_tokens of EvalPlus' models (evalplus/provider/base.py)

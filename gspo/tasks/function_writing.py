@@ -14,10 +14,9 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gspo.ranges import Ranged, ranged
-from gspo.records import Problem, Score
-from gspo.rewards.code_grader import CodeGrader, FunctionCase, Submission
-from gspo.seeding import generator
+from gspo.core.ranges import Ranged, ranged
+from gspo.core.seeding import generator
+from gspo.core.types import Problem, Score
 from gspo.tasks.base import check_split, draw_prompt
 from gspo.tasks.operations import (
     CATALOGUE,
@@ -30,6 +29,7 @@ from gspo.tasks.operations import (
     reference,
     wrong_step,
 )
+from gspo.verifiers.code.grader import CodeGrader, FunctionCase, Submission
 
 MAX_DRAWS = 100
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from gspo.ranges import Ranged, ranged
-from gspo.records import Problem, Score
-from gspo.rewards.math_extract import Refused, extract
-from gspo.seeding import seed_for
+from gspo.core.ranges import Ranged, ranged
+from gspo.core.seeding import seed_for
+from gspo.core.types import Problem, Score
 from gspo.tasks.base import TRAINING_SPLITS, check_split, draw_prompt
+from gspo.verifiers.math.extract import Refused, extract
 
 ONE_ANSWER = (
     "ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix bitwise_arithmetic "

@@ -24,10 +24,10 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from gspo.rewards.code_grader import FunctionCase, StdinCase
 from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
 from gspo.tasks.records_file import Row, writable
+from gspo.verifiers.code.grader import FunctionCase, StdinCase
 
 LARGEST = 1 << 28  # bytes of a record's decompressed tests; a few kB of zlib can hold gigabytes
 OPCODES = 16  # of a pickled text there are five

@@ -5,7 +5,7 @@ r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023. Reward
 boxed    problem, then "Please reason step by step, and put your final answer within \boxed{}."   (Qwen2.5-Math, Qwen3)
 hash     problem, then "Let's think step by step and output the final answer after "####"."       (verl's GSM8K)
 answer   "Solve the following math problem step by step. ... Answer: $Answer ..."                   (DAPO)
-What counts as correct is documented in gspo/rewards/math_verifier.py. Whether the prompt becomes the user's turn of a
+What counts as correct is documented in gspo/verifiers/math/verifier.py. Whether the prompt becomes the user's turn of a
 chat or stays plain text is not the task's matter: that is `prompt.format`.
 """
 
@@ -15,12 +15,12 @@ import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
-from gspo.ranges import ranged
-from gspo.records import Problem, Score
-from gspo.rewards.math_extract import Refused, extract
-from gspo.rewards.math_verifier import MathVerifier
+from gspo.core.ranges import ranged
+from gspo.core.types import Problem, Score
 from gspo.tasks.benchmark import Benchmark, Item
 from gspo.tasks.records_file import Row
+from gspo.verifiers.math.extract import Refused, extract
+from gspo.verifiers.math.verifier import MathVerifier
 
 WORDINGS = {
     "boxed": "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",

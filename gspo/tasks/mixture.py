@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gspo.ranges import Ranged, ranged
-from gspo.records import Problem, Score
-from gspo.seeding import generator
+from gspo.core.ranges import Ranged, ranged
+from gspo.core.seeding import generator
+from gspo.core.types import Problem, Score
 from gspo.tasks.base import check_split
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting

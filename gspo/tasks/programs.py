@@ -3,7 +3,7 @@
 The answer of a chat model is the last fenced block that says python, py or nothing; without one the verdict is
 "no-answer". A base model's response continues the prompt and is cut where the next thing begins, so that a model which
 never stops is judged by what it wrote for this problem. A response that was cut off by the token limit scores 0.
-What programs may use, and what counts as equal, is documented in gspo/rewards/code_grader.py.
+What programs may use, and what counts as equal, is documented in gspo/verifiers/code/grader.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.ranges import ranged
-from gspo.records import Problem, Score
-from gspo.rewards.code_grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.core.ranges import ranged
+from gspo.core.types import Problem, Score
 from gspo.tasks.benchmark import Benchmark
+from gspo.verifiers.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
 
 PYTHON = ("", "python", "py", "python3")
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)

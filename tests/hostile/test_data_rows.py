@@ -14,10 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from test_config import settings
-from test_runs import SMALL, train
 
-from gspo.checks import check_training_set
+from commands import SMALL, train
+from composing import settings
+from gspo.config.checks import check_training_set
 from gspo.tasks import livecodebench, records_file
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.livecodebench import IMPORTS, LiveCodeBench, Packed, unpacked

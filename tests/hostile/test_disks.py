@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runs import ROOT, SMALL, environment, train
-from test_trainer import trainer
 
-from gspo.checkpoint import CheckpointWriter, damage, latest_checkpoint
-from gspo.cold_start import ColdStartSettings, cold_start
-from gspo.policy.models import TinyMoE, save
-from gspo.process import DISK
-from gspo.run_files import Made, errors_of_the_disk
-from gspo.runs import exclusive, recorded
+from commands import ROOT, SMALL, environment, train
+from gspo.core.files import Made, errors_of_the_disk
+from gspo.model.loading import TinyMoE, save
+from gspo.run.cli import DISK
+from gspo.run.directory import exclusive, recorded
 from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.train.checkpoint import CheckpointWriter, damage, latest_checkpoint
+from gspo.train.cold_start import ColdStartSettings, cold_start
+from trainers import trainer
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
 TASK = ChainArithmetic(max_operands=3)
@@ -182,13 +182,17 @@ def test_a_cold_start_is_on_the_disk_before_it_has_its_name(tmp_path):
     """The system calls of a real process: every file is synced, then the folder renamed, then that is synced."""
     code = f"""
 from pathlib import Path
-from test_cold_start import *
-cold_start(MODEL, TASK, ColdStartSettings(steps=1, batch_size=2), Path({str(tmp_path)!r}), lambda *_: None)
+from gspo.model.loading import TinyMoE
+from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.train.cold_start import ColdStartSettings, cold_start
+model = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
+how = ColdStartSettings(steps=1, batch_size=2)
+cold_start(model, ChainArithmetic(max_operands=3), how, Path({str(tmp_path)!r}), lambda *_: None)
 """
     trace = tmp_path / "trace"
     command = ["strace", "-f", "-y", "-e", "trace=fsync,rename", "-o", str(trace), sys.executable, "-c", code]
     try:
-        subprocess.run(command, cwd=ROOT / "tests", env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
+        subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
     except FileNotFoundError:
         pytest.skip("there is no strace here")
     calls = trace.read_text().splitlines()

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from test_analysis import GSPO, write_run
-from test_runs import ROOT, SMALL, command, environment, only_run
+
+from analysis.load import GSPO
+from commands import ROOT, SMALL, command, environment, only_run
+from three_arms import write_run
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale that Python then takes seriously
 WRONG = """
@@ -95,7 +97,7 @@ def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
 
 
 def test_what_the_terminal_cannot_show_is_printed_as_an_escape(tmp_path):
-    code = r"from gspo.process import command_line; command_line(lambda: print('advantage \u03b2 \u2192 1 \udcff'))"
+    code = r"from gspo.run.cli import command_line; command_line(lambda: print('advantage \u03b2 \u2192 1 \udcff'))"
     for locale in (ASCII, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "utf-8"}):
         there = os.environ | locale | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=there, capture_output=True, check=False)

@@ -6,19 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import small_policy
-from test_gap import flat
-from test_runs import SMALL, comparable, environment, only_run, train
-from test_trainer import FirstCharacter
 
-from gspo.rollout.ahead import make_source
+from builders import small_policy
+from commands import SMALL, comparable, environment, only_run, train
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.sampler import Grouped
+from gspo.rollout.off_policy import make_source
+from gspo.rollout.problem_sampler import Grouped
 from gspo.rollout.settings import RolloutSettings
-from gspo.tracking import read_rows
+from gspo.tracking.tracker import read_rows
+from trainers import FirstCharacter, flat
 
-SCRIPT = Path(__file__).parents[1] / "ending_engine.py"
+SCRIPT = Path(__file__).parents[1] / "support/ending_engine.py"
 # an engine that must be handed weights; the checkpoints that are due anyway come too late
 RUN = [*SMALL, "rollout.dtype=bfloat16", "steps=7", "evaluation.every=3", "checkpoint.every=100"]
 KINDS = {

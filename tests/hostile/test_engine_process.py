@@ -9,18 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from small_engine import Small
 
 from gspo.rollout import engine_folder
 from gspo.rollout.engine_folder import EngineFolder, remove_left_behind
 from gspo.rollout.engine_process import EngineEnded, EngineProcess
+from small_engine import Small
 
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
     started = []
 
     def begin(how: str = "") -> EngineProcess:
@@ -148,7 +148,7 @@ engine.ask("work", 600)
 
 
 def test_it_ends_with_a_trainer_that_is_killed_and_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
     command = [sys.executable, "-c", TRAINER, str(tmp_path / "engine")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         try:
@@ -160,7 +160,7 @@ def test_it_ends_with_a_trainer_that_is_killed_and_leaves_no_file(tmp_path, monk
 
 
 def test_a_signal_to_the_trainers_group_does_not_reach_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
     script = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)\n" + TRAINER.replace("600", "1.5")
     script += "print('answered', flush=True)"
     command = [sys.executable, "-c", script, str(tmp_path / "engine")]

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
-from gspo.checkpoint import damage, latest_checkpoint, load_optimizer, read_state
-from gspo.rollback import Rollbacks
-from gspo.rollout.held import load_held
-from gspo.runs import finished, recorded
-from gspo.shown import ODD
-from gspo.sweep_state import jobs, table
+from gspo.core.escaping import ODD
+from gspo.rollout.pending import load_held
+from gspo.run.directory import finished, recorded
+from gspo.run.rollback import Rollbacks
+from gspo.run.sweep_state import jobs, table
+from gspo.train.checkpoint import damage, latest_checkpoint, load_optimizer, read_state
+from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
 STEP = "checkpoints/step_000004"
 OF_SETTINGS = [name for name in UNREADABLE if "rows" not in name and "metrics" not in name]

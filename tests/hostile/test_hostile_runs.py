@@ -11,17 +11,13 @@ import zlib
 from pathlib import Path
 
 import pytest
-from spoiled_runs import MARKUP, READABLE, ROOT, UNREADABLE, study, tiny_run
 from wandb.proto.wandb_internal_pb2 import Record
 
-from gspo.shown import ODD
-
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import load
-
-from gspo import run_report
-from gspo.sweep_state import jobs
+from analysis import load
+from gspo.core.escaping import ODD
+from gspo.run.sweep_state import jobs
+from gspo.tracking import run_report
+from spoiled_runs import MARKUP, READABLE, ROOT, UNREADABLE, study, tiny_run
 
 SECONDS = 120  # in which any tool reads these runs; on a busy machine it is done in a tenth of that
 

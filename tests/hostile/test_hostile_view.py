@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from recorded_runs import write
 from spoiled_runs import ESCAPE, MARKUP, ROOT, pipe, row
-from test_sweep_figures import write
-from test_view import Viewer
+from viewer import Viewer
 
 pytestmark = pytest.mark.browser  # where trackio is installed; no browser is opened
 

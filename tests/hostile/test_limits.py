@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_runs import ROOT, SMALL, environment
+
+from commands import ROOT, SMALL, environment
 
 CHECK = """
-from gspo.rewards.code_runner import CodeRunner, Limits
-from gspo.rewards.sandbox_check import self_test
+from gspo.verifiers.sandbox.runner import CodeRunner, Limits
+from gspo.verifiers.sandbox.self_test import self_test
 with CodeRunner(Limits(cpu_seconds=5, wall_seconds=20), slots=2) as runner:
     states = self_test(runner)
     states["a program"] = str(runner.each(lambda slot, code: slot.run_program(code, ""), ["print(6 * 7)"])[0][0])
@@ -74,7 +75,7 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
 
 
 def test_a_temporary_folder_whose_name_is_not_utf_8_is_refused(tmp_path):
-    code = "from gspo.process import command_line; command_line(lambda: print('it runs'))"
+    code = "from gspo.run.cli import command_line; command_line(lambda: print('it runs'))"
     there = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")}
     done = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, check=False)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and not done.stdout

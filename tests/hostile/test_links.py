@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_runs import ROOT, SMALL, environment, evaluate, only_run, train
 
-from gspo.evaluation_files import WRITTEN, Folder
-from gspo.run_files import append_to, locked, note_start, refuse_links, replace_text, said
-from gspo.run_report import write
-from gspo.runs import exclusive, log_to
-from gspo.tracking import write_rollouts
+from commands import ROOT, SMALL, environment, evaluate, only_run, train
+from gspo.core.files import append_to, locked, note_start, refuse_links, replace_text, said
+from gspo.evaluation.resumable import WRITTEN, Folder
+from gspo.run.directory import exclusive, log_to
+from gspo.tracking.run_report import write
+from gspo.tracking.tracker import write_rollouts
 
 KEY = "ssh-ed25519 AAAA me@home\n"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gspo.policy.models import HFModel, TinyDense, load, save
-from gspo.quiet import OFF
+from gspo.core.telemetry import OFF
+from gspo.model.loading import HFModel, TinyDense, load, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def change(path: Path, **values) -> None:
 
 def refused(folder: Path) -> str:
     """Why a folder is not loaded, in a process whose user would say yes to everything."""
-    script = f"from gspo.policy.models import load\ntry: load({str(folder)!r})\nexcept ValueError as e: print(e)"
+    script = f"from gspo.model.loading import load\ntry: load({str(folder)!r})\nexcept ValueError as e: print(e)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert not (folder.parent / "ran").exists(), "the folder's code was run"
@@ -94,8 +94,8 @@ def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
 
 def test_no_library_reports_anything_whatever_the_environment_says():
     script = """
-import gspo.interrupt, os
-from gspo.quiet import OFF
+import gspo.core.interrupt, os
+from gspo.core.telemetry import OFF
 from huggingface_hub import constants
 print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETRY, os.environ["WANDB_ERROR_REPORTING"])
 """

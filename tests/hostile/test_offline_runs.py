@@ -13,8 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_runs import ROOT, SMALL, command, environment, only_run
-from test_wandb_online import TABLES, pause, with_rollouts
+
+from commands import ROOT, SMALL, command, environment, only_run
+from recorded_wandb import TABLES, pause, with_rollouts
 from wandb_server import serving
 
 FEW = ["steps=2", "cold_start.steps=0", "evaluation.problems=2", "tracking.wandb=offline"]

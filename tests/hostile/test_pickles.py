@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_runs import ROOT, SMALL, environment
 
-from gspo.sweeps import private
+from commands import ROOT, SMALL, environment
+from gspo.run.sweeps import private
 
 NOBODY, NO_GROUP = 65534, 54321
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from test_config import settings
-from test_runs import ROOT, SMALL, environment, only_run, train
-from wandb_server import serving
 
-from gspo import ownership
-from gspo.config import read_settings, resumed_settings, same_result, settings_hash, write_settings
-from gspo.process import explain
+from commands import ROOT, SMALL, environment, only_run, train
+from composing import settings
+from gspo.config.load import read_settings, resumed_settings, write_settings
+from gspo.config.settings import same_result, settings_hash
+from gspo.core import ownership
+from gspo.run.cli import explain
+from wandb_server import serving
 
 SECRET = "token-that-nobody-may-see"
 FEW = ["steps=1", "cold_start.steps=0", "evaluation.problems=2", "evaluation.every=1", "checkpoint.every=1"]
@@ -187,7 +188,7 @@ def no_home():
     raise RuntimeError("Could not determine home directory.")  # as Path.home() of a user whom the system does not know
 
 
-KEY = "import sys; from gspo.ownership import _key; print(_key().hex())"
+KEY = "import sys; from gspo.core.ownership import _key; print(_key().hex())"
 
 
 def test_processes_that_start_at_a_time_have_one_key(tmp_path):

@@ -15,13 +15,10 @@ import unicodedata
 import matplotlib.text
 import pytest
 from markdown_it import MarkdownIt
+
+from analysis import style
+from gspo.core.escaping import ODD, Lines, Screen, head, in_html, in_markdown, line, shown
 from spoiled_runs import ESCAPE, MARKUP, ROOT
-
-from gspo.shown import ODD, Lines, Screen, head, in_html, in_markdown, line, shown
-
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import style
 
 EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
 
@@ -115,7 +112,7 @@ def test_a_bar_moves_and_data_does_not():
 PROGRAM = """
 import sys, warnings
 from tqdm import tqdm
-from gspo.process import command_line
+from gspo.run.cli import command_line
 def main():
     warnings.warn({escape!r})
     for i in tqdm(range(3), desc={escape!r}, mininterval=0, disable=False):
@@ -151,7 +148,7 @@ def test_a_real_terminal_sees_no_escape_of_ours_but_the_bar(error, code):
 
 
 def test_a_latin_1_terminal_is_written_to():
-    program = "from gspo.shown import guard; guard(); print('5 ± 3 → 日 \\ud83d')"
+    program = "from gspo.core.escaping import guard; guard(); print('5 ± 3 → 日 \\ud83d')"
     there = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-c", program], env=there, capture_output=True, check=False)
     assert done.returncode == 0 and done.stdout.decode("latin-1") == "5 ± 3 \\u2192 \\u65e5 \\ud83d\n"

@@ -9,14 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from test_runs import SMALL, command, environment, only_run, read_rows, train, wait_for_step
 
-from gspo.policy.models import TinyDense
-from gspo.policy.policy import Policy
-from gspo.quiet import OFF
-from gspo.records import Problem
+from commands import SMALL, command, environment, only_run, train, wait_for_step
+from gspo.core.files import read_rows
+from gspo.core.telemetry import OFF
+from gspo.core.types import Problem
+from gspo.model.loading import TinyDense
+from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.rows import Sampling
+from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm import VLLMEngine
 

@@ -1,0 +1,112 @@
+"""A user's own cases for the verifiers: pairs of answer and gold, and programs, each with the verdict it should get.
+
+pairs     one JSON object per line: {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]}
+          tag "hash": the answer stands after GSM8K's ####, else in the last \\boxed{}; null: no decided truth
+programs  {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args", "expected"} or
+          {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.verifiers.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.verifiers.math.verifier import MathVerifier
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case: what was expected (None: undecided), what was said, and whether they agree."""
+
+    case: str
+    expected: str | None
+    said: str
+    agrees: bool
+    tags: tuple[str, ...] = ()
+
+
+def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Raises ValueError naming the file, the line and what is wrong with it."""
+    if not path.is_file():
+        raise ValueError(f"{key}={path} is not a file")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{key}={path}, line {number} is not JSON: {error}") from None
+        missing = [name for name in needed if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise ValueError(f"{key}={path}, line {number} has no {missing[0]!r}; it needs {', '.join(needed)}")
+        rows.append(row)
+    return rows
+
+
+def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]:
+    """Judges every pair. `verifiers` has one for "hash" and one for "boxed"."""
+    rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
+    outcomes: dict[int, Outcome] = {}
+    for form, verifier in verifiers.items():
+        mine = [i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")]
+        said = verifier.verify([(str(rows[i]["prediction"]), str(rows[i]["gold"])) for i in mine])
+        for i, verdict in zip(mine, (found.verdict for found in said), strict=True):
+            if rows[i]["expected"] not in (True, False, None):
+                raise ValueError(
+                    f"pairs={path}, id {rows[i]['id']!r}: expected={rows[i]['expected']!r}; true, false or null"
+                )
+            expected = {True: "correct", False: "not correct", None: None}[rows[i]["expected"]]
+            agrees = expected is None or (verdict == "correct") == (expected == "correct")
+            outcomes[i] = Outcome(str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ())))
+    return [outcomes[i] for i in range(len(rows))]
+
+
+def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:
+    """Runs every program on its tests."""
+    rows = read_lines(path, ("id", "kind", "code", "tests", "expected_verdict"), "programs")
+    grades = grader.grade([_submission(row, path) for row in rows])
+    outcomes = []
+    for row, grade in zip(rows, grades, strict=True):
+        expected = row["expected_verdict"]
+        agrees = expected is None or grade.verdict in (expected, *row.get("also_ok", ()))
+        outcomes.append(Outcome(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ()))))
+    return outcomes
+
+
+def _submission(row: dict[str, Any], path: Path) -> Submission:
+    where = f"programs={path}, id {row['id']!r}"
+    if row["kind"] not in ("function", "stdin"):
+        raise ValueError(f"{where}: kind={row['kind']!r} must be function or stdin")
+    if row["kind"] == "function" and not row.get("entry_point"):
+        raise ValueError(f"{where}: a function needs its entry_point")
+    try:
+        if row["kind"] == "stdin":
+            return Submission(row["code"], "", tuple(StdinCase(t["stdin"], t["expected_stdout"]) for t in row["tests"]))
+        cases = tuple(FunctionCase(tuple(t["args"]), t["expected"]) for t in row["tests"])
+    except KeyError as error:
+        raise ValueError(f"{where}: a test of kind {row['kind']} has no {error}") from None
+    return Submission(row["code"], row["entry_point"], cases)
+
+
+def confusion(outcomes: list[Outcome]) -> str:
+    """A table of counts: rows what was expected, columns what was said."""
+    counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
+    return _table(counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts}))
+
+
+def _table(counts: Counter, rows: list[str], columns: list[str]) -> str:
+    first = max([len("expected"), *map(len, rows)])
+    lines = [f"{'expected':<{first}}" + "".join(f"  {column}" for column in columns)]
+    for row in rows:
+        cells = (f"  {counts[row, column] or '.':>{len(column)}}" for column in columns)
+        lines.append(f"{row:<{first}}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def disagreements(outcomes: list[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if not outcome.agrees]

@@ -1,0 +1,146 @@
+"""What a step of the real trainer costs: seconds by phase, tokens and sequences per second, share of matmul peak.
+
+FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards.
+The peak is that of a large matrix product, measured in the same process before and after the steps.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from gspo.config.settings import Settings
+from gspo.model.policy import Policy
+from gspo.rollout.on_policy import Rollout
+from gspo.run.build import assemble
+from gspo.tracking.tracker import Tracker
+from gspo.train.trainer import Trainer
+
+PHASES = ("rollout", "scoring", "old_logprobs", "update", "diagnostics", "tracking", "total")
+
+
+def measure(settings: Settings, batches: int) -> dict:
+    """Time `batches` rollout batches after one to warm up; a record ready for JSON."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    trainer = assemble(settings, None, lambda *_: None)
+    policy, rows, peak = trainer.policy, [], matmul_peak(trainer.policy)
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = Tracker(Path(folder), settings.tracking, asdict(settings), "benchmark", [])
+        for step in range(1, batches + 2):
+            started = time.perf_counter()
+            rollout = trainer.source.next(step)
+            metrics = trainer.train_step(step, rollout)
+            synchronize(policy)
+            logging = time.perf_counter()
+            tracker.log(step, metrics, rollout.responses if step == 1 else None)
+            now = time.perf_counter()
+            rows.append(row(metrics, rollout, trainer, now - started, now - logging))
+        tracker.finish(0)
+    trainer.source.close()
+    peak = max(peak, matmul_peak(policy))
+    return {
+        "workload": settings.study,
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "active_parameters": policy.active_parameters,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if policy.device.type == "cuda" else "cpu",
+        "own_forward": policy.network is not None,
+        "matmul_gflops": peak / 1e9,
+        "peak_memory_mib": peak_memory(policy),
+        "batches": rows[1:],
+        **{key: median(r[key] for r in rows[1:]) for key in rows[0]},
+    }
+
+
+def row(
+    metrics: dict[str, float], rollout: Rollout, trainer: Trainer, total: float, tracking: float
+) -> dict[str, float]:
+    """One batch: seconds of every phase, FLOPs of those that compute, tokens, rewards."""
+    policy = trainer.policy
+    old, diagnosing = metrics["time/old_logprobs_s"], metrics["time/diagnostics_s"]
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in rollout.responses])
+    prompts = torch.tensor([len(group[0].prompt_ids) for group in rollout.groups])
+    repeated = torch.tensor([len(r.prompt_ids) for r in rollout.responses])
+    forward = policy.forward_flops(lengths) - policy.forward_flops(repeated) + policy.forward_flops(prompts)
+    return {
+        "rollout_s": metrics["time/rollout_s"],
+        "scoring_s": metrics["time/score_s"],
+        "old_logprobs_s": old,
+        "update_s": metrics["time/train_s"] - old - diagnosing,
+        "diagnostics_s": diagnosing,
+        "tracking_s": tracking,
+        "total_s": total,
+        "rollout_flops": forward,
+        "old_logprobs_flops": 0.0 if trainer.engine_knows else forward,
+        "update_flops": 3 * forward,
+        "tokens": sum(len(r.token_ids) for r in rollout.responses),
+        "sequences": len(rollout.responses),
+        "longest": max(len(r.token_ids) for r in rollout.responses),
+        "zero_variance": metrics["group/zero_variance"],
+        "reward": metrics["reward/mean"],
+    }
+
+
+def matmul_peak(policy: Policy, seconds: float = 0.3) -> float:
+    """FLOP/s of the best large matrix product, in the precision that the device's training uses."""
+    gpu = policy.device.type == "cuda"
+    size, kind = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=policy.device, dtype=kind) for _ in range(2))
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        a @ b
+        synchronize(policy)
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def synchronize(policy: Policy) -> None:
+    """Wait for the device: what it was given is done."""
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory(policy: Policy) -> float:
+    """MiB: of the device, or the process's resident set on a CPU."""
+    if policy.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resident_mib()
+
+
+def resident_mib() -> float:
+    """The largest resident set of this process so far; the kernel counts in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def table(record: dict) -> str:
+    """The record in words and columns."""
+    active = record["active_parameters"] / 1e6
+    lines = [
+        f"{record['workload']}: {record['parameters'] / 1e6:.2f} M parameters ({active:.2f} M active), "
+        f"{record['sequences']:.0f} responses, {record['tokens']:,.0f} tokens (longest {record['longest']:.0f}), "
+        f"{record['threads']} thread{'s' * (record['threads'] > 1)}, {record['device']}",
+        f"{'phase':<14}{'s/batch':>9}{'tokens/s':>11}{'sequences/s':>13}{'of matmul peak':>16}",
+    ]
+    for phase in PHASES:
+        seconds = record[f"{phase}_s"]
+        flops = record.get(f"{phase}_flops", 0.0)
+        share = f"{flops / seconds / record['matmul_gflops'] / 1e9:.1%}" if flops and seconds else ""
+        per_s = [f"{record[key] / seconds:,.0f}" if seconds > 1e-4 else "" for key in ("tokens", "sequences")]
+        lines.append(f"{phase:<14}{seconds:>9.3f}{per_s[0]:>11}{per_s[1]:>13}{share:>16}")
+    lines.append(
+        f"median of {len(record['batches'])} batches; matmul peak {record['matmul_gflops']:,.0f} GFLOP/s; peak memory "
+        f"{record['peak_memory_mib']:,.0f} MiB; reward {record['reward']:.2f}, "
+        f"{record['zero_variance']:.0%} of groups without signal"
+    )
+    if not record["own_forward"]:
+        lines.append("this architecture is not known: transformers' own forward was used")
+    return "\n".join(lines)

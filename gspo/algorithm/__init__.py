@@ -1,0 +1,1 @@
+"""Pure functions of tensors: objectives, aggregation, advantages, reward shaping, KL, corrections."""

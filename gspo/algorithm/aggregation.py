@@ -1,0 +1,78 @@
+"""From the loss of every token to one number: a named choice, separate from the objective.
+
+Frameworks give different formulas the same name. Here every denominator is spelled out, so that each of them can be
+stated (experiments/PARITY.md says which is whose).
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gspo.core.masked import masked_mean, masked_sum
+from gspo.core.ranges import Ranged, ranged
+
+MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+LENGTH_WEIGHTED = MODES[1:]  # long responses weigh more
+ROWS = ("nonempty", "all", "one")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a loss is normalised by: counts of the whole optimizer step, whatever the micro-batch."""
+
+    sequences: int  # responses with at least one token in the mask
+    rows: int  # responses
+    tokens: int
+    width: int  # columns of the padded batch
+
+    @staticmethod
+    def of(mask_BT: Tensor) -> Totals:
+        return Totals(int(mask_BT.any(-1).sum()), *mask_BT.shape[:1], int(mask_BT.sum()), *mask_BT.shape[1:])
+
+
+@dataclass
+class Aggregation(Ranged, key="aggregation"):
+    """The share of a (micro-)batch in the loss of its optimizer step; the shares of all micro-batches add up to it.
+
+        seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it     GSPO Eq 5, GRPO Eq 2 of arXiv:2507.18071
+        token-mean                sum_it l_it / sum_i |y_i|        DAPO, arXiv:2503.14476: long responses weigh more
+        seq-mean-token-sum        1/N sum_i sum_t l_it             a response weighs in proportion to its length
+        seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it         Dr.GRPO, arXiv:2503.20783: C is a constant
+
+    N is the number of responses with at least one token (`rows=nonempty`), of all responses (`all`), or 1 (`one`: a
+    sum). C is `length`. N and sum |y_i| come from `totals`, so the gradient does not depend on how the batch is cut.
+    """
+
+    mode: str = "auto"  # one of the four above | auto: what the objective's paper uses
+    rows: str = "nonempty"  # nonempty | all | one; of the seq-mean modes
+    # C of the -norm mode: null is the run's longest response limit, 0 the batch's width
+    length: int | None = ranged(None, least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mode not in (*MODES, "auto"):
+            raise ValueError(f"aggregation.mode={self.mode!r}: choose auto or one of {', '.join(MODES)}")
+        if self.rows not in ROWS:
+            raise ValueError(f"aggregation.rows={self.rows!r}: choose one of {', '.join(ROWS)}")
+        if self.mode == "token-mean" and self.rows != "nonempty":
+            raise ValueError(f"aggregation.rows={self.rows} is not read by aggregation.mode=token-mean")
+        if self.length is not None and self.mode not in ("seq-mean-token-sum-norm", "auto"):
+            raise ValueError(f"aggregation.length={self.length} is not read by aggregation.mode={self.mode}")
+
+    def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
+        """Scalar. Raises ValueError while mode=auto or length=null is still to be settled (gspo.config does it)."""
+        if self.mode == "token-mean":
+            return masked_sum(loss_BT, mask_BT).sum() / max(totals.tokens, 1)
+        count = {"nonempty": totals.sequences, "all": totals.rows, "one": 1}[self.rows]
+        if self.mode == "seq-mean-token-mean":
+            return masked_mean(loss_BT, mask_BT).sum() / max(count, 1)
+        total = masked_sum(loss_BT, mask_BT).sum() / max(count, 1)
+        if self.mode == "seq-mean-token-sum":
+            return total
+        if self.mode == "auto" or self.length is None:
+            raise ValueError(f"aggregation.mode={self.mode} with length={self.length} does not say what to divide by")
+        return total / (self.length or totals.width)

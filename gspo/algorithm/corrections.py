@@ -1,0 +1,163 @@
+"""Corrections for the mismatch of engine and trainer: weights on the policy term, one per token.
+
+The engine samples from mu, the trainer believes it was pi_old; they differ by precision, kernels and, in MoE models, by
+routing. With m_t = log pi_old(y_t) - log mu(y_t), the importance weight is, by level,
+
+    token       exp( m_t )
+    sequence    exp( sum_t m_t )            the product over the response
+    geometric   exp( 1/|y| sum_t m_t )
+
+Weights carry no gradient and are 0 where masked. The exponent is kept within +-20 (as in verl).
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.objectives.base import log_ratio
+from gspo.core.masked import masked_mean, masked_sum
+from gspo.core.ranges import Ranged, ranged
+
+LEVELS = ("token", "sequence", "geometric")
+EXPONENT_BOUND = 20.0
+
+
+@dataclass
+class Correction(Ranged, key="correction"):
+    """Base of the choices; by itself: no correction, every weight is 1."""
+
+    name: str = "none"
+
+    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Weights [B, T] of the response tokens."""
+        return mask_BT.to(old_logp_BT.dtype)
+
+
+@dataclass
+class TIS(Correction):
+    """Truncated importance sampling (Yao et al. 2025): min(weight, high), and at least `low`.
+
+    `normalize` divides the truncated weights by their mean over the rollout batch: over its tokens, or its responses at
+    the levels of a response (verl's rollout_is_batch_normalize).
+    """
+
+    name: str = "tis"
+    level: str = "token"
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)  # the authors' C; MiniRL (arXiv:2512.01374) uses 5
+    normalize: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_band(self)
+
+    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        weight_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.level)
+        weight_BT = torch.where(mask_BT, weight_BT.clamp(self.low, self.high), 0.0)
+        return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
+
+
+@dataclass
+class MIS(Correction):
+    """Masked importance sampling: the weight where it lies in [low, high], 0 elsewhere.
+
+    `judged_by` may be another level than that of the weight: ms-swift keeps token weights in the responses whose
+    geometric weight lies in the band.
+    """
+
+    name: str = "mis"
+    level: str = "token"
+    judged_by: str = ""  # level of the weight that decides; empty: the same
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)
+    normalize: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_band(self)
+        if self.judged_by not in ("", *LEVELS):
+            raise ValueError(f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}")
+
+    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        weight_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.level)
+        judge_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.judged_by or self.level)
+        kept_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
+        weight_BT = torch.where(mask_BT & kept_BT, weight_BT, 0.0)
+        return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
+
+
+@dataclass
+class IcePop(MIS):
+    """IcePop (Ring-1T report, 2025): token weights, masked outside [1/2, 5]."""
+
+    name: str = "icepop"
+    low: float = 0.5
+    high: float = 5.0
+
+
+@dataclass
+class Rejection(Correction):
+    """Weight 1 where a measure of the mismatch lies in [low, high], 0 elsewhere (verl's rollout_rs).
+
+        ratio   exp(m);   k2 = m^2 / 2;   k3 = exp(m) - 1 - m
+
+    reduced over the response: token (not at all), sequence (the sum; of the ratio: the product), geometric (the mean;
+    of the ratio: the geometric mean), largest.
+    """
+
+    name: str = "rejection"
+    measure: str = "ratio"  # ratio | k2 | k3
+    level: str = "token"  # token | sequence | geometric | largest
+    low: float = ranged(0.0, least=0)
+    high: float = ranged(2.0, above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_band(self, (*LEVELS, "largest"))
+        if self.measure not in ("ratio", "k2", "k3"):
+            raise ValueError(f"correction.measure={self.measure!r}: choose ratio, k2 or k3")
+
+    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
+        if self.measure == "ratio":
+            value_BT = reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+        else:
+            m_BT = m_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+            value_BT = m_BT.square() / 2 if self.measure == "k2" else torch.expm1(m_BT) - m_BT
+            value_BT = reduce(value_BT, mask_BT, self.level)
+        return (mask_BT & (value_BT >= self.low) & (value_BT <= self.high)).to(old_logp_BT.dtype)
+
+
+def importance_weight(old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    """The untruncated weight of a level, [B, T], without gradient; meaningful where the mask is True."""
+    m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
+    return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    """Weights divided by their mean, over tokens or over responses by level; unchanged where all are 0."""
+    mean_B = masked_mean(weight_BT, mask_BT)
+    mean = weight_BT.sum() / mask_BT.sum() if level == "token" else mean_B.sum() / mask_BT.any(-1).sum()
+    return weight_BT / mean if mean > 0 else weight_BT
+
+
+def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return x_BT
+    if level == "largest":
+        return torch.where(mask_BT, x_BT, -math.inf).amax(-1, keepdim=True).expand_as(x_BT)
+    total = masked_sum if level == "sequence" else masked_mean
+    return total(x_BT, mask_BT).unsqueeze(-1).expand_as(x_BT)
+
+
+def check_band(correction: TIS | MIS | Rejection, levels: tuple[str, ...] = LEVELS) -> None:
+    if correction.level not in levels:
+        raise ValueError(f"correction.level={correction.level!r}: choose one of {', '.join(levels)}")
+    if not correction.low < correction.high:
+        raise ValueError(f"correction.low={correction.low} must be below correction.high={correction.high}")

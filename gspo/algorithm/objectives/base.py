@@ -1,0 +1,142 @@
+"""What every objective has in common: its inputs and outputs, importance ratios, the clip, dual clip.
+
+Shape suffixes: B responses, T response tokens, 1 an axis to be broadcast over tokens. All log-probabilities are
+natural, in float32 or better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gspo.core.masked import masked_mean
+from gspo.core.ranges import Ranged, ranged
+
+LOWEST = 20.0  # nats: below -20 a ratio is 2e-9; it cannot overflow, so a smaller log_ratio_bound acts above only
+
+
+@dataclass
+class LossInputs:
+    """What an objective or another term of the loss may look at. Masked entries hold anything, NaN included.
+
+    Raises ValueError for log-probs in half precision: bfloat16 resolves them to 0.4 %, GSPO's band is 0.07 % wide.
+    """
+
+    logp_BT: Tensor  # log pi_theta(y_t | x, y_<t), with gradient
+    old_logp_BT: Tensor  # log pi_old, without
+    adv_BT: Tensor  # advantage of every token
+    mask_BT: Tensor  # bool, True on response tokens
+    behaviour_logp_BT: Tensor | None = None  # log mu, of the policy that sampled, as the engine reported it
+    ref_logp_BT: Tensor | None = None  # log pi_ref, of the reference policy
+    correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: all 1
+    values_BT: Tensor | None = None  # the critic's V(x, y_<t), with gradient
+    old_values_BT: Tensor | None = None  # the same at the step's start
+    returns_BT: Tensor | None = None  # what the critic should predict
+
+    def __post_init__(self):
+        for name in ("logp_BT", "old_logp_BT", "behaviour_logp_BT", "ref_logp_BT"):
+            value = getattr(self, name)
+            if value is not None and value.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"{name} is {value.dtype}: log-probs must be float32 or better, convert the logits first"
+                )
+
+    @property
+    def advantage_BT(self) -> Tensor:
+        """A_it, 0 where masked."""
+        return torch.where(self.mask_BT, self.adv_BT, 0.0)
+
+
+@dataclass
+class LossOutputs:
+    """Loss and clip statistics of every token; meaningful where the mask is True."""
+
+    loss_BT: Tensor
+    weight_BT: Tensor  # what the objective leaves on A_it grad log pi(y_it), without gradient: 0 where it is clipped
+    active_BT: Tensor  # bool: clip or mask removed this token's gradient
+    outside_BT: Tensor  # bool: the ratio lies outside the clip range, whatever the sign of the advantage
+    bounded_BT: Tensor  # bool: the log-ratio left the numerical bound
+    dual_BT: Tensor | None = None  # bool: the dual clip removed it (part of active_BT); None without dual clip
+
+
+@dataclass
+class Objective(Ranged, key="objective"):
+    """Base of all objectives. Fields are settings; calling it gives the loss."""
+
+    name: str = ""
+    log_ratio_bound: ClassVar[float] = 20.0  # for diagnostics; objectives with a ratio have it as a setting
+    aggregation: ClassVar[str] = "seq-mean-token-mean"  # what trainer.aggregation.mode=auto means
+    sequence_level: ClassVar[bool] = False  # one ratio per response
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        raise TypeError(f"objective {self.name!r} has no formula: choose a concrete one")
+
+
+@dataclass
+class RatioObjective(Objective):
+    """Base of the objectives that use an importance ratio.
+
+    Log-ratios are kept within [-max(20, log_ratio_bound), log_ratio_bound] before exp. Beyond it a token carries no
+    gradient and is counted in `clip/log_ratio_bounded`; below it the formulas are exact.
+    """
+
+    log_ratio_bound: float = ranged(20.0, above=0, most=80, why="exp(88) overflows")  # nats
+
+    def token_ratio(self, inputs: LossInputs, denominator_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """w_it = pi(y_it) / pi_old(y_it) (or another denominator), and which tokens left the bound. Both [B, T]."""
+        return self.bounded_exp(
+            log_ratio(inputs.logp_BT, inputs.old_logp_BT if denominator_BT is None else denominator_BT, inputs.mask_BT)
+        )
+
+    def sequence_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        """s_i = exp( 1/|y_i| sum_t log w_it ), and which responses left the bound. Both [B, 1]."""
+        return self.bounded_exp(sequence_log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT))
+
+    def bounded_exp(self, log: Tensor) -> tuple[Tensor, Tensor]:
+        lowest = -max(LOWEST, self.log_ratio_bound)
+        return log.clamp(lowest, self.log_ratio_bound).exp(), (log < lowest) | (log > self.log_ratio_bound)
+
+
+@dataclass
+class Clipped(RatioObjective):
+    """Base of the objectives with PPO's clip, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    Dual clip (arXiv:1912.09729), off by default: where A < 0 the loss is at most dual_clip |A|, so that a ratio above
+    dual_clip carries no gradient either.
+    """
+
+    clip_low: float = ranged(0.2, above=0, below=1, why="the band starts at 1 - clip_low > 0")
+    clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
+    dual_clip: float | None = ranged(None, above=1, why="at 1 it would clip every update")  # c
+
+    def clipped(self, ratio_BT: Tensor, bounded_BT: Tensor, inputs: LossInputs) -> LossOutputs:
+        """loss = -min(r A, clip(r) A), at most dual_clip |A| where A < 0; with its clip masks."""
+        adv_BT = inputs.advantage_BT
+        gain_BT = ratio_BT * adv_BT
+        clipped_gain_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high) * adv_BT
+        loss_BT, active_BT, dual_BT = -torch.minimum(gain_BT, clipped_gain_BT), clipped_gain_BT < gain_BT, None
+        if self.dual_clip is not None:
+            dual_BT = (adv_BT < 0) & (loss_BT > -self.dual_clip * adv_BT)
+            loss_BT = torch.where(dual_BT, -self.dual_clip * adv_BT, loss_BT)
+            active_BT = active_BT | dual_BT
+        return LossOutputs(
+            loss_BT=loss_BT,
+            weight_BT=torch.where(active_BT | bounded_BT, 0.0, ratio_BT.detach()),
+            active_BT=active_BT,
+            outside_BT=(ratio_BT < 1 - self.clip_low) | (ratio_BT > 1 + self.clip_high),
+            bounded_BT=bounded_BT,
+            dual_BT=dual_BT,
+        )
+
+
+def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """log( pi / pi_old ) of every token, 0 where masked; no gradient reaches the old log-probs."""
+    return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
+
+
+def sequence_log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean of log( pi / pi_old ) over the tokens of each response; 0 for a response without tokens. [B, 1]"""
+    return masked_mean(log_ratio(logp_BT, old_logp_BT, mask_BT), mask_BT).unsqueeze(-1)

@@ -1,0 +1,110 @@
+"""Objectives with one importance ratio per response: GSPO, GSPO-token, LUSPO, GMPO.
+
+J is what the papers maximise; the loss of every token is such that its aggregation `seq-mean-token-mean` gives -J.
+|y_i| counts the response tokens, sg is the stop-gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs, RatioObjective, log_ratio
+from gspo.core.masked import masked_mean
+from gspo.core.ranges import ranged
+
+
+@dataclass
+class GSPO(Clipped):
+    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio per response, whole responses clipped.
+
+        s_i = exp( 1/|y_i| sum_t log( pi(y_it|x,y_i<t) / pi_old(y_it|x,y_i<t) ) )
+        J   = 1/G sum_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
+
+    The gradient is s_i A_i 1/|y_i| sum_t grad log pi(y_it): for advantages that differ by token, use GSPOToken.
+    """
+
+    name: str = "gspo"
+    clip_low: float = 3e-4  # section 5.1
+    clip_high: float = 4e-4  # section 5.1
+    sequence_level: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
+        return self.clipped(ratio_B1.expand_as(inputs.mask_BT), bounded_B1.expand_as(inputs.mask_BT), inputs)
+
+
+@dataclass
+class GSPOToken(Clipped):
+    """GSPO-token (arXiv:2507.18071, Eq 13-17): the ratio of the response, an advantage for every token.
+
+        s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]            (value s_i; gradient through the token's own log-prob)
+        J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it )
+
+    Equal to GSPO in value, clip and gradient when A_it = A_i for all t.
+    """
+
+    name: str = "gspo_token"
+    clip_low: float = 3e-4  # section 5.1
+    clip_high: float = 4e-4  # section 5.1
+    sequence_level: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
+        logp_BT = torch.where(inputs.mask_BT & ~bounded_B1, inputs.logp_BT, 0.0)
+        ratio_BT = ratio_B1.detach() * (logp_BT - logp_BT.detach()).exp()
+        return self.clipped(ratio_BT, bounded_B1.expand_as(inputs.mask_BT), inputs)
+
+
+@dataclass
+class LUSPO(GSPO):
+    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261): GSPO's loss times the response's length.
+
+        J = 1/G sum_i |y_i| min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
+
+    With `seq-mean-token-mean`, the only aggregation that is not a second length weight.
+    """
+
+    name: str = "luspo"
+    clip_low: float = 2e-3
+    clip_high: float = 2.5e-3
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = super().__call__(inputs)
+        length_B1 = inputs.mask_BT.sum(-1, keepdim=True)
+        return replace(outputs, loss_BT=outputs.loss_BT * length_B1, weight_BT=outputs.weight_BT * length_B1)
+
+
+@dataclass
+class GMPO(RatioObjective):
+    """Geometric-Mean Policy Optimization (arXiv:2507.20673): token log-ratios are clipped, then averaged.
+
+        l_it = log( pi(y_it) / pi_old(y_it) )
+        c_it = sgn(A_i) min( sgn(A_i) l_it, sgn(A_i) clip(l_it, -clip_low, clip_high) )
+        J    = 1/G sum_i A_i exp( 1/|y_i| sum_t c_it )
+
+    The clip acts on single tokens, in log space; the others of the response keep the weight exp(mean c).
+    """
+
+    name: str = "gmpo"
+    clip_low: float = ranged(0.4, above=0, why="it bounds a log-ratio")  # the paper's range (e^-0.4, e^0.4)
+    clip_high: float = ranged(0.4, above=0, why="it bounds a log-ratio")
+    sequence_level: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        sign_BT = inputs.advantage_BT.sign()
+        adv_B1 = masked_mean(inputs.adv_BT, inputs.mask_BT).unsqueeze(-1)
+        log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
+        clipped_BT = log_BT.clamp(-self.clip_low, self.clip_high)
+        pessimist_BT = sign_BT * torch.minimum(sign_BT * log_BT, sign_BT * clipped_BT)
+        ratio_B1, bounded_B1 = self.bounded_exp(masked_mean(pessimist_BT, inputs.mask_BT).unsqueeze(-1))
+        active_BT = sign_BT * clipped_BT < sign_BT * log_BT
+        return LossOutputs(
+            loss_BT=(-ratio_B1 * adv_B1).expand_as(inputs.mask_BT),
+            weight_BT=torch.where(active_BT | bounded_B1, 0.0, ratio_B1.detach()),
+            active_BT=active_BT,
+            outside_BT=clipped_BT != log_BT,
+            bounded_BT=bounded_B1.expand_as(inputs.mask_BT),
+        )

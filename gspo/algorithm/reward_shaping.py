@@ -1,0 +1,90 @@
+"""What happens to a verifier's rewards before advantages: penalties, shift, scale, clip, in this order.
+
+Shape suffix: B responses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.advantages import Groups, deviation
+from gspo.core.ranges import Ranged, ranged
+
+OVER = ("none", "batch", "group", "running")
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of everything seen so far, merged batch by batch (Chan et al. 1979). A run's state."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    def update(self, x_B: Tensor) -> None:
+        x_B = x_B.double()
+        count, mean = len(x_B), float(x_B.mean())
+        delta, total = mean - self.mean, self.count + count
+        self.squares += float((x_B - mean).square().sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """With ddof 1; 0 before two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+@dataclass
+class RewardShaping(Ranged, key="reward"):
+    """Soft overlong penalty, then (r - shift) / (scale + eps), then a clip.
+
+    shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards of the run so far.
+    Where a std is 0 (but for rounding) the reward is not scaled. ROLL's reward_norm=X is shift=X scale=X; with its
+    reward_shift (centre only) it is shift=X alone. Its reward_scale is scale=X alone for running statistics only; for
+    batch and group ROLL centres as well.
+
+    Soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C:
+        0 up to L - C tokens, then falling linearly to -overlong_penalty at L tokens, where responses are cut off.
+    """
+
+    shift: str = "none"
+    scale: str = "none"
+    clip: float | None = ranged(None, above=0)
+    eps: float = ranged(1e-6, least=0)
+    overlong_cache: int = ranged(0, least=0)  # C, tokens; 0: no penalty
+    overlong_penalty: float = ranged(1.0, above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ("shift", "scale"):
+            if getattr(self, key) not in OVER:
+                raise ValueError(f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}")
+
+    def overlong(self, length_B: Tensor, limit: int) -> Tensor:
+        """The penalty of responses of these lengths in tokens, in [-overlong_penalty, 0]."""
+        if not self.overlong_cache:
+            return torch.zeros(length_B.shape)
+        over_B = (length_B - (limit - self.overlong_cache)) / self.overlong_cache
+        return -self.overlong_penalty * over_B.clamp(0, 1)
+
+    def __call__(self, rewards_B: Tensor, groups_B: Tensor, running: RunningMoments) -> Tensor:
+        """Normalised and clipped rewards. Updates `running`, which counts this batch in, if a setting reads it."""
+        if "running" in (self.shift, self.scale):
+            running.update(rewards_B)
+        groups = Groups(groups_B)
+        mean = {"none": 0.0, "running": running.mean}.get(self.shift)
+        if mean is None:
+            mean = groups.mean(rewards_B) if self.shift == "group" else rewards_B.mean()
+        shaped_B = rewards_B - mean
+        if self.scale != "none":
+            stds = {"group": groups.std, "batch": deviation, "running": lambda x_B: x_B.new_tensor(running.std)}
+            std = stds[self.scale](rewards_B)
+            rounding = 1e-6 if rewards_B.dtype == torch.float32 else 1e-12
+            varied = std > rounding * rewards_B.abs().max()  # the std of equal rewards is rounding, not always 0
+            shaped_B = torch.where(varied, shaped_B / (std + self.eps), shaped_B)
+        return shaped_B if self.clip is None else shaped_B.clamp(-self.clip, self.clip)

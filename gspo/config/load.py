@@ -1,0 +1,143 @@
+"""Composing settings: Hydra's configuration or a recorded run as dataclasses, settled and checked, converted once.
+
+Recorded settings are data: nothing in them is resolved, and of a run that this user did not make little is taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.kl import KLInLoss
+from gspo.config.checks import check
+from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
+from gspo.config.schema import GROUPS_BESIDE_SETTINGS, literal, schema, settings_of, to_dataclass, unknown
+from gspo.config.settings import CHANGEABLE_ON_RESUME, CHOICES, CONSENT, Settings, with_consent
+from gspo.core.ownership import own, write_signed
+from gspo.core.untrusted import read_yaml
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra, under the names that conf/ refers to."""
+    store = ConfigStore.instance()
+    commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
+    for name, kind in ({"_settings": Settings} | commands).items():
+        store.store(name=name, node=schema(kind))
+    for group, options in CHOICES.items():
+        for name, kind in options.items():
+            store.store(group=group, name=f"_{name}", node=schema(kind))
+
+
+def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
+    """The composed config as dataclasses, settled and checked; of `choices` (hydra.runtime.choices) it records the
+    options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
+    settings = to_dataclass(config)
+    if choices is not None:
+        if settings.options:
+            raise ValueError(f"options={settings.options} is written by the program; say objective=...")
+        if choices.get("sizes") != choices.get("model"):
+            raise ValueError(f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, it is not chosen")
+        own = {group: name for group, name in choices.items() if not group.startswith(("hydra/", "sizes"))}
+        settings.options = {group: name for group, name in own.items() if name}
+    for group, options in CHOICES.items():
+        chosen = getattr(settings, group)
+        if type(chosen) is not options.get(chosen.name):
+            raise ValueError(f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=...")
+    settle(settings)
+    check(settings)
+    return settings
+
+
+def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]) -> Settings:
+    """What train.py was asked for: the composed config with Hydra's choices, or with resume= a recorded run's settings
+    as overridden."""
+    return resumed_settings(Path(config.resume), overrides) if config.resume else to_settings(config, choices)
+
+
+def settle(s: Settings) -> None:
+    """Replace what stands for another setting by its value, so that settings.yaml says what was done."""
+    s.rollout.routes |= s.policy.routing_replay == "r3"
+    s.trainer.aggregation = settled(s.trainer.aggregation, s.objective.aggregation, s.rollout.longest_limit)
+    if isinstance(s.kl, KLInLoss):
+        own = s.kl.aggregation
+        if own.mode == "auto" and own != Aggregation():
+            raise ValueError(
+                f"kl.aggregation.rows={own.rows}, kl.aggregation.length={own.length} are not read with "
+                "kl.aggregation.mode=auto, which takes over trainer.aggregation; say kl.aggregation.mode=..."
+            )
+        s.kl.aggregation = settled(own, "", s.rollout.longest_limit) if own.mode != "auto" else s.trainer.aggregation
+
+
+def settled(aggregation: Aggregation, paper: str, longest: int) -> Aggregation:
+    """With the objective's mode for auto, and the constant of the -norm mode. Raises ValueError if they do not fit."""
+    mode = paper if aggregation.mode == "auto" else aggregation.mode
+    length = aggregation.length
+    if mode == "seq-mean-token-sum-norm" and length is None:
+        length = longest
+    return Aggregation(mode, aggregation.rows, length)
+
+
+def write_settings(settings: Settings, folder: Path) -> None:
+    write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
+
+
+def read_settings(folder: Path, consent: bool = False) -> Settings:
+    """The settings of a run directory, with the command line's consent to a weak sandbox. Raises ValueError if it is
+    none, or was written by another version."""
+    return to_settings(recorded_config(folder, consent))
+
+
+def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
+    """What a run directory's settings.yaml says, with the settings' types. It is data: nothing in it is resolved.
+
+    Raises ValueError if the folder is no run directory, or was written by another version.
+    """
+    path = folder / "settings.yaml"
+    if not path.exists():
+        raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
+    config, content = OmegaConf.structured(Settings), literal(read_yaml(path))
+    for group, options in CHOICES.items():
+        chosen = content.get(group)
+        name = chosen.get("name") if isinstance(chosen, dict) else chosen
+        if not isinstance(name, str) or name not in options:
+            raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
+        config[group] = OmegaConf.structured(options[name])
+    try:
+        config = OmegaConf.merge(config, content | {"task": with_consent(content["task"], consent)})
+        to_settings(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path} was written by another version:") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return config
+
+
+def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
+    """A run directory's settings with those changed by the command line that may be, all else refused. Of a run that
+    this user did not make (ownership.py), where it is tracked and where cold starts go is not taken over."""
+    recorded = recorded_config(folder)
+    if not own(folder / "settings.yaml"):
+        recorded.runs = Settings.runs
+        recorded.tracking.entity = recorded.tracking.project = ""
+        recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
+    known, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
+    for override in overrides:
+        key = override.split("=")[0].lstrip("+")
+        if key.startswith("~"):
+            raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
+        if key not in known:
+            raise ValueError(f"{override}: {unknown(key, sorted(known))}")
+        free = key in ("resume", "dry_run") or key.endswith(f".{CONSENT}")
+        if not free and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
+            raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
+        if any(name.startswith(f"{key}.") for name in known):
+            raise ValueError(f"{override} with resume={folder}: say which of its settings, {key}.NAME=...")
+        changes.append(override.lstrip("+"))
+    return to_settings(OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)}))

@@ -1,0 +1,4 @@
+"""What every room shares: the types, seeds, reading and writing files, batches as tensors. It imports no other room.
+
+Only `batch` and `masked` import torch.
+"""

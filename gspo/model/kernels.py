@@ -1,0 +1,206 @@
+"""Operations of the network with a backward of their own: the same numbers as autograd's, in fewer passes over memory.
+
+For small models the time goes to launching operations and to elementwise memory traffic, not to arithmetic. Every
+function here is compared with its plain form, forward and backward, in tests/unit/model/test_network.py.
+
+Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or MLP width, E experts, K experts per
+token, M predicted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits that exist at once: 16 MiB in float32, 512 on a GPU
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last dimension, in float32; y in the type of x.
+    `weight` has that dimension, or leading ones of x too."""
+    if torch.is_grad_enabled():
+        return RMSNorm.apply(x, weight, eps)
+    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)  # rounded where RMSNorm rounds
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), float32, the last dimension kept as 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+class RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _inverse_rms(x, eps)
+        unit = (x * scale).to(x.dtype)
+        ctx.save_for_backward(unit, weight, scale)
+        return (unit * weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        unit, weight, scale = ctx.saved_tensors
+        by_unit = grad.float() * unit
+        grad_weight = by_unit.sum(tuple(range(unit.dim() - weight.dim()))).to(weight.dtype)
+        if weight.dim() == 1:  # mean of gradient * weight * unit
+            along = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
+        else:
+            along = by_unit.mul_(weight).mean(-1, keepdim=True)
+        direct = grad.float() * weight
+        return direct.addcmul_(unit, along, value=-1).mul_(scale).to(unit.dtype), grad_weight, None
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary position embedding of x [N, H, D] in the interleaved layout: the pairs that turn together lie side by side
+    and are multiplied, as complex numbers, by exp(i angle), `turn` [N, 1, D / 2]. The backward turns the other way."""
+    return Rotate.apply(x, turn) if torch.is_grad_enabled() else _turned(x, turn)
+
+
+class Rotate(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, turn: Tensor) -> Tensor:
+        ctx.save_for_backward(turn)
+        return _turned(x, turn)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (turn,) = ctx.saved_tensors
+        return _turned(grad, turn.conj()), None
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """silu(gate) * up of h = (gate, up) side by side in the last dimension."""
+    if torch.is_grad_enabled():
+        return SwiGLU.apply(h)
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class SwiGLU(Function):
+    @staticmethod
+    def forward(ctx, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        gate, up = h.chunk(2, -1)
+        out = torch.empty_like(h)
+        left, right = out.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=left)
+        torch.ops.aten.silu.out(gate, out=right).mul_(grad)
+        return out
+
+
+class ToExperts(Function):
+    """Rows of x [N, W] in the order of their experts, [N K, W]. Each row goes to K places; its gradient is the sum over
+    them, read by a gather instead of the scatter that autograd would do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        rows = grad.index_select(0, places)
+        return rows.unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+
+
+class FromExperts(Function):
+    """y_n = sum_k weight_nk out[place of (n, k)]: the experts' outputs [N K, W], weighed and summed per token."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(out, weights, order, places)
+        rows = out.index_select(0, places).unflatten(0, weights.shape)
+        y = rows[:, 0] * weights[:, :1]
+        for k in range(1, weights.shape[1]):
+            y.addcmul_(rows[:, k], weights[:, k : k + 1])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, weights, order, places = ctx.saved_tensors
+        rows = out.index_select(0, places).unflatten(0, weights.shape)
+        grad_weights = rows.mul_(grad.unsqueeze(1)).sum(-1)
+        sorted_weights = weights.flatten().index_select(0, order).unsqueeze(1)
+        return grad.index_select(0, order // weights.shape[1]).mul_(sorted_weights), grad_weights, None, None
+
+
+class TokenLogProbs(Function):
+    """log softmax(x W^T / temperature) at the taken tokens and its entropy, float32, [M] each; without an M x V tensor.
+
+    The logits exist for a chunk of tokens at a time, again in the backward. The entropy carries no gradient.
+
+        d logp_m / d logits_mv = (1[v = y_m] - p_mv) / temperature
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, taken: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logp, spread = [], []
+        head = weight.to(x.dtype).t()
+        for rows, tokens in _chunks(x, taken, len(weight)):
+            logits = _logits(rows, head, temperature)
+            norm = logits.logsumexp(-1)
+            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            if entropy:  # log Z - sum_v p_v logits_v
+                p = (logits - norm.unsqueeze(-1)).exp_()
+                spread.append(norm - torch.linalg.vecdot(p, logits))
+        ctx.save_for_backward(x, weight, taken)
+        ctx.temperature = temperature
+        entropy_M = torch.cat(spread) if entropy else None
+        if entropy:
+            ctx.mark_non_differentiable(entropy_M)
+        return torch.cat(logp), entropy_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, taken = ctx.saved_tensors
+        grad_x, grad_weight = [], torch.zeros_like(weight, dtype=torch.float32)
+        head = weight.to(x.dtype).t()
+        slopes = (grad / -ctx.temperature).split(chunk_rows(x, len(weight)))
+        for (rows, tokens), slope in zip(_chunks(x, taken, len(weight)), slopes, strict=True):
+            d = _logits(rows, head, ctx.temperature).softmax(-1).mul_(slope.unsqueeze(-1))
+            d.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
+            d = d.to(rows.dtype)
+            grad_x.append(d @ head.t())
+            grad_weight.add_(d.t() @ rows)
+        return torch.cat(grad_x), grad_weight.to(weight.dtype), None, None, None
+
+
+def chunk_rows(x: Tensor, vocabulary: int) -> int:
+    """Tokens whose logits exist together."""
+    return max(1, CHUNK.get(x.device.type, CHUNK["cpu"]) // vocabulary)
+
+
+def _chunks(x: Tensor, taken: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+    size = chunk_rows(x, vocabulary)
+    return zip(x.split(size), taken.split(size), strict=True)
+
+
+def _logits(rows: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = (rows @ head).float()
+    return logits if temperature == 1 else logits.div_(temperature)

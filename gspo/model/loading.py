@@ -1,0 +1,219 @@
+"""Which model the policy is: made here from a config (tiny ones), or loaded from a folder or the hub.
+
+A made model and a loaded one are the same thing afterwards: transformers' AutoModelForCausalLM and a tokenizer, and
+`save` writes a folder that any engine can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils import logging
+
+from gspo.core.files import errors_of_the_disk
+from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.model.tokenizer import character_tokenizer
+
+POSITIONS = 2048  # of the tiny models
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+logging.disable_progress_bar()  # a bar for every checkpoint would drown the run's own
+
+
+@dataclass
+class ModelSettings(Ranged, key="model"):
+    """Base of the model choices; `name` says which one it is."""
+
+    name: str = ""
+
+    def make(self) -> Loaded:
+        """The model as it is before any training of ours."""
+        raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
+
+    def open(self, folder: Path) -> Loaded:
+        """A folder that `save` wrote for this model, in this model's precision."""
+        return load(str(folder))
+
+
+@dataclass
+class Tiny(ModelSettings):
+    """Base of the models that are made here, with random weights and one token per character."""
+
+    hidden: int = ranged(64, least=1)
+    layers: int = ranged(4, least=1)
+    heads: int = ranged(4, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
+            )
+
+
+@dataclass
+class TinyMoE(Tiny):
+    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per character."""
+
+    name: str = "tiny_moe"
+    experts: int = ranged(16, least=1)
+    experts_per_token: int = ranged(2, least=1)
+    expert_width: int = ranged(32, least=1)
+    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must not exceed model.experts={self.experts}"
+            )
+
+    def make(self) -> Loaded:
+        tokenizer = character_tokenizer()
+        config = Qwen3MoeConfig(
+            **_shared_config(self, tokenizer),
+            num_experts=self.experts,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_width,
+            intermediate_size=self.expert_width,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+        )
+        return _random_model(Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
+
+
+@dataclass
+class TinyDense(Tiny):
+    """A dense Qwen3 with random weights: the control without a router."""
+
+    name: str = "tiny_dense"
+    layers: int = 6
+    width: int = ranged(128, least=1)
+    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
+
+    def make(self) -> Loaded:
+        tokenizer = character_tokenizer()
+        config = Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
+        return _random_model(Qwen3ForCausalLM, config, self.init_seed), tokenizer
+
+
+@dataclass
+class HFModel(ModelSettings):
+    """Any AutoModelForCausalLM: a folder, or a name on the hub. The tokenizer must have an end-of-sequence token.
+
+    Weights are float32: an update of size 1e-6 is lost in bfloat16 weights of size 1e-2.
+    """
+
+    name: str = "hf"
+    path: str = ""
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "/" in self.attention:
+            raise ValueError(
+                f"model.attention={self.attention!r} names code on the hub, which is never run; use sdpa, eager or "
+                "flash_attention_2"
+            )
+
+    def make(self) -> Loaded:
+        if not self.path:
+            raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
+        return load(self.path, self.attention)
+
+    def open(self, folder: Path) -> Loaded:
+        return load(str(folder), self.attention)
+
+
+def load(path: str, attention: str = "sdpa") -> Loaded:
+    """Model and tokenizer of a folder or hub name. Raises ValueError in one line if there is nothing to load there."""
+    there = Path(path).is_dir()
+    if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
+        raise ValueError(f"model.path={path!r}: there is no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config._attn_implementation = attention  # the file's own may name code on the hub, and is looked at first
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,  # other files of weights are pickles
+        )
+    except Exception as error:  # transformers raises all kinds where a configuration is odd
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.path={path!r} needs code of its own (auto_map), which is never run; choose a model whose "
+                "architecture and tokenizer transformers knows"
+            ) from None
+        if "safetensors" in str(error) and any(Path(path).glob("pytorch_model*.bin")):
+            raise ValueError(
+                f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are never read: convert them "
+                "to safetensors"
+            ) from None
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
+        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{said[0]}") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Tokens of prompt and response together that a model can take; None where its configuration has no bound."""
+    config = model.config.get_text_config()
+    # transformers maps n_positions of GPT-2 and others to the first
+    names = ("max_position_embeddings", "max_seq_len")
+    return next((found for name in names if (found := getattr(config, name, None))), None)
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """A normal transformers folder: weights (the model's own, or others for it), config, tokenizer. Raises OSError
+    where the disk fails."""
+    with errors_of_the_disk(folder):
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+
+def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "head_dim": settings.hidden // settings.heads,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _random_model(kind: type[PreTrainedModel], config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).to(torch.float32)

@@ -1,0 +1,215 @@
+"""Our own forward over the weights of a transformers model: what rollouts and updates of the known families run on.
+
+transformers' modules hold the weights; the arithmetic between them is here, on a flat list of tokens, so that padding
+costs nothing outside attention, routing is an argument instead of a hook, and decoding, scoring and training differ
+in their attention alone:
+
+    h = norm(x)    q, k, v = W h    q, k = rotate(norm(q)), rotate(norm(k))    x += W_o attend(q, k, v)
+    h = norm(x)    x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
+
+Other architectures run through their own forward. Before it is used the network is compared with the model's own
+forward on a few tokens: a model that computes otherwise is not known, whatever its name.
+
+Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, L MoE layers, K experts
+per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from gspo.core.batch import NOT_RECORDED
+from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
+from gspo.model.packed_weights import Prepared, Product, prepared
+from gspo.model.packing import attention
+from gspo.model.routing_replay import gate_weights
+
+FAMILIES = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "OlmoeForCausalLM",
+    "MixtralForCausalLM",
+)
+PROBE_TOKENS = 12
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD, v_NJD) -> mixed_NHD
+
+
+class Network:
+    """The layers of a known model; see `known`."""
+
+    def __init__(self, model: PreTrainedModel, checkpointing: bool = False):
+        self.body, self.head = model.model, model.lm_head.weight
+        self.checkpointing = checkpointing  # keep the inputs of the layers only, and compute the rest again in backward
+        self._frozen: list[Prepared] | None = None
+        self._turns = torch.empty(0, 0)
+
+    @contextmanager
+    def frozen(self, copy_experts: bool = False) -> Iterator[None]:
+        """Within: the weights do not change, and there is no gradient. `copy_experts`: it will go on for long."""
+        with torch.no_grad():
+            before, self._frozen = self._frozen, [prepared(layer, True, copy_experts) for layer in self.body.layers]
+            try:
+                yield
+            finally:
+                self._frozen = before
+
+    def __call__(
+        self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states (normalised, the head's input) [N, W], and the routers' own choice of experts [N, L, K]
+        (int64; None for dense models), also where `replay_NLK` sends the tokens to others. `longest` exceeds all
+        positions."""
+        x_NW = self.body.embed_tokens(tokens_N)
+        turn = self._turn(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
+        own = []
+        for i, layer in enumerate(self.body.layers):
+            replay_NK = None if replay_NLK is None or not _sparse(layer) else replay_NLK[:, len(own)]
+            if self.checkpointing and torch.is_grad_enabled():
+                x_NW, own_NK = checkpoint(self._layer, i, layer, x_NW, turn, attend, replay_NK, use_reentrant=False)
+            else:
+                x_NW, own_NK = self._layer(i, layer, x_NW, turn, attend, replay_NK)
+            if own_NK is not None:
+                own.append(own_NK)
+        return _norm(self.body.norm, x_NW), torch.stack(own, 1) if own else None
+
+    def _layer(
+        self, i: int, layer: nn.Module, x_NW: Tensor, turn: Tensor, attend: Attend, replay_NK: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        by = self._frozen[i] if self._frozen else prepared(layer, freeze=False)
+        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, by, _norm(layer.input_layernorm, x_NW), turn)
+        x_NW = x_NW + by.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
+        h_NW = _norm(layer.post_attention_layernorm, x_NW)
+        if not _sparse(layer):
+            return x_NW + (layer.mlp(h_NW) if by.down is None else by.down(swiglu(by.gate_up(h_NW)))), None
+        weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
+        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, by), own_NK
+
+    @torch.no_grad()
+    def _turn(self, longest: int, device: torch.device) -> Tensor:
+        """exp(i angle) of the rotary embedding at every position, [positions, D / 2]."""
+        if len(self._turns) < longest or self._turns.device != device:
+            positions = torch.arange(2 * longest, device=device).unsqueeze(0)
+            cos, sin = self.body.rotary_emb(torch.empty(0, device=device), positions)
+            half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
+            self._turns = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._turns
+
+
+def heads(attention: nn.Module, by: Prepared, h_NW: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v by head; q and k normalised, by head or over all heads where the family does so, and rotated."""
+    dim = attention.head_dim
+    q_width, k_width = attention.q_proj.out_features, attention.k_proj.out_features
+    qk, v = by.qkv(h_NW).split((q_width + k_width, k_width), -1)
+    if len(by.norms) == 2:
+        pairs = zip(qk.split((q_width, k_width), -1), by.norms, strict=True)
+        qk = torch.cat([rms_norm(x, w, attention.q_norm.variance_epsilon) for x, w in pairs], -1)
+    qk = qk.unflatten(-1, (-1, dim))
+    if len(by.norms) == 1:
+        qk = rms_norm(qk, by.norms[0], attention.q_norm.variance_epsilon)
+    q, k = rotate(qk, turn).split((q_width // dim, k_width // dim), 1)
+    return q, k, v.unflatten(-1, (-1, dim))
+
+
+def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate weights, the experts that the tokens go to, and the router's own choice. A replay changes the first two; at
+    NOT_RECORDED the own choice stays."""
+    with torch.autocast(h_NW.device.type, enabled=False):  # a rounded logit would send tokens elsewhere
+        logits_NE, weights_NK, own_NK = router(h_NW)
+    if replay_NK is None:
+        return weights_NK, own_NK, own_NK
+    experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK.to(own_NK.dtype))
+    return gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK, own_NK
+
+
+def experts(own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, by: Prepared) -> Tensor:
+    """sum_k w_k W_down silu(W_gate h) * W_up h with the weights of the token's k-th expert. Tokens are sorted by
+    expert, so that each expert is one matrix product, and no token is computed for an expert that it does not go to."""
+    device, top_k = h_NW.device, experts_NK.shape[1]
+    kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
+    h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
+    up, down = own.gate_up_proj.to(kind), own.down_proj.to(kind)
+    if len(h_NW) < by.few:
+        return _all_experts(up, by.all_down, h_NW, weights_NK, experts_NK)
+    flat = experts_NK.flatten()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    counts_E = flat.new_zeros(own.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait
+    rows = ToExperts.apply(h_NW, order, places, top_k)
+    if by.experts is not None:
+        out = _one_by_one(rows, counts_E.tolist(), *by.experts)
+    else:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        out = _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
+    return FromExperts.apply(out, weights_NK, order, places)
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its own matrix [E, out, in], transposed. The kernel for it wants rows of 16 bytes."""
+    if all(x.shape[-1] * x.element_size() % 16 == 0 for x in (rows, weight.transpose(1, 2))):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends_E)
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    return torch.cat([F.linear(some, own) for some, own in zip(rows.split(counts), weight, strict=True)])
+
+
+def _one_by_one(rows: Tensor, counts: list[int], ups: list[Product], downs: list[Product]) -> Tensor:
+    """The same with prepared matrices."""
+    parts = zip(rows.split(counts), ups, downs, strict=True)
+    return torch.cat([down(swiglu(up(some))) for some, up, down in parts if len(some)])
+
+
+def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+    """The same for a handful of tokens: every expert sees all of them, which costs less than sorting them would."""
+    gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
+    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1))).mul_(gates_NE.unsqueeze(-1))
+    return inner_NEI.flatten(1) @ all_down
+
+
+def _norm(own: nn.Module, x: Tensor) -> Tensor:
+    return rms_norm(x, own.weight, own.variance_epsilon)
+
+
+def _sparse(layer: nn.Module) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+    """Attention within one sequence."""
+    return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
+
+
+def known(model: PreTrainedModel) -> bool:
+    """Whether `Network` computes what this model does: a known family, without the settings that change its
+    arithmetic, and the same logits on a few tokens."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    plain = (
+        type(model).__name__ in FAMILIES
+        and config._attn_implementation == "sdpa"
+        and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+        and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        and getattr(config, "clip_qkv", None) is None
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and rope.get("rope_type", "default") in ("default", "llama3")
+        and model.lm_head.bias is None
+    )
+    return plain and _same_logits(model)
+
+
+@torch.no_grad()
+def _same_logits(model: PreTrainedModel) -> bool:
+    """On most tokens: two experts of nearly equal weight may change places by a rounding."""
+    tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
+    hidden_NW, _ = Network(model)(tokens_N, torch.arange(len(tokens_N), device=model.device), len(tokens_N), causal)
+    ours_NV, theirs_NV = model.lm_head(hidden_NW), model(input_ids=tokens_N[None], use_cache=False).logits[0]
+    tolerance = PROBE_TOLERANCE[model.dtype] * max(1.0, float(theirs_NV.abs().max()))
+    return bool((ours_NV - theirs_NV).abs().amax(-1).median() <= tolerance)

@@ -1,0 +1,188 @@
+"""The sequences of a batch laid out for the network as one flat list of tokens, with little or nothing computed twice.
+
+Rows are sorted by length and cut into buckets of a few, each padded to its longest, so that attention sees rectangles
+and little is computed in vain:
+
+    bucket 1   7 + 5 = ? 7 + 5 = 1 2 $          bucket 2   3 - 8 + 9 = ? 3 - 8 = - 5 ; - 5 + 9 = 4 ; # 4 $
+               4 + 4 = ? 4 + 4 = 8 $ .                     6 + 1 - 2 = ? 6 + 1 = 7 ; 7 - 2 = 5 ; # 5 $ . .
+
+Where prompts are a good part of the tokens, each is computed once for all its responses, whose attention reads its keys
+and values (`SharedPrompts`). The last token of a response predicts nothing and is left out there.
+
+Shape suffixes: B rows, S columns of the batch, T response columns, G distinct prompts, N tokens laid out, M response
+tokens, L MoE layers, K experts per token, H query heads, J key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gspo.core.batch import NOT_RECORDED, TrainBatch
+
+BUCKET_TOKENS = 512  # that attention takes together: fewer waste less on padding, more cost fewer calls
+WORTH_SHARING = 0.1  # of the tokens: what sharing must save, as it costs a copy of keys and values
+
+
+def lay_out(batch: TrainBatch) -> Sequences:
+    """The layout that computes less."""
+    tokens = int(batch.attention_BS.sum())
+    distinct_G, group_B = batch.prompts_B.unique(return_inverse=True)
+    first_G = torch.full_like(distinct_G, len(batch)).scatter_reduce(
+        0, group_B, torch.arange(len(batch), device=group_B.device), "amin"
+    )
+    prompts_B = batch.attention_BS[:, : batch.prompt_width].sum(1)
+    saved = int(prompts_B.sum()) - int(prompts_B[first_G].sum())
+    if saved < WORTH_SHARING * tokens or not _same_replay(batch, first_G[group_B]):
+        return Sequences(batch)
+    return SharedPrompts(batch, first_G, group_B)
+
+
+def _same_replay(batch: TrainBatch, first_B: Tensor) -> bool:
+    """Whether rows with the same prompt replay the same experts on it: engines may have routed it differently."""
+    if batch.replay_BSLK is None:
+        return True
+    prompts = batch.replay_BSLK[:, : batch.prompt_width]
+    return bool((prompts == prompts[first_B]).all())
+
+
+class Sequences:
+    """Every row by itself, prompt and response. `at_BS` says where a position of the batch stands in the list, -1 where
+    it does not."""
+
+    def __init__(self, batch: TrainBatch):
+        self.attention_BS, self.prompt_width = batch.attention_BS, batch.prompt_width
+        self.width, self.device = batch.attention_BS.shape[1], batch.attention_BS.device
+        self.prompts_B = self.attention_BS[:, : self.prompt_width].sum(1)
+        self.responses_B = self.attention_BS[:, self.prompt_width :].sum(1)
+        self.at_BS = torch.full_like(batch.tokens_BS, -1)
+        self.rectangles: list[tuple[int, int]] = []  # (rows, columns) in the order of the list
+        self.filled, self.longest = 0, 1
+        self._index: list[Tensor] = []
+        self._positions: list[Tensor] = []
+        self._place()
+        self.index_N, self.positions_N = torch.cat(self._index), torch.cat(self._positions)
+        self.tokens_N = batch.tokens_BS.flatten().index_select(0, self.index_N)
+        self.rows_M, self.columns_M = self.attention_BS[:, self.prompt_width :].nonzero(as_tuple=True)
+        self.predicting_M = self.at_BS[self.rows_M, self.prompt_width + self.columns_M - 1]
+        self.taken_M = batch.tokens_BS[self.rows_M, self.prompt_width + self.columns_M]
+
+    def _place(self) -> None:
+        lengths_B = self.prompts_B + self.responses_B
+        for rows in buckets(lengths_B, torch.arange(len(lengths_B), device=self.device)):
+            self._rectangle(rows, self.prompt_width - self.prompts_B[rows], lengths_B[rows], torch.zeros_like(rows))
+
+    def _rectangle(self, rows: Tensor, starts: Tensor, lengths: Tensor, positions: Tensor) -> int:
+        """Append `lengths` tokens of some rows from their columns `starts` on, whose positions begin at `positions`, as
+        a rectangle of the longest; says where it begins."""
+        longest, begin = int(lengths.max()), self.filled
+        columns = torch.arange(longest, device=self.device)
+        at = (starts[:, None] + columns).clamp(max=self.width - 1)
+        real = columns < lengths[:, None]
+        index = rows[:, None] * self.width + at
+        self._index.append(index.flatten())
+        self._positions.append((positions[:, None] + columns).flatten())
+        places = begin + torch.arange(index.numel(), device=self.device).view_as(index)
+        self.at_BS.view(-1)[index[real]] = places[real]
+        self.rectangles.append((len(rows), longest))
+        self.filled += index.numel()
+        self.longest = max(self.longest, int(positions.max()) + longest)
+        return begin
+
+    def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        """Causal attention of every row; what stands to the right of one is computed and never looked at."""
+        sizes = [rows * columns for rows, columns in self.rectangles]
+        parts = zip(self.rectangles, q_NHD.split(sizes), k_NJD.split(sizes), v_NJD.split(sizes), strict=True)
+        mixed = [attention(*(x.unflatten(0, shape) for x in qkv)) for shape, *qkv in parts]
+        return torch.cat(mixed)
+
+    def flat(self, x_BSLK: Tensor) -> Tensor:
+        """Something of every position in the network's order, [N, ...]."""
+        return x_BSLK.flatten(0, 1).index_select(0, self.index_N)
+
+    def experts(self, own_NLK: Tensor) -> Tensor:
+        """The routers' choice back in the batch's layout, int16, NOT_RECORDED where nothing was computed."""
+        own_BSLK = own_NLK.to(torch.int16).index_select(0, self.at_BS.flatten().clamp(min=0))
+        own_BSLK[self.at_BS.flatten() < 0] = NOT_RECORDED
+        return own_BSLK.unflatten(0, self.at_BS.shape)
+
+    def responses(self, x_M: Tensor, width: int) -> Tensor:
+        """A number of every response token in the batch's layout, 0 at padding. [B, T]"""
+        return x_M.new_zeros(len(self.at_BS), width).index_put((self.rows_M, self.columns_M), x_M)
+
+
+class SharedPrompts(Sequences):
+    """Prompts first, every distinct one once; then the responses without their last tokens, in buckets."""
+
+    def __init__(self, batch: TrainBatch, first_G: Tensor, group_B: Tensor):
+        self.first_G, self.group_B = first_G, group_B
+        self.buckets: list[tuple[tuple[int, int], Tensor]] = []  # (rows, columns) of keys, mask
+        self._keys: list[Tensor] = []
+        super().__init__(batch)
+        self.keys = torch.cat(self._keys) if self._keys else None
+
+    def _place(self) -> None:
+        prompts_G = self.prompts_B[self.first_G]
+        self._rectangle(self.first_G, self.prompt_width - prompts_G, prompts_G, torch.zeros_like(prompts_G))
+        stride = self.rectangles[0][1]
+        columns = torch.arange(self.prompt_width, device=self.device)
+        # the other rows of a group find the prompt's tokens where the first row's are
+        in_prompt = columns - (self.prompt_width - self.prompts_B[:, None])
+        places = self.group_B[:, None] * stride + in_prompt
+        self.at_BS[:, : self.prompt_width] = torch.where(in_prompt >= 0, places, -1)
+        for rows in buckets(self.responses_B, (self.responses_B > 1).nonzero().squeeze(-1)):
+            self._bucket(rows)
+
+    def _bucket(self, rows: Tensor) -> None:
+        prompts, fed = self.prompts_B[rows], self.responses_B[rows] - 1
+        begin = self._rectangle(rows, torch.full_like(rows, self.prompt_width), fed, prompts)
+        longest = self.rectangles[-1][1]
+        before = int(prompts.max())
+        own = begin + torch.arange(len(rows) * longest, device=self.device).view(len(rows), longest)
+        prompt = self.at_BS[rows, self.prompt_width - before : self.prompt_width]
+        self._keys.append(torch.cat([prompt.clamp(min=0), own], 1).flatten())
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
+        seen = torch.cat([(prompt >= 0).unsqueeze(1).expand(-1, longest, -1), causal], 2).unsqueeze(1)
+        mask = torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, -torch.inf)
+        self.buckets.append(((len(rows), before + longest), mask))
+
+    def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        """Prompts among themselves; responses over their prompt's keys and their own."""
+        q_parts = q_NHD.split([rows * columns for rows, columns in self.rectangles])
+        prompts, count = self.rectangles[0], len(q_parts[0])
+        own = (x.unflatten(0, prompts) for x in (q_parts[0], k_NJD[:count], v_NJD[:count]))
+        mixed = [attention(*own)]
+        if self.keys is not None:
+            sizes = [rows * columns for (rows, columns), _ in self.buckets]
+            keys, values = (x.index_select(0, self.keys).split(sizes) for x in (k_NJD, v_NJD))
+            for (shape, mask), queries, q, k, v in zip(
+                self.buckets, self.rectangles[1:], q_parts[1:], keys, values, strict=True
+            ):
+                parts = q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape)
+                mixed.append(attention(*parts, mask))
+        return torch.cat(mixed)
+
+
+def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
+    """Rows of similar length together, so many that they hold about BUCKET_TOKENS; the longest first."""
+    order = rows[lengths_B[rows].argsort(descending=True, stable=True)]
+    lengths, found, start = lengths_B[order].tolist(), [], 0
+    while start < len(order):
+        count = max(1, BUCKET_TOKENS // lengths[start])
+        found.append(order[start : start + count])
+        start += count
+    return found
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[rows, columns, heads, D] each; the result as a flat list. Without mask: causal."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = None if mask is None else mask.to(q.dtype)
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # of the fused kernels there only flash takes heads that share keys, and it takes neither a mask nor float32
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        shared = 1
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1)
+    return mixed.transpose(1, 2).flatten(0, 1)

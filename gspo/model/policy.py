@@ -1,0 +1,217 @@
+"""The policy that is trained: log-probabilities and entropy of responses, with their routing; its cost in FLOPs.
+
+Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from gspo.core.batch import NOT_RECORDED, TrainBatch
+from gspo.model.cost import active_parameters
+from gspo.model.kernels import TokenLogProbs
+from gspo.model.loading import positions
+from gspo.model.network import Network, known
+from gspo.model.packing import lay_out
+from gspo.model.prompts import PromptFormat
+from gspo.model.routing_replay import Routing
+from gspo.model.value_head import ValueHead
+
+
+@dataclass
+class PolicyOutput:
+    """What one forward pass over a batch says of its response tokens."""
+
+    logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
+    entropy_BT: Tensor | None  # float32, -sum_v pi log pi, without gradient; None if not asked for
+    experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None for dense models
+    values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without critic
+
+
+class Policy:
+    """A causal language model as a policy, with a critic on the same network if there is a `value_head`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        temperature: float = 1.0,
+        value_head: ValueHead | None = None,
+        prompts: PromptFormat | None = None,
+        precision: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+    ):
+        self.model = model.eval()  # no dropout: pi and pi_old must be the same function
+        self.value_head = value_head
+        self.tokenizer = tokenizer
+        self.temperature = temperature
+        self.prompts = prompts or PromptFormat()
+        self.prompts.check(tokenizer)
+        self.routing = Routing(model)
+        self.network = Network(model, checkpointing) if known(model) else None  # None: the model's own forward
+        if checkpointing and not self.network:
+            raise ValueError(f"policy.checkpointing=true: it is not there for {type(model).__name__}")
+        self.precision = precision  # of forward's matrix products; engines sample without it
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
+        self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of prompt and response together; None: no bound."""
+        return positions(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Everything that is trained."""
+        return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model's weights by name, as an engine loads them. They are the weights themselves, not copies."""
+        return self.model.state_dict().items()
+
+    @torch.no_grad()
+    def load_tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over weights, rounded to this policy's precision. Raises ValueError for other names or shapes."""
+        own = dict(self.model.state_dict())
+        for name, tensor in named_tensors:
+            if name not in own or own[name].shape != tensor.shape:
+                raise ValueError(f"weight {name} {tuple(tensor.shape)} does not belong to this model")
+            own.pop(name).copy_(tensor)
+        if own:
+            raise ValueError(f"weights are missing: {', '.join(own)}")
+
+    def copy(self, dtype: torch.dtype | None = None) -> Policy:
+        """The same policy on tensors of its own, without critic, in another precision if one is given.
+
+        Only parameters are rounded: engines keep the buffers (rotary frequencies) in float32.
+        """
+        config = self.model.config
+        attention = config._attn_implementation
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+        model.to(self.device, torch.float32)  # its parameters require a gradient as ours do: kernels look at that
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype or self.model.dtype)
+        model.generation_config = self.model.generation_config
+        twin = Policy(model, self.tokenizer, self.temperature, prompts=self.prompts, precision=self.precision)
+        twin.load_tensors(self.named_tensors())
+        return twin
+
+    @property
+    def prompts_are(self) -> str:
+        """chat or plain."""
+        return self.prompts.used(self.tokenizer)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt, in the policy's format."""
+        return self.prompts.encode(self.tokenizer, text)
+
+    def rendered(self, prompt_ids: list[int]) -> str:
+        """A prompt's token ids as text again, special tokens included: what the policy sees."""
+        return self.tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
+
+    def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
+        """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any. 0 at padding."""
+        batch = batch.to(self.device)
+        return self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
+
+    def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+        """By our own forward (gspo.model.network), with logits at response tokens only."""
+        sequences, width = lay_out(batch), batch.mask_BT.shape[1]
+        replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
+        with self._rounding():
+            hidden_NW, own_NLK = self.network(
+                sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
+            )
+        hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+        rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
+        logp_M, entropy_M = TokenLogProbs.apply(
+            rounded_MW, self.network.head, sequences.taken_M, self.temperature, entropy
+        )
+        return PolicyOutput(
+            sequences.responses(logp_M, width),
+            sequences.responses(entropy_M, width) if entropy else None,
+            sequences.experts(own_NLK) if own_NLK is not None else None,
+            sequences.responses(self.value_head(hidden_MW), width) if self.value_head else None,
+        )
+
+    def _rounding(self) -> AbstractContextManager:
+        """Within: matrix products in the policy's precision."""
+        if self.precision == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+    def _frozen(self) -> AbstractContextManager:
+        """Within: the weights do not change."""
+        return self.network.frozen() if self.network and self.precision == torch.float32 else nullcontext()
+
+    def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+        """By the model's own forward on the padded batch: any architecture."""
+        width = batch.mask_BT.shape[1]
+        hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
+        with self.routing.recording(batch.replay_BSLK), hidden, self._rounding():
+            logits_BTV = self.model(
+                input_ids=batch.tokens_BS,
+                attention_mask=batch.attention_BS.long(),
+                position_ids=(batch.attention_BS.cumsum(-1) - 1).clamp(min=0),
+                use_cache=False,
+                logits_to_keep=width + 1,  # the last prompt token predicts the first response token
+            ).logits[:, :-1]
+            experts_BSLK = self.routing.recorded(len(batch)) if self.routing.layers else None
+        logits_BTV = logits_BTV.float() if self.temperature == 1 else logits_BTV.float() / self.temperature
+        taken_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
+        logp_BT = taken_BT - logits_BTV.logsumexp(-1)
+        entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1) if entropy else None
+        values_BT = self.value_head.heard() if self.value_head else None
+        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
+
+    @torch.no_grad()
+    def score(self, batch: TrainBatch, micro_batch_size: int) -> PolicyOutput:
+        """Log-probs, experts and values of a whole batch under the current weights: no gradient, no entropy, on CPU."""
+        logp_BT, values_BT = torch.zeros_like(batch.engine_logp_BT), torch.zeros_like(batch.engine_logp_BT)
+        experts_BSLK = None
+        if self.routing.layers:
+            shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
+            experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
+        with self._frozen():
+            for rows in batch.order().split(micro_batch_size):
+                chunk = batch.rows(rows)
+                output = self.forward(chunk, entropy=False)
+                logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()
+                if self.value_head:
+                    values_BT[rows, : chunk.mask_BT.shape[1]] = output.values_BT.cpu()
+                if experts_BSLK is not None:
+                    start = batch.prompt_width - chunk.prompt_width
+                    kept = torch.where(chunk.attention_BS[:, :, None, None], output.experts_BSLK.cpu(), NOT_RECORDED)
+                    experts_BSLK[rows, start : start + kept.shape[1]] = kept
+        return PolicyOutput(logp_BT, None, experts_BSLK, values_BT if self.value_head else None)
+
+    @cached_property
+    def active_parameters(self) -> int | None:
+        """Parameters that one token passes through; None if it cannot be told."""
+        return active_parameters(self.model)
+
+    def forward_flops(self, lengths: Tensor) -> float:
+        """FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus attention.
+
+        Attention: scores and weighted values are 2 multiply-adds per head dimension and pair of positions, half of the
+        pairs being masked: 2 * layers * heads * head_dim * length^2 per sequence. A backward costs twice a forward.
+        Only where `active_parameters` is known.
+        """
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        scores = getattr(config, "qk_head_dim", None) or head_dim  # latent attention: keys are wider than values
+        values = getattr(config, "v_head_dim", None) or head_dim
+        attention = 1.0 * config.num_hidden_layers * config.num_attention_heads * (scores + values)
+        lengths = lengths.double()
+        return float(2.0 * self.active_parameters * lengths.sum() + attention * lengths.square().sum())

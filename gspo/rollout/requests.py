@@ -1,0 +1,104 @@
+"""Responses under way: how they are drawn, what they are conditioned on, and the response that comes of them.
+
+Shape suffixes: L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspo.core.types import Problem, Response
+from gspo.model.policy import Policy
+
+
+@dataclass
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy; log-probs are those at the sampling temperature (greedy: 1)."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 80
+    budget: int = 0  # at most so many tokens in this call, the rest later; 0: to the end
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+
+    def limit(self, done: int = 0) -> int:
+        """How many tokens a response that has `done` may get in this call."""
+        return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
+
+
+@dataclass
+class Row:
+    """One response under way: what it is conditioned on, and the tokens of this call."""
+
+    problem: Problem
+    sample: int
+    prefix_ids: list[int]  # the prompt, and the tokens that earlier calls sampled
+    done: int  # how many those are
+    limit: int  # tokens that this call may add
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)  # [positions fed, L, K] each
+
+
+def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
+    """Rows for fresh responses, group by group. Raises ValueError for a problem without prompt."""
+    rows = []
+    for problem in problems:
+        prompt_ids = policy.encode_prompt(problem.prompt)
+        if not prompt_ids:
+            raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
+        rows += [Row(problem, sample, prompt_ids, 0, sampling.limit()) for sample in range(group_size)]
+    return rows
+
+
+def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
+    """Rows that go on with responses. Raises ValueError for one that has ended."""
+    for r in responses:
+        if r.finish_reason != "budget":
+            raise ValueError(f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})")
+    return [
+        Row(r.problem, r.sample, r.prompt_ids + r.token_ids, len(r.token_ids), sampling.limit(len(r.token_ids)))
+        for r in responses
+    ]
+
+
+def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None) -> Response:
+    """What a row gave, joined to the response that it went on with. Each position keeps the experts of the pass that
+    predicted its next token."""
+    token_ids = (before.token_ids if before else []) + row.token_ids
+    logprobs = np.array(row.logprobs, dtype=np.float32)
+    experts = np.concatenate(row.experts) if row.experts else None
+    segments = []
+    if before:
+        logprobs = np.concatenate([before.logprobs, logprobs])
+        segments = before.segments or [(before.policy_step, len(before.token_ids))]
+        segments = [*segments, (policy_step, len(row.token_ids))]
+        if experts is not None:
+            if before.experts is None:
+                raise ValueError(f"response {row.sample} to problem {row.problem.index} began without record_experts")
+            experts = np.concatenate([before.experts, experts[len(before.experts) :]])
+    ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
+    if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
+        ended = "length"
+    rendered = before.rendered if before else policy.rendered(row.prefix_ids)
+    return Response(
+        problem=row.problem,
+        sample=row.sample,
+        prompt_ids=before.prompt_ids if before else row.prefix_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=ended,
+        text=policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        policy_step=before.policy_step if before else policy_step,
+        experts=experts,
+        rendered=rendered,
+        segments=segments,
+        old_logprobs=before.old_logprobs if before else None,
+        old_experts=before.old_experts if before else None,
+    )

@@ -1,0 +1,78 @@
+"""What the trainer knows of the weights that sampled: log-probs and experts kept from then, and whether an engine's
+weights are the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspo.core.batch import pack
+from gspo.core.types import Problem, Response
+from gspo.model.policy import Policy
+from gspo.rollout.engine import Engine
+from gspo.rollout.requests import Sampling
+
+GUARD_SAMPLES, GUARD_TOKENS, OUTLIER = 2, 8, 1.0
+
+
+@dataclass
+class Behaviour:
+    """Recomputes responses in the trainer's precision under the weights that sampled them, while those are at hand.
+
+    For responses that are trained on later (staleness, partial rollouts): `old_logprobs=behaviour` takes these for the
+    old policy's, and with `engine` the gap of engine and trainer is measured against them. Replay R3 sends the tokens
+    through the engine's experts here as well.
+    """
+
+    policy: Policy  # that the engine samples from
+    micro_batch_size: int = 64
+    replay_engine: bool = False
+
+    def __call__(self, responses: list[Response]) -> None:
+        """Set `old_logprobs` and `old_experts` of the tokens that have none yet; those of earlier segments stay."""
+        fresh = [r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)]
+        if not fresh:
+            return
+        batch = pack(fresh, self.policy.tokenizer.pad_token_id)
+        if self.replay_engine:
+            batch.replay_BSLK = batch.engine_experts_BSLK
+        scored = self.policy.score(batch, self.micro_batch_size)
+        for i, r in enumerate(fresh):
+            logprobs = scored.logp_BT[i, : len(r.token_ids)].numpy()
+            r.old_logprobs = _continued(r.old_logprobs, logprobs)
+            if scored.experts_BSLK is not None:
+                start = batch.prompt_width - len(r.prompt_ids)
+                experts = scored.experts_BSLK[i, start : batch.prompt_width + len(r.token_ids)].numpy()
+                # the last token of a segment predicts the first of the next: its experts are the next pass's
+                r.old_experts = _continued(r.old_experts[:-1] if r.old_experts is not None else None, experts)
+
+
+def _continued(before: np.ndarray | None, now: np.ndarray) -> np.ndarray:
+    """`now` with its beginning as it was before."""
+    return now.copy() if before is None else np.concatenate([before, now[len(before) :]])
+
+
+def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step: int) -> float | None:
+    """Sample a few tokens after a sync and compare the engine's log-probs with the trainer's: mean of
+    min(|difference|, 1), nats. Bounded, for in bfloat16 a single token whose router flips can be 20 nats away.
+
+    A weight that did not arrive, or a cache of the weights before, shows here before it shows in a reward. None where
+    the engine has no weights of its own. Raises RuntimeError if the difference exceeds `tolerance`, or is no number.
+    """
+    if engine.shares_weights:
+        return None
+    policy = engine.policy
+    sampling = Sampling(policy.temperature, engine.room(problems, GUARD_TOKENS))
+    groups = engine.generate(problems, GUARD_SAMPLES, sampling, (0, "sync"), step)
+    batch = pack([r for group in groups for r in group], policy.tokenizer.pad_token_id)
+    own_BT = policy.score(batch, len(batch)).logp_BT
+    differences = (own_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
+    difference = float(differences.clamp(max=OUTLIER).mean())
+    if not difference <= tolerance:
+        raise RuntimeError(
+            f"after step {step} the engine's log-probs are {difference:.2g} nats from the trainer's on "
+            f"{int(batch.mask_BT.sum())} tokens (rollout.sync_tolerance={tolerance:g}): its weights are not the "
+            "trainer's, or it computes something else; if the gap is its precision, raise the tolerance"
+        )
+    return difference

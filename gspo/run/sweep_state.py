@@ -1,0 +1,193 @@
+"""How far the runs of a sweep are, from its manifest and their directories."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo.core import escaping, untrusted
+from gspo.core.files import locked, read_rows, said
+
+MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
+UNFINISHED = ("running", "stopped", "died", "failed", "missing")
+LONGEST = 1000  # characters of a job's name: every line of the table is as long
+PACE = 10  # steps whose seconds the time left is reckoned by
+
+
+@dataclass
+class Job:
+    """A run of a sweep, and how far it is."""
+
+    run: str
+    steps: int  # that it is planned to make
+    overrides: list[str]
+    state: str  # finished | collapsed | running | stopped | died | failed | missing
+    step: int = 0
+    reward: float | None = None  # of its last step
+    pace: float | None = None  # seconds per step
+    reason: str = ""
+
+    def seconds_left(self) -> float:
+        """NaN where no pace is known."""
+        if self.state not in UNFINISHED:
+            return 0.0
+        return (self.steps - self.step) * (self.pace if self.pace is not None else float("nan"))
+
+
+def jobs(study: Path) -> list[Job]:
+    """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
+    planned: dict[str, dict] = {}
+    for entry in entries(study):
+        planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job}
+        if entry.get("run") in planned and "reason" in entry:
+            planned[entry["run"]]["reason"] = entry["reason"]
+    there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
+    if not planned and not there:
+        raise ValueError(f"{study} holds no runs and no {MANIFEST}")
+    names = [*planned, *(name for name in there if name not in planned)]
+    found = [_job(study / name, planned.get(name)) for name in names]
+    known = [job.pace for job in found if job.pace is not None]
+    for job in found:
+        if job.pace is None and known:
+            job.pace = statistics.median(known)
+    return found
+
+
+def entries(study: Path) -> list[dict]:
+    """The lines of the manifest, without those that a kill cut short and those that are none of a sweep's."""
+    found = []
+    try:
+        for line in untrusted.lines(study / MANIFEST):
+            with contextlib.suppress(ValueError):
+                found.append(_entry(untrusted.parse_json(line)))
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def _entry(line: object) -> dict:
+    """A line of the manifest. Raises ValueError if it is none."""
+    entry = {"time": 0.0} | _typed(line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list})
+    return entry | ({"jobs": [_planned(job) for job in entry["jobs"]]} if "jobs" in entry else {})
+
+
+def _planned(job: object) -> dict:
+    kinds = {"run": str, "steps": int, "folder": str, "overrides": list, "reason": str, "same_as": int}
+    job = {"run": "", "overrides": []} | _typed(job, kinds)
+    if not all(isinstance(override, str) for override in job["overrides"]):
+        raise ValueError("not a job of a sweep")
+    if len(job["run"]) > LONGEST:
+        raise ValueError(f"run={job['run'][:40]!r} ...: a name of {len(job['run']):,} characters")
+    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # else its settings were refused
+        raise ValueError(f"run={job['run']!r} is no folder of a study")
+    return job
+
+
+def _typed(line: object, kinds: dict[str, type]) -> dict:
+    if not isinstance(line, dict) or any(type(line[key]) is not kind for key, kind in kinds.items() if key in line):
+        raise ValueError("not a line of a manifest")
+    return line
+
+
+def _job(folder: Path, plan: dict | None) -> Job:
+    """A run, as far as its files can be read; `reason` says which of them cannot."""
+    if plan and "steps" not in plan:  # its settings were refused
+        return Job(plan["run"], 0, plan["overrides"], "failed", reason=plan.get("reason", ""))
+    wrong, rows, steps = "", [], plan["steps"] if plan else 0
+    try:
+        rows = read_rows(folder / "metrics.jsonl")
+        steps = steps if plan else _steps(folder / "settings.yaml")
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+    step = rows[-1]["step"] if rows else 0
+    seconds = [_seconds(row) for row in rows[-PACE:] if row.get("time/train_s") is not None]
+    state, reason = _state(folder, plan or {}, step, steps)
+    state, reason = ("failed", wrong) if wrong else (state, reason)
+    reward = rows[-1].get("reward/mean") if rows else None
+    pace = statistics.mean(seconds) if seconds else None
+    return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason)
+
+
+def _steps(settings: Path) -> int:
+    """That a run was to make."""
+    steps = untrusted.read_yaml(settings).get("steps")
+    if type(steps) is not int:
+        raise ValueError(f"{settings}: steps={str(steps)[:40]} is no number of steps")
+    return steps
+
+
+def _seconds(row: dict) -> float:
+    return (row.get("time/waited_s") or 0.0) + row["time/train_s"]
+
+
+def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
+    """The state, and the reason of a failure."""
+    if not os.path.lexists(folder / "settings.yaml"):
+        return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
+    if locked(folder):
+        return "running", ""
+    status = said(folder)
+    how = status.get("how", "finished" if step >= steps else "died")
+    if how == "finished" and step < steps:  # of an earlier, shorter sweep
+        how = "stopped"
+    return ("died" if how in ("running", "rolled back") else how), status.get("reason", "")
+
+
+def upload(study: Path) -> str | None:
+    """The command that uploads every run of a study that W&B's server lacks; None where it lacks none. Segments that a
+    newer one of their run replaces carry W&B's mark of uploaded files, which it leaves out."""
+    files = study.glob("*/wandb/offline-run-*/run-*.wandb")
+    if all(file.with_name(f"{file.name}.synced").exists() for file in files):
+        return None
+    return f"wandb sync {shlex.quote(os.path.relpath(study))}/*/wandb"
+
+
+def table(found: list[Job]) -> str:
+    """One line per run, and a last one with what is left."""
+    width = max(len(job.run) for job in found)
+    lines = []
+    for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
+        reward = "" if job.reward is None else f"reward {job.reward:.3f}"
+        settings = " ".join(o for o in job.overrides if not o.startswith("hydra"))
+        text = f"{job.run:<{width}}  {job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13} {job.reason or settings}"
+        lines.append(escaping.line(text).rstrip())
+    counts = {state: sum(job.state == state for job in found) for state in ("finished", "collapsed", *UNFINISHED)}
+    parallel = max(1, counts["running"])
+    left = sum(job.seconds_left() for job in found) / parallel
+    clock = "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
+    said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*lines, f"{len(found)} runs: {said}; left with {parallel} at a time: {clock}"])
+
+
+def special(planned: list[dict], number: int) -> str:
+    """The overrides of a planned job that not all jobs of its sweep have."""
+    common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    return " ".join(override for override in planned[number]["overrides"] if override not in common)
+
+
+def forecast(planned: list[dict]) -> str:
+    """What a sweep would do: one line per job, with its number, state, steps, folder and what tells it from the others;
+    and a last line that counts the states. `wrong` are jobs whose settings are refused."""
+    rows, counts = [], Counter()
+    for number, plan in enumerate(planned):
+        own = special(planned, number)
+        if "folder" not in plan:
+            state, steps, where = "wrong", "", plan["reason"]
+        else:
+            job = _job(Path(plan["folder"]), plan)
+            state, steps, where = job.state, f"{job.step}/{job.steps}", plan["folder"]
+            if "same_as" in plan:
+                state, own = "repeated", f"{own}: the same run as job {plan['same_as']}"
+        counts[state] += 1
+        rows.append([str(number), state, steps, where, own])
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
+    others = f"those not {' or '.join(ended)} are started" if ended else "all are started"
+    return "\n".join([*lines, f"{len(planned)} jobs: {said}; without dry_run=true {others}"])

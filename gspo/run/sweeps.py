@@ -1,0 +1,174 @@
+"""What a sweep plans: its manifest, written before its first job. gspo.run.sweep_state says how far each job is.
+
+When a sweep starts, one line of `runs/<study>/manifest.jsonl` lists its jobs with their run directories, before the
+first of them begins. Run directories are named by their settings, so the same command finds them again.
+"""
+
+from __future__ import annotations
+
+import grp
+import itertools
+import json
+import os
+import pwd
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from gspo.config.load import chosen_settings
+from gspo.config.settings import Settings, folder_of
+from gspo.core.files import append_to, refuse_links
+from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, report
+from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
+
+
+class WriteManifest(Callback):
+    """Hydra's callback at the start of a sweep and after each job. Where a job cannot be noted, Hydra warns and the
+    sweep goes on; where its start cannot be, it ends."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """List the jobs; with dry_run=true only print them, and end."""
+        planned = plan(config)
+        if config.dry_run:
+            print(forecast(planned))
+            sys.exit(0)
+        for number, job in enumerate(planned):
+            if "same_as" in job:
+                print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
+        self.began = time.time()
+        try:
+            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml"))  # the second is Hydra's
+            _append(config, {"command": sys.argv, "jobs": planned})
+            if pickles := config.hydra.launcher.get("submitit_folder"):
+                private(Path(pickles.partition("%")[0]))
+        except (OSError, ValueError) as error:
+            sys.exit(report(error))
+        if config.hydra.launcher._target_.endswith(".LocalLauncher"):
+            # submitit's controllers kill their jobs at Ctrl-C: nothing to wait for, and no further job is to start
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Note why a job did not finish (process.one_line): it may have had no directory yet."""
+        why = job_return._return_value  # a dict, but for an error of Hydra's own, which `return_value` would raise
+        if HydraConfig.get().mode == RunMode.MULTIRUN and why:
+            why = why if isinstance(why, dict) else {"reason": explain(why)}
+            _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Say how to upload the study; tell the command line which of the jobs did not finish."""
+        if command := upload(Path(config.runs) / config.study):
+            print(f"to upload all runs of the study to W&B: {command}")
+        for entry in entries(Path(config.runs) / config.study):
+            if entry["time"] >= self.began and "run" in entry:
+                stopped = f"stopped {entry.get('stopped')}"
+                UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+
+
+def plan(config: DictConfig) -> list[dict[str, Any]]:
+    """The jobs of a sweep: overrides, run, folder and steps; or why the settings are wrong; `same_as` is the number of
+    an earlier job that is the same run."""
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    loader, jobs, numbers = GlobalHydra.instance().config_loader(), [], {}
+    for number, overrides in enumerate(expanded([*params, *config.hydra.overrides.task])):
+        job: dict[str, Any] = {"overrides": overrides}
+        jobs.append(job)
+        try:
+            settings = _settings(loader.load_sweep_config(config, overrides), overrides)
+        except USER_ERRORS as error:
+            job |= {"run": " ".join(overrides), "reason": explain(error)}
+            continue
+        folder = folder_of(settings)
+        job |= {"run": folder.name, "folder": str(folder), "steps": settings.steps}
+        if numbers.setdefault(folder, number) != number:
+            job["same_as"] = numbers[folder]
+    return jobs
+
+
+def same_run(planned: list[dict], number: int) -> str:
+    """Which earlier job is the same run as this one, in words; "" if none is."""
+    if number >= len(planned) or "same_as" not in planned[number]:
+        return ""
+    first = planned[number]["same_as"]
+    return f"the same run as job {first} ({special(planned, first)}), {planned[first]['folder']}"
+
+
+def taken_by_another_job(settings: Settings) -> str:
+    """Inside a sweep: which earlier job of it makes this run, in words; "" if none does."""
+    job = HydraConfig.get()
+    plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
+    if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
+        return ""
+    mine = plans[-1][job.job.num]["run"] == folder_of(settings).name  # else the plan is another sweep's
+    return same_run(plans[-1], job.job.num) if mine else ""
+
+
+def _name(config: DictConfig, overrides: list[str]) -> str:
+    """Of the run's directory; what was asked for, where that is not possible."""
+    try:
+        return folder_of(_settings(config, overrides)).name
+    except USER_ERRORS:
+        return " ".join(overrides)
+
+
+def _settings(config: DictConfig, overrides: list[str]) -> Settings:
+    plain = config.copy()
+    with open_dict(plain):
+        plain.pop("hydra")
+    return chosen_settings(plain, overrides, config.hydra.runtime.choices)
+
+
+def _append(config: DictConfig, line: dict) -> None:
+    folder = Path(config.runs) / config.study
+    folder.mkdir(parents=True, exist_ok=True)
+    with append_to(folder / MANIFEST) as file:
+        file.write("\n" + json.dumps({"time": time.time()} | line) + "\n")  # apart from a line that a kill cut short
+
+
+def private(folder: Path) -> None:
+    """The folder of submitit's pickles, made for this user alone: each job runs what it finds in there. Raises
+    ValueError where another user could put something there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (folder.absolute(), *folder.resolve().parents):
+        found, above = place.lstat(), place != folder.absolute()
+        mode, owners = found.st_mode, (os.geteuid(), 0) if above else (os.geteuid(),)
+        others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and shared_group(found.st_gid))
+        if above and mode & stat.S_ISVTX:  # as /tmp: nobody can rename what is another's
+            others = False
+        if others or found.st_uid not in owners or stat.S_ISLNK(mode):
+            raise ValueError(
+                f"hydra.launcher.submitit_folder: jobs run the pickles that lie in {folder}, and another user could "
+                f"replace them in {place}: chmod go-w {place}, or say hydra.launcher.submitit_folder=FOLDER/%j with a "
+                "FOLDER that you alone can write to"
+            )
+
+
+def shared_group(number: int) -> bool:
+    """Whether a group has, or may have, other members than this user: many systems give each user one of his own."""
+    try:
+        group, me = grp.getgrgid(number), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return True
+    return group.gr_name != me or not {me}.issuperset(group.gr_mem)
+
+
+def expanded(overrides: list[str]) -> list[list[str]]:
+    """A sweep's jobs as lists of plain overrides; of one key given twice the later counts, as in Hydra."""
+    choices: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.get_key_element()
+        values = (
+            override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        )
+        choices[key] = [f"{key}={value}" for value in values]
+    return [list(job) for job in itertools.product(*choices.values())]

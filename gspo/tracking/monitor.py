@@ -1,0 +1,230 @@
+"""The stability monitor: early warnings and the collapse rule on a run's rows, while it runs and in its final report.
+
+A warning is raised when a score of gspo.tracking.collapse crosses its threshold, and once more only after the score has
+fallen below 0.8 x the threshold in between. What the monitor knows is a function of the run's rows: a resumed run
+reads them again. `monitor.jsonl` has one object per event: step, kind, signal, score, threshold, text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from gspo.core.ranges import Ranged, ranged
+from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, known, levels
+
+CLEARED = 0.8  # of the threshold
+ACTIONS = ("warn", "stop", "rollback")
+
+
+@dataclass
+class Thresholds(Ranged, key="monitor.thresholds"):
+    """Above which score a signal (gspo.tracking.collapse.SIGNALS) is a warning; 0 switches it off.
+
+    From the bands that others use: k3 of engine and trainer .01, |KL| .1 far off policy, truncation .1 to .15 trouble,
+    gradient norm 3 to 10 times its usual size a spike.
+    """
+
+    reward_fall: float = ranged(0.3, least=0)  # share of the peak that is lost: the collapse rule's own level
+    routing_drift: float = ranged(0.3, least=0)  # 1 - consistency
+    mismatch: float = ranged(0.01, least=0)  # nats per token
+    ess_token: float = ranged(0.5, least=0)  # 1 - effective sample size
+    ess_sequence: float = ranged(0.5, least=0)
+    ratio_high: float = ranged(6.9, least=0)  # log of a ratio of 1000
+    ratio_low: float = ranged(11.5, least=0)  # log of 100000
+    policy_drift: float = ranged(0.1, least=0)  # nats per token
+    entropy_fall: float = ranged(1.6, least=0)  # log of a factor of 5
+    entropy_rise: float = ranged(1.1, least=0)  # log of a factor of 3
+    grad_spike: float = ranged(1.0, least=0)  # log10 of a factor of 10
+    grad_growth: float = ranged(2.3, least=0)  # log of a factor of 10
+    repetition: float = ranged(0.2, least=0)  # more than at the start
+    truncation: float = ranged(0.15, least=0)  # more than at the start
+    zero_variance: float = ranged(0.9, least=0)  # of the groups
+    clip_share: float = ranged(0.8, least=0)  # of the tokens
+
+
+@dataclass
+class MonitorSettings(Ranged, key="monitor"):
+    """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
+
+    # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
+    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x the largest; or stop
+    action: str = "warn"
+    rollbacks: int = ranged(2, least=1)  # at most so many
+    rollback_lr: float = ranged(0.5, above=0, below=1)  # what each of them multiplies the learning rate by
+    warm_up: int = ranged(10, least=0)  # steps in which no warning is raised: the baselines are being measured
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.action not in ACTIONS:
+            raise ValueError(f"monitor.action={self.action!r}: choose one of {', '.join(ACTIONS)}")
+
+
+@dataclass
+class Event:
+    """What happened at a step: a warning, its end, a fall of the reward, or an update that was left out."""
+
+    step: int
+    kind: str  # warning | cleared | fallen | skipped
+    signal: str
+    score: float
+    threshold: float
+    text: str
+
+
+class Monitor:
+    """Watches the rows of a run."""
+
+    def __init__(self, settings: MonitorSettings):
+        self.settings = settings
+        self.scores = {name: signal.kind() for name, signal in SIGNALS.items()}
+        self.level = Level()
+        self.active: set[str] = set()
+        self.steps = self.fallen_steps = 0
+        # the last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
+        # reward above 0.9 x the largest so far
+        self.healthy = 0
+
+    def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
+        """Take in a step's metrics; what is new. Row 0, before training, is left out."""
+        if step == 0:
+            return []
+        self.steps += 1
+        found = (self._signal(step, name, row.get(SIGNALS[name].metric)) for name in SIGNALS)
+        events = [event for event in found if event]
+        if row.get("optim/skipped"):
+            count = row["optim/skipped"]
+            text = f"updates left out because their gradient was not finite: {count:.0f}"
+            events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
+        return events + self._fallen(step, row.get("reward/mean"))
+
+    def _signal(self, step: int, name: str, value: float | None) -> Event | None:
+        threshold, signal = getattr(self.settings.thresholds, name), SIGNALS[name]
+        if not known(value):
+            return None
+        score = self.scores[name].push(value)
+        if not threshold or self.steps <= self.settings.warm_up:
+            return None
+        if name not in self.active and score > threshold:
+            self.active.add(name)
+            text = f"{name} is {score:.3g}, above {threshold:g} ({signal.meaning}; {signal.metric} is {value:.3g})"
+            return Event(step, "warning", name, score, threshold, text)
+        if name in self.active and score < CLEARED * threshold:
+            self.active.remove(name)
+            return Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")
+        return None
+
+    def _fallen(self, step: int, reward: float | None) -> list[Event]:
+        """The first half of the collapse rule; whether the reward recovers within 50 steps is not known yet."""
+        if known(reward):
+            self.level.push(reward)
+            if self.level.healthy():
+                self.healthy = step - 1
+        self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
+        if self.fallen_steps != STEPS_FALLEN:
+            return []
+        now, peak = self.level.now, self.level.peak
+        text = f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
+        return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
+
+    def metrics(self) -> dict[str, float]:
+        """What a row says of it."""
+        return {
+            "monitor/warnings": float(len(self.active)),
+            "monitor/fallen": float(self.fallen_steps >= STEPS_FALLEN),
+        }
+
+
+def as_lines(events: Iterable[Event]) -> str:
+    """As monitor.jsonl holds them."""
+    return "".join(json.dumps(asdict(event)) + "\n" for event in events)
+
+
+def report(rows: list[dict], ended: str = "") -> str:
+    """The three questions by which users judge stability, answered in words, with the numbers of a run's rows. `ended`:
+    how the run ended, where the monitor ended it."""
+    rows = [row for row in rows if row["step"] > 0]
+    if not rows:
+        return "no step was made"
+    return "\n".join([_reward(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
+
+
+def _silent(rows: list[dict]) -> bool:
+    """Whether nothing could be learned in any step: no gradient at all, or the same reward for every response."""
+    norms, rewards = _column(rows, "optim/grad_norm"), _column(rows, "reward/mean")
+    alike = _column(rows, "group/zero_variance")
+    same = len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
+    return bool(same or (len(norms) > 0 and norms.max() == 0))
+
+
+def _column(rows: list[dict], name: str) -> np.ndarray:
+    """The numbers that the rows have of a metric."""
+    return np.array([row[name] for row in rows if known(row.get(name))])
+
+
+def _reward(rows: list[dict], stopped: bool) -> str:
+    question = "Does the reward keep rising? "
+    rows = [row for row in rows if known(row.get("reward/mean"))]
+    rewards = _column(rows, "reward/mean")
+    if _silent(rows):
+        mean = rewards.mean()
+        return f"{question}No: no signal (none of {len(rows)} steps had a gradient from rewards; mean {mean:.3f})."
+    if len(rows) < START:
+        return question + f"Unknown: {len(rows)} rows have a reward."
+    level = levels(rewards)[0]
+    top, at, third = int(level.argmax()), collapse(rewards), len(rows) // 3
+    before, after = rewards[-2 * third : -third], rewards[-third:]
+    change, noise = after.mean() - before.mean(), math.sqrt((before.var() + after.var()) / third)
+    if stopped:
+        verdict = f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, and it might have recovered"
+    elif at is not None:
+        verdict = f"No: it collapsed at step {rows[at]['step']}"
+    elif abs(change) > 2 * noise:
+        verdict = "Yes" if change > 0 else "No: it is falling"
+    else:
+        verdict = "It is level"
+    ends = f"smoothed {rewards[:5].mean():.3f} at first, {level[-1]:.3f} at the end"
+    peak = f"peak {level[top]:.3f} at step {rows[top]['step']}"
+    return f"{question}{verdict} ({ends}, {peak}; last third against the one before {change:+.3f})."
+
+
+def _gradient(rows: list[dict]) -> str:
+    question = "Is the gradient norm in a reasonable range? "
+    norms, tops = _column(rows, "optim/grad_norm"), _column(rows, "optim/grad_norm_max")
+    skipped = _column(rows, "optim/skipped").sum()
+    if not len(norms) or not len(tops):
+        return question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
+    spikes, still = int((SIGNALS["grad_spike"].score(tops) > 1).sum()), int((norms == 0).sum())
+    verdict = "No" if skipped or spikes else "Yes"
+    if _silent(rows) or 2 * still > len(norms):
+        verdict = f"No: no signal, {still} of {len(norms)} steps had no gradient"
+    return (
+        f"{question}{verdict} (median {np.median(norms):.3g}, largest of an update {tops.max():.3g}; "
+        f"steps with ten times the norm of those before: {spikes}; updates left out as not finite: {skipped:.0f})."
+    )
+
+
+def _routing(rows: list[dict]) -> str:
+    question = "Does expert activation stay consistent? "
+    rows = [row for row in rows if known(row.get("routing/consistency"))]
+    if not rows:
+        return question + "There are no experts, or there was one mini-batch."
+    kept = _column(rows, "routing/consistency")
+    worst, prefix = int(kept.argmin()), "routing/consistency_layer_"
+    names = [name for name in rows[-1] if name.startswith(prefix) and known(rows[-1][name])]
+    layers = {name: _column(rows, name).mean() for name in names}
+    least = min(layers, key=layers.get, default="")
+    layer = f"; least in layer {least.removeprefix(prefix)}: {layers[least]:.4f}" if least else ""
+    agreement = _column(rows, "routing/engine_agreement")
+    engine = f"; the engine's experts are the trainer's to {agreement.mean():.4f}" if len(agreement) else ""
+    verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
+    verdict = "It says nothing: no signal" if _silent(rows) else verdict
+    return (
+        f"{question}{verdict} (routing consistency within a step: mean {kept.mean():.4f}, "
+        f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."
+    )

@@ -1,0 +1,35 @@
+"""Where a run is shown: the settings under `tracking`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gspo.core.ranges import Ranged, ranged
+
+MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class TrackingSettings(Ranged, key="tracking"):
+    """Where a run is shown. Changes nothing in its results. What is said here goes before W&B's own variables of the
+    environment, those before the defaults. WANDB_RUN_GROUP and WANDB_NAME replace the study and the directory's name,
+    WANDB_NOTES is added. A run that W&B's server has stays in the project where it began."""
+
+    wandb: str = "auto"  # auto: online if an account is configured, else offline | online | offline | disabled
+    project: str = ""  # empty: WANDB_PROJECT, else gspo
+    entity: str = ""  # W&B user or team; empty: WANDB_ENTITY, else the account's default
+    tags: list[str] = field(default_factory=list)  # beside the run's own; empty: WANDB_TAGS
+    # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
+    finish_timeout: float = ranged(300.0, least=0)
+    # steps between saved rollout batches; the first and the last are always saved
+    rollouts_every: int = ranged(10, least=1)
+    table_rows: int = ranged(16, least=1)  # responses of a saved batch that are also shown as a W&B table
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.wandb not in MODES:
+            raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
+        if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            raise ValueError(f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:")
+        if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
+            raise ValueError(f"tracking.tags={wrong!r}: W&B takes tags of 1 to 64 characters")

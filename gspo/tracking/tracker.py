@@ -1,0 +1,170 @@
+"""Tracking: metrics.jsonl first, then Weights & Biases with the same numbers (wandb_run.py); rollouts; progress on
+the terminal. Files are the truth, trackers are views.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gspo.core import untrusted
+from gspo.core.escaping import line
+from gspo.core.files import append_to, read_rows, replace_text, rows_and_damage
+from gspo.core.types import Response
+from gspo.tracking.metrics import lookup
+from gspo.tracking.settings import TrackingSettings
+from gspo.tracking.wandb_run import WandbRun, chosen_mode
+
+log = logging.getLogger(__name__)
+OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # a run's folders whose entries are named after a step
+
+
+class Tracker:
+    """Writes a run's rows to its directory and to W&B."""
+
+    def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
+        self.run, self.settings, self.wandb = run, settings, None
+        self.rows = append_to(run / "metrics.jsonl")  # closed by `finish`
+        mode = chosen_mode(settings.wandb)
+        if mode != "disabled":
+            self.wandb = WandbRun(run, settings, mode, config, group, tags)
+            for row in read_rows(run / "metrics.jsonl"):  # of a resumed run: what this segment or the server lacks
+                self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
+
+    def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
+        """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
+        for name in metrics:
+            lookup(name)  # raises for a metric that nobody defined
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row = {"step": step} | finite
+        if responses:
+            write_rollouts(self.run / "rollouts" / f"step_{step:06d}.jsonl", responses)
+        self.rows.write(json.dumps(row) + "\n")
+        self.rows.flush()
+        os.fsync(self.rows.fileno())
+        if self.wandb:
+            self.wandb.send(row, [rollout_row(response) for response in responses or []])
+
+    def alert(self, title: str, text: str, kind: str) -> None:
+        """A W&B alert: mail or Slack, as the account has it."""
+        if self.wandb and kind != "cleared":
+            self.wandb.alert(title, text, fallen=kind == "fallen")
+
+    def finish(self, exit_code: int) -> str | None:
+        """Close everything; returns the command that uploads an offline run, if there is one."""
+        self.rows.close()
+        return self.wandb.finish(exit_code) if self.wandb else None
+
+
+def rollout_row(response: Response) -> dict:
+    """What is kept of a response: enough to read it and to see why it got its reward."""
+    return {
+        "task": response.problem.task,
+        "family": response.problem.family,
+        "problem": response.problem.index,
+        "sample": response.sample,
+        "prompt": response.problem.prompt,
+        "rendered": response.rendered,
+        "response": response.text,
+        "reward": response.score.reward,
+        "verdict": response.score.verdict,
+        "length": len(response.token_ids),
+        "finish_reason": response.finish_reason,
+        "policy_step": response.policy_step,
+        "segments": response.segments or [(response.policy_step, len(response.token_ids))],
+    }
+
+
+def write_rollouts(path: Path, responses: list[Response]) -> None:
+    """One JSON object per response."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
+
+
+def read_rollouts(path: Path) -> list[dict]:
+    """What `write_rollouts` wrote; empty if it is not there or damaged."""
+    try:
+        rows = [untrusted.parse_json(row) for row in untrusted.lines(path)]
+    except (OSError, ValueError):
+        return []
+    return rows if all(isinstance(row, dict) for row in rows) else []
+
+
+def supersede(run: Path, step: int) -> list[str]:
+    """Move what belongs to later steps than `step` to superseded/<n>/: a run that resumes there will make it again.
+
+    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines go there too; says in words
+    which rows are lost by that.
+    """
+    attic, metrics = run / "superseded", run / "metrics.jsonl"
+    files = [path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step]
+    rows, damaged = rows_and_damage(metrics)
+    later = [row for row in rows if row["step"] > step]
+    if files or later or damaged:
+        attic = attic / str(1 + len(list(attic.glob("*"))))
+        attic.mkdir(parents=True)
+        replace_text(attic / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in later))
+    if damaged:
+        replace_text(attic / "damaged_metrics.jsonl", "".join(damaged))
+    for path in files:
+        path.rename(attic / f"{path.parent.name}_{path.name}")
+    if metrics.exists():
+        replace_text(metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    missing = sorted(set(range(step + 1)) - {row["step"] for row in rows})
+    return [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"] if missing else []
+
+
+def _step(path: Path) -> int:
+    """The step that a file or folder of a run is named after; -1 if it is none that the run wrote whole.
+
+    step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation of it).
+    """
+    name = re.fullmatch(r"step_(\d+)(\.jsonl|-\w+)?", path.name)
+    return int(name[1]) if name else -1
+
+
+def _spans(numbers: list[int]) -> str:
+    """3, 7-9"""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
+
+
+class Progress:
+    """Step, reward and time left: a bar on a terminal, a line now and then elsewhere or beside other jobs."""
+
+    def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = 10.0):
+        self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
+        self.started, self.spoken = time.perf_counter(), 0.0
+        bar = alone and sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True) if bar else None
+
+    def __call__(self, step: int, **figures: float) -> None:
+        text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        now = time.perf_counter()
+        pace = (now - self.started) / max(step - self.first, 1)
+        left = round(pace * (self.steps - step))
+        said = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
+        log.info(said)
+        if self.bar:
+            self.bar.set_postfix_str(text)
+            self.bar.update(step - self.bar.n)
+        elif now - self.spoken > self.pause or step == self.steps:
+            print(line(said), flush=True)
+            self.spoken = now
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()

@@ -1,0 +1,232 @@
+"""What one looks at, and where: the registry's metrics arranged as views of panels.
+
+W&B's saved views (dashboard.py) follow this arrangement; titles, units and descriptions come from the registry.
+Every metric of the registry is on a panel, or in LEFT_OUT with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from gspo.tracking.metrics import METRICS, Metric, lookup
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share one pair of axes. `metrics` are names of the registry, families with their `*`."""
+
+    metrics: tuple[str, ...]
+    x: str = STEP
+    log: bool = False  # logarithmic y axis
+
+    def entries(self) -> list[Metric]:
+        """The registry's entries. Raises KeyError for a name that it lacks: a family counts under its own name only."""
+        known = {metric.name: metric for metric in METRICS}
+        return [known[name] for name in (*self.metrics, self.x)][:-1]
+
+    def title(self) -> str:
+        """The metrics' names, what they begin with written once; the x axis where it is not the step."""
+        head, slash, _ = self.metrics[0].partition("/")
+        same = all(name.startswith(head + slash) for name in self.metrics)
+        rest = [name.removeprefix(head + slash) for name in self.metrics] if same else list(self.metrics)
+        names = (head + slash if same else "") + ", ".join(rest)
+        return names if self.x == STEP else f"{names} against {self.x}"
+
+    def unit(self) -> str:
+        return self.entries()[0].unit
+
+    def description(self) -> str:
+        """A line per metric: name [unit]: meaning."""
+        return "\n".join(f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries())
+
+
+@dataclass(frozen=True)
+class View:
+    """One page: a question, sections of panels; of all runs, or of those alone that carry a tag (train.py tags a run
+    with its objective, its replay and its model)."""
+
+    name: str
+    question: str
+    sections: tuple[tuple[str, tuple[Panel, ...]], ...]
+    only: str = ""
+    by: str = ""  # the setting that runs are grouped by, where the question asks for one
+
+    def panels(self) -> list[Panel]:
+        return [panel for _, panels in self.sections for panel in panels]
+
+
+def _panel(names: str, x: str = STEP, log: bool = False) -> Panel:
+    """ "clip/: token_active token_outside" -> both with the prefix."""
+    prefix, _, rest = names.rpartition(": ")
+    return Panel(tuple(prefix + name for name in rest.split()), x, log)
+
+
+def _against(names: str) -> tuple[Panel, ...]:
+    return tuple(_panel(names, x=x) for x in ("compute/tokens", "compute/flops", "compute/seconds"))
+
+
+VIEWS = (
+    View(
+        "Stability",
+        "Does the reward keep rising, is the gradient norm in a reasonable range, do the ratios stay near 1?",
+        (
+            ("Reward", (
+                _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
+                _panel("group/: zero_variance all_correct"), _panel("reward/overlong_penalty"),
+            )),
+            ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
+            ("Policy and gradient", (
+                _panel("policy/entropy"), _panel("optim/: grad_norm grad_norm_max", log=True),
+                _panel("optim/: skipped missing_updates"), _panel("optim/loss"), _panel("optim/lr"),
+                _panel("advantage/: mean std abs_max"),
+            )),
+            ("Ratios", (
+                _panel("ratio/: sequence_min sequence_mean sequence_max"), _panel("ratio/sequence_log_abs", log=True),
+                _panel("ratio/: token_min token_mean token_max", log=True), _panel("ratio/token_log_var", log=True),
+                _panel("ratio/: ess_token ess_sequence"),
+            )),
+            ("Divergence", (
+                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"), _panel("kl/loss"),
+            )),
+            ("Responses", (
+                _panel("length/: mean p95 limit"), _panel("length/truncated"), _panel("length/repetition"),
+            )),
+            ("Critic", (_panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"))),
+        ),
+    ),
+    View(
+        "Clipping",
+        "How much of the gradient does the clip remove, of which sign, in which mini-batch?",
+        (
+            ("Tokens", (
+                _panel("clip/: token_active token_outside", log=True),
+                _panel("clip/: token_active_positive token_active_negative", log=True),
+                _panel("clip/: token_outside_positive token_outside_negative", log=True),
+                _panel("clip/token_dual"), _panel("clip/log_ratio_bounded"), _panel("clip/weight"),
+            )),
+            ("Responses", (
+                _panel("clip/: sequence_active sequence_outside", log=True),
+                _panel("clip/: sequence_active_positive sequence_active_negative", log=True),
+                _panel("clip/: sequence_outside_positive sequence_outside_negative", log=True),
+            )),
+            ("By mini-batch", (
+                _panel("clip/token_active_minibatch_*"), _panel("clip/token_outside_minibatch_*"),
+            )),
+        ),
+    ),
+    View(
+        "Routing",
+        "Do the experts stay the same across an update, and between the engine and the trainer?",
+        (
+            ("Consistency", (
+                _panel("routing/: consistency consistency_after_step"), _panel("routing/consistency_layer_*"),
+                _panel("routing/consistency_minibatch_*"), _panel("routing/changed_any_layer"),
+                _panel("routing/load_entropy"),
+            )),
+            ("Engine", (
+                _panel("routing/engine_agreement"), _panel("routing/engine_agreement_layer_*"),
+                _panel("routing/engine_changed_any_layer"),
+            )),
+        ),
+    ),
+    View(
+        "Routing Replay",
+        "What does replaying the old experts change in GRPO, the paper's case? Grouped by policy.routing_replay.",
+        (
+            ("With and without", (
+                _panel("reward/mean"), _panel("routing/consistency"), _panel("routing/engine_agreement"),
+                _panel("optim/grad_norm", log=True), _panel("clip/token_active", log=True),
+                _panel("mismatch/k3", log=True), _panel("eval/*/avg@*"),
+            )),
+        ),
+        only="grpo",
+        by="policy.routing_replay",
+    ),
+    View(
+        "Mismatch",
+        "How far are the engine's likelihoods and the weights that sampled from those being trained?",
+        (
+            ("Tokens", (
+                _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
+                _panel("mismatch/logp_abs_max", log=True), _panel("mismatch/beyond_2"),
+                _panel("mismatch/after_sync", log=True),
+            )),
+            ("Responses", (
+                _panel("mismatch/sequence_log_abs", log=True), _panel("mismatch/: sequence_min sequence_max"),
+            )),
+            ("Correction", (
+                _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
+                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"), _panel("mismatch/masked"),
+            )),
+            ("Staleness", (
+                _panel("staleness/: mean max"), _panel("staleness/segments"), _panel("staleness/in_flight"),
+            )),
+        ),
+    ),
+    View(
+        "Evaluation",
+        "What do held-out problems say?",
+        (
+            ("Scores", (
+                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"), _panel("eval/*/stderr"),
+                _panel("eval/elo"), _panel("eval/elo_stderr"),
+            )),
+            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
+                           _panel("eval/*/prompt_too_long"))),
+        ),
+    ),
+    View(
+        "Efficiency",
+        "What does a level of reward cost in tokens, in FLOPs, in time, and where does the time go?",
+        (
+            ("Reward", _against("reward/mean")),
+            ("Held-out scores", _against("eval/*/avg@*")),
+            ("Cost", (_panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"))),
+            ("Speed", (_panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"))),
+            ("Time of a step", (
+                _panel("time/: rollout_s score_s behaviour_s waited_s"),
+                _panel("time/: train_s old_logprobs_s diagnostics_s"),
+                _panel("time/: sync_s monitor_s checkpoint_s eval_s"),
+            )),
+            ("Dropped and refilled", (
+                _panel("compute/dropped_tokens"), _panel("filter/: zero_variance surplus filled"),
+                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"), _panel("filter/ungraded"),
+                _panel("filter/truncated"),
+            )),
+        ),
+    ),
+)  # fmt: skip
+
+LEFT_OUT = {STEP: "the x axis of every panel that names no other"}
+
+
+def unplaced() -> list[str]:
+    """Metrics of the registry that are on no panel and not in LEFT_OUT: there should be none."""
+    placed = {name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)}
+    return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
+
+
+def unknown(names: list[str]) -> list[str]:
+    """Those of the names that the registry lacks."""
+    return [name for name in names if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)]
+
+
+def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
+    """The views with the metrics alone that runs have recorded (`names`), and the registry's names of the others.
+    Raises KeyError for a name that the registry lacks."""
+    seen = {lookup(name).name for name in names if name != STEP} | {STEP}
+    missing = []
+
+    def kept(panel: Panel) -> Panel:
+        missing.extend(name for name in (*panel.metrics, panel.x) if name not in seen and name not in missing)
+        return replace(panel, metrics=tuple(name for name in panel.metrics if name in seen and panel.x in seen))
+
+    result = []
+    for view in views:
+        sections = [(name, tuple(kept(panel) for panel in panels)) for name, panels in view.sections]
+        filled = [(name, tuple(panel for panel in panels if panel.metrics)) for name, panels in sections]
+        result.append(replace(view, sections=tuple(section for section in filled if section[1])))
+    return tuple(view for view in result if view.sections), missing

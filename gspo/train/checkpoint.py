@@ -1,0 +1,286 @@
+"""Checkpoints: written beside, then renamed, so that one is either whole or not there; `latest` moves last.
+
+checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
+                           value_head.pt (the critic), reference/ (a reference policy that was refreshed),
+                           held.json and held.npz (responses that were sampled and not yet trained on)
+                           checksums.json: of every other file, so that a damaged one is noticed and passed over
+checkpoints/latest         the name of the newest whole one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gspo.algorithm.reward_shaping import RunningMoments
+from gspo.core.files import errors_of_the_disk, replace_text, sync
+from gspo.core.ranges import Ranged, ranged
+from gspo.core.untrusted import inside, is_step, opened, read_bytes, read_json
+from gspo.model.loading import save
+from gspo.model.policy import Policy
+from gspo.model.value_head import FILE as VALUE_HEAD
+from gspo.rollout.on_policy import Held
+from gspo.rollout.pending import save_held
+
+log = logging.getLogger(__name__)
+CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
+WITHOUT_CHECKSUMS = ("config.json", "optimizer.pt", "state.json")
+
+
+@dataclass
+class CheckpointSettings(Ranged, key="checkpoint"):
+    """When to write one, and how many to keep. A checkpoint is always written at the end and when a run is stopped."""
+
+    every: int = ranged(10, least=1)  # steps
+    keep: int = ranged(2, least=0)  # newest ones; 0 keeps all
+
+
+@dataclass
+class TrainState:
+    """What a resumed run must know beside weights and optimizer; all counts are of the whole run."""
+
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    skipped: int = 0  # updates in a row, up to now, whose gradient was not finite
+    kl_coef: float | None = None  # the adaptive coefficient
+    rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
+    source: dict = field(default_factory=dict)  # what the rollout source must know, see OnPolicySource.state
+
+    @staticmethod
+    def from_json(content: dict) -> TrainState:
+        state = TrainState(**{f.name: content[f.name] for f in fields(TrainState) if f.name in content})
+        state.rewards = RunningMoments(**content["rewards"])
+        return state
+
+
+@dataclass
+class Snapshot:
+    """Copies of everything that a checkpoint holds, so that training can go on while they are written."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict
+    state: str  # JSON
+    value_head: dict[str, Tensor] | None
+    reference: dict[str, Tensor] | None
+    spared: int
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run beside the training. At most one is being written; what went wrong with it is
+    raised by the next `check`, `save` or `wait`."""
+
+    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
+        self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
+        self.keep, self.settings = keep, settings
+        for unfinished in self.folder.glob("*.unfinished"):  # of a run that was killed while it wrote them
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None
+
+    def save(
+        self, state: TrainState, reference: Policy | None = None, held: Held | None = None, spared: int = -1
+    ) -> None:
+        """Copy weights, optimizer, counters and the hash of the settings, and begin to write them.
+
+        `reference` is given where the reference policy is not the one that the run started from, `held` where responses
+        wait for later steps. The newest one of step `spared` or before is kept beside the `keep` newest.
+        """
+        self.wait()
+        unfinished = self.folder / f"step_{state.step:06d}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        if held:
+            save_held(held, unfinished)
+        head = self.policy.value_head
+        snapshot = Snapshot(
+            step=state.step,
+            model=_copies(self.policy.model.state_dict()),
+            optimizer=_copies(self.optimizer.state_dict()),
+            state=json.dumps(asdict(state) | {"settings": self.settings}),
+            value_head=_copies(head.state_dict()) if head else None,
+            reference=_copies(reference.model.state_dict()) if reference else None,
+            spared=spared,
+        )
+        self.writing = self.thread.submit(self._write, snapshot, unfinished)
+
+    def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
+        """Into the unfinished folder, then rename it; then drop all but the `keep` newest."""
+        model, tokenizer = self.policy.model, self.policy.tokenizer
+        save(model, tokenizer, unfinished, snapshot.model)
+        if snapshot.value_head:
+            _save(snapshot.value_head, unfinished / VALUE_HEAD)
+        if snapshot.reference:
+            save(model, tokenizer, unfinished / "reference", snapshot.reference)
+        _save(snapshot.optimizer, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(snapshot.state, encoding="utf-8")
+        seal(unfinished)
+        folder = unfinished.with_suffix("")
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        sync(self.folder)
+        replace_text(self.folder / "latest", folder.name)
+        if self.keep:
+            whole = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
+            spared = [p for p in whole if p.name <= f"step_{snapshot.spared:06d}"][-1:]
+            for old in whole[: -self.keep]:
+                if old not in spared:
+                    shutil.rmtree(old)
+
+    def check(self) -> None:
+        """Raises what the writing of the last checkpoint raised, if it has ended already."""
+        if self.writing and self.writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole. Raises what its writing raised."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def close(self) -> None:
+        """Until it is whole, and there will be no further one. Raises nothing: another error may be on its way."""
+        self.thread.shutdown()
+        if self.writing and self.writing.exception():
+            log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
+
+
+def _save(content: Any, path: Path) -> None:
+    with open(path, "wb") as file, errors_of_the_disk(path):
+        torch.save(content, file)
+
+
+def seal(folder: Path) -> None:
+    """Add the checksums of a folder's files, and wait until the disk has all of it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    sums = {str(path.relative_to(folder)): checksum(path) for path in files}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
+    """Nested dicts and lists with copies of their tensors on the CPU; a tensor that occurs twice (tied weights) is
+    copied once."""
+    made = {} if made is None else made
+    if isinstance(content, Tensor):
+        place = (content.data_ptr(), content.shape, content.stride())
+        if place not in made or not content.numel():
+            made[place] = content.detach().to("cpu", copy=True)
+        return made[place]
+    if isinstance(content, dict):
+        return {key: _copies(value, made) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_copies(value, made) for value in content]
+    return content
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run directory, if any, up to the one that `latest` names; says so where a newer
+    one is damaged. Raises ValueError if there are some and none is whole."""
+    pointer = run / "checkpoints" / "latest"
+    with permission_needed(run):
+        newest = read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else ""
+    found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
+    found = [folder for folder in found if folder.name <= newest] or found
+    wrong = []
+    for folder in found:
+        problem = damage(folder)
+        if not problem:
+            if wrong:
+                text = f"{'; '.join(wrong)}; going back to {folder.name}"
+                log.warning(text)
+                print(f"warning: {text}", file=sys.stderr)
+            return folder
+        wrong.append(f"{folder} is damaged: {problem}")
+    if found:
+        raise ValueError(
+            f"{'; '.join(wrong)}; no whole checkpoint is left: move {run} away to start it from the beginning"
+        )
+    return None
+
+
+def damage(folder: Path, without_checksums: tuple[str, ...] = WITHOUT_CHECKSUMS) -> str | None:
+    """What is wrong with a folder that was sealed: a file that is missing or not as it was written; None if it is
+    whole. Earlier versions did not seal: then the files `without_checksums` are enough. Raises ValueError for a file
+    that this user may not read, which says nothing of what is in it."""
+    with permission_needed(folder):
+        return _damage(folder, without_checksums)
+
+
+def _damage(folder: Path, without_checksums: tuple[str, ...]) -> str | None:
+    if not (folder / CHECKSUMS).exists():
+        missing = [name for name in without_checksums if not (folder / name).exists()]
+        return f"{missing[0]} is missing" if missing else None
+    try:
+        sums = read_json(folder / CHECKSUMS)
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:  # no mapping in JSON; no regular file
+        return f"{CHECKSUMS} cannot be read ({error})"
+    for name, digest in sums.items():
+        try:
+            if checksum(inside(folder, name)) != digest:
+                return f"{name} is not as it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except PermissionError:
+            raise
+        except (OSError, ValueError) as error:  # the disk; a link; a folder; a name elsewhere
+            return f"{name} cannot be read ({error})"
+    return None
+
+
+@contextmanager
+def permission_needed(folder: Path) -> Iterator[None]:
+    """Within: what may not be read is said to be that, in one line."""
+    try:
+        yield
+    except PermissionError as error:
+        what = error.filename or folder
+        raise ValueError(f"{what} may not be read by this user: ask its owner for the permission to read it") from None
+
+
+def checksum(path: Path) -> str:
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_belongs(folder: Path, settings: str) -> None:
+    """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
+    written = read_state(folder)["settings"]
+    if written != settings:
+        raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
+
+
+def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
+    """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
+    state = TrainState.from_json(read_state(folder))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+    return state
+
+
+def read_state(folder: Path) -> dict:
+    """What a checkpoint's state.json says. Raises ValueError if that is no state of a run."""
+    state = read_json(folder / "state.json")
+    for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
+        if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):
+            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}")
+    return state

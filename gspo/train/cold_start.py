@@ -1,0 +1,177 @@
+"""The cold start: supervised training on demonstrations, so that reinforcement learning has something to sharpen.
+
+The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here demonstrations contain wrong
+steps at a set rate, so that the model learns the format and most of the skill but answers only about half of the
+problems. The result is a normal model folder, kept under the hash of everything it depends on and made only once, also
+when several runs of a sweep want it at the same time. All seeds of a study start from it, so it is written as a
+checkpoint is: beside, with checksums, until the disk has it, then renamed; and looked through each time it is used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.core.batch import TrainBatch, layout
+from gspo.core.files import append_to, sync
+from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.core.seeding import generator
+from gspo.core.untrusted import read_json
+from gspo.model.loading import ModelSettings, save
+from gspo.model.policy import Policy
+from gspo.model.prompts import PromptFormat
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.requests import Sampling
+from gspo.rollout.scoring import score
+from gspo.tasks.base import Task
+from gspo.train.checkpoint import damage, seal
+
+RECORD = "cold_start.json"
+CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128  # of the reward that is recorded with a cold start
+
+
+@dataclass
+class ColdStartSettings(Ranged, key="cold_start"):
+    """Supervised steps before reinforcement learning; steps=0 starts from the model as it is."""
+
+    steps: int = ranged(0, least=0)
+    batch_size: int = ranged(64, least=1)
+    micro_batch_size: int = ranged(16, least=1)  # of similar length; changes speed and memory, not the gradient
+    lr: float = ranged(3e-3, above=0)
+    warmup_steps: int = ranged(50, least=0)
+    wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
+    seed: int = ranged(0, least=0, most=LARGEST_SEED)  # its own seed: all seeds of a study share one cold start
+
+
+def cold_start(
+    model: ModelSettings,
+    task: Task,
+    settings: ColdStartSettings,
+    cache: Path,
+    report: Callable[[int, int, float], None],
+    device: str = "cpu",
+    prompts: PromptFormat | None = None,
+) -> Path:
+    """The folder of the cold-started model, made if it is not there yet. `report(step, steps, loss)` shows progress."""
+    prompts = prompts or PromptFormat()
+    key = json.dumps([asdict(model), asdict(task), asdict(settings), asdict(prompts)], sort_keys=True)
+    folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with append_to(folder.with_suffix(".lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
+            if not folder.exists():
+                _make(model, task, settings, prompts, folder, report, device)
+    if problem := damage(folder, (RECORD,)):
+        raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
+    return folder
+
+
+def _make(
+    model: ModelSettings,
+    task: Task,
+    settings: ColdStartSettings,
+    prompts: PromptFormat,
+    folder: Path,
+    report: Callable[[int, int, float], None],
+    device: str,
+) -> None:
+    """Into an unfinished folder, then rename it. That is begun before the training, which would be in vain where the
+    disk has no room."""
+    unfinished = folder.with_suffix(".unfinished")
+    if unfinished.exists():  # of a process that was killed
+        shutil.rmtree(unfinished)
+    network, tokenizer = model.make()
+    unfinished.mkdir()
+    try:
+        save(network, tokenizer, unfinished)
+        started = time.perf_counter()
+        policy = Policy(network.to(device), tokenizer, prompts=prompts)
+        losses = _train(policy, task, settings, report)
+        save(network, tokenizer, unfinished)
+        record = {
+            "settings": [asdict(part) for part in (model, task, settings, prompts)],
+            "seconds": time.perf_counter() - started,
+            "reward": sampled_reward(policy, task, settings.seed),
+            "losses": losses[::10],
+        }
+        (unfinished / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        seal(unfinished)
+        unfinished.rename(folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def recorded_reward(folder: Path) -> float:
+    """Where reinforcement learning starts from this cold start: the mean reward that was sampled when it was made."""
+    try:
+        return float(read_json(folder / RECORD)["reward"])
+    except (OSError, ValueError, KeyError, TypeError) as error:  # one of an earlier version has no checksums
+        raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
+
+
+def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Callable) -> list[float]:
+    """Next-character prediction on the demonstrations, AdamW, cosine to zero; returns the loss of every step."""
+    if not settings.steps:
+        return []
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, max(settings.warmup_steps, 1))
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(settings.steps - settings.warmup_steps, 1))
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [max(settings.warmup_steps, 1)])
+    losses = []
+    for step in range(settings.steps):
+        batch = demonstrations(policy, task, settings, step)
+        totals, batch_loss = Totals.of(batch.mask_BT), 0.0
+        for micro in batch.split(settings.micro_batch_size):
+            logp_BT = policy.forward(micro).logp_BT
+            loss = Aggregation("token-mean")(-logp_BT, micro.mask_BT.to(policy.device), totals)
+            loss.backward()
+            batch_loss += loss.item()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(batch_loss)
+        report(step + 1, settings.steps, losses[-1])
+    return losses
+
+
+def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
+    """Mean reward of one sampled response to each of 512 training problems: where reinforcement learning starts."""
+    problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
+    engine = LocalEngine(policy)
+    sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
+    groups = engine.generate(problems, 1, sampling, (seed, "cold start"))
+    score(task, [r for group in groups for r in group])
+    rewards = [group[0].score.reward for group in groups if group[0].score.reward is not None]
+    return sum(rewards) / len(rewards)
+
+
+def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step: int) -> TrainBatch:
+    """The batch of a supervised step: a pure function of the settings and the step."""
+    rows = []
+    for i in range(settings.batch_size):
+        index = step * settings.batch_size + i
+        problem = task.problem(settings.seed, "cold_start", index)
+        rng = generator(settings.seed, "demonstration", index)
+        text = task.demonstration(problem, settings.wrong_step_rate, rng)
+        answer_ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows.append((policy.encode_prompt(problem.prompt), [*answer_ids, policy.tokenizer.eos_token_id]))
+    longest = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in rows)
+    if policy.positions and longest > policy.positions:
+        raise ValueError(
+            f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the model's "
+            f"{policy.positions} positions; use a model with more of them, or cold_start.steps=0"
+        )
+    return layout(rows, policy.tokenizer.pad_token_id)

@@ -1,0 +1,69 @@
+"""From scored responses to the advantage of every token.
+
+    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
+    - beta KL of every token, where KL is in the reward          -> estimator, whitening, clip
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.advantages import GAE, Advantage, Credit, GroupNormalized
+from gspo.algorithm.corrections import Correction
+from gspo.algorithm.kl import KL, KLCoefficient, KLInReward
+from gspo.algorithm.objectives import GSPO, Objective
+from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
+from gspo.core.batch import TrainBatch
+from gspo.train import diagnostics
+from gspo.train.accumulator import Tally
+
+
+@dataclass
+class Algorithm:
+    """What is optimised: objective, credit, KL, correction."""
+
+    objective: Objective = field(default_factory=GSPO)
+    advantage: Advantage = field(default_factory=GroupNormalized)
+    reward: RewardShaping = field(default_factory=RewardShaping)
+    kl: KL = field(default_factory=KL)
+    correction: Correction = field(default_factory=Correction)
+
+
+def assign_credit(
+    batch: TrainBatch,
+    rewards_B: Tensor,
+    groups_B: Tensor,
+    limit: int,
+    algorithm: Algorithm,
+    coefficient: KLCoefficient | None,
+    running: RunningMoments,
+    tally: Tally,
+) -> None:
+    """Set the batch's advantages, and the returns if there is a critic. In float64; `limit` is the response limit."""
+    mask_BT, advantage = batch.mask_BT, algorithm.advantage
+    lengths_B = mask_BT.sum(-1)
+    penalty_B = algorithm.reward.overlong(lengths_B, limit).double()
+    tally.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
+    shaped_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
+    token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] = shaped_B
+    if isinstance(algorithm.kl, KLInReward):
+        kl_BT = algorithm.kl.estimate(batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT)
+        token_rewards_BT = torch.where(mask_BT, token_rewards_BT - coefficient.value * kl_BT, 0.0)
+    values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
+    credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT)
+    batch.adv_BT = advantage(credit).float()
+    diagnostics.advantages(batch, tally)
+    if isinstance(advantage, GAE):
+        batch.returns_BT = advantage.returns(credit).float()
+        diagnostics.explained_variance(batch, tally)
+
+
+def last_token(mask_BT: Tensor) -> Tensor:
+    """Column of each response's last token; 0 for a response without tokens. [B]"""
+    return (mask_BT * torch.arange(mask_BT.shape[1])).amax(-1)

@@ -1,0 +1,52 @@
+"""What a step cost: FLOPs, tokens, seconds, of the whole run and of the step."""
+
+from __future__ import annotations
+
+import torch
+
+from gspo.core.batch import TrainBatch
+from gspo.model.policy import Policy
+from gspo.rollout.on_policy import Rollout
+from gspo.train.checkpoint import TrainState
+
+
+def account(
+    state: TrainState, policy: Policy, batch: TrainBatch, rollout: Rollout, passes: int, train_s: float
+) -> dict[str, float]:
+    """Add the step to the run's counters; the metrics of both.
+
+    A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times, a
+    backward pass counting as two. Groups that were sampled and dropped cost their generation. There is no
+    `compute/flops` for a model whose active parameters cannot be told.
+    """
+    known, generated = policy.active_parameters is not None, 0
+    flops = policy.forward_flops if known else lambda lengths: 0.0
+    for group in rollout.sampled:
+        prompt = torch.tensor([len(group[0].prompt_ids)])
+        lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
+        state.flops += flops(lengths_G) - flops(prompt.expand(len(group))) + flops(prompt)
+        generated += sum(len(r.token_ids) for r in group)
+    for r in rollout.ungraded:
+        state.flops += flops(torch.tensor([len(r.prompt_ids) + len(r.token_ids)]))
+        generated += len(r.token_ids)
+    trained = sum(len(r.token_ids) for r in rollout.responses)
+    state.tokens += generated
+    state.flops += flops(batch.attention_BS.sum(1)) * passes
+    synced_s = rollout.synced.get("time/sync_s", 0.0)
+    sampling_s = rollout.rollout_s + rollout.score_s + rollout.behaviour_s + synced_s
+    if rollout.waited_s is not None:  # the rest was hidden behind training
+        sampling_s = rollout.waited_s
+    state.seconds += sampling_s + train_s
+    return ({"compute/flops": state.flops} if known else {}) | {
+        "compute/tokens": state.tokens,
+        "compute/dropped_tokens": generated - trained,
+        "compute/seconds": state.seconds,
+        "optim/updates": state.updates,
+        "time/rollout_s": rollout.rollout_s,
+        "time/score_s": rollout.score_s,
+        "time/behaviour_s": rollout.behaviour_s,
+        "time/waited_s": sampling_s,
+        "time/train_s": train_s,
+        "throughput/rollout_tokens": generated / rollout.rollout_s,
+        "throughput/train_tokens": trained / train_s,
+    }

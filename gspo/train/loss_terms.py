@@ -1,0 +1,95 @@
+"""The terms of the loss. The total is their sum; each aggregates by itself and reports its own metrics.
+
+A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and gives its share of
+the step's loss. The update adds what it is given: a further term is a further object in its list, not a branch.
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.advantages import GAE
+from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.kl import KLCoefficient, KLInLoss
+from gspo.algorithm.objectives import LossInputs, Objective
+from gspo.algorithm.objectives.base import RatioObjective
+from gspo.train import diagnostics
+from gspo.train.accumulator import Tally
+
+
+class Term(Protocol):
+    """One addend of the loss."""
+
+    needs_every_row: bool  # rows without advantage have a gradient too
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+        """Scalar; `minibatch` counts the updates of the step from 1."""
+        ...
+
+
+@dataclass
+class PolicyTerm:
+    """aggregate( correction * objective )."""
+
+    objective: Objective
+    aggregation: Aggregation
+    needs_every_row: ClassVar[bool] = False
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+        outputs = self.objective(inputs)
+        with torch.no_grad(), tally.timed("time/diagnostics_s"):
+            diagnostics.clips(outputs, inputs, minibatch, tally)
+        return self.aggregation(corrected(outputs.loss_BT, inputs), inputs.mask_BT, totals)
+
+
+@dataclass
+class KLTerm:
+    """beta * aggregate( KL estimate ), see kl.KLInLoss. Raises ValueError without reference log-probs."""
+
+    settings: KLInLoss
+    coefficient: KLCoefficient
+    needs_every_row: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+        if inputs.ref_logp_BT is None:
+            raise ValueError(f"kl.coef={self.settings.coef} without reference policy: ref_logp_BT is missing")
+        kl_BT = self.settings.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
+        if self.settings.times_ratio != "none":
+            exponent = RatioObjective(log_ratio_bound=self.settings.log_ratio_bound)
+            ratio = exponent.token_ratio if self.settings.times_ratio == "token" else exponent.sequence_ratio
+            kl_BT = kl_BT * ratio(inputs)[0]
+        if self.settings.weighted:
+            kl_BT = corrected(kl_BT, inputs)
+        loss = self.coefficient.value * self.settings.aggregation(kl_BT, inputs.mask_BT, totals)
+        tally.mean("kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1))
+        return loss
+
+
+@dataclass
+class ValueTerm:
+    """value_coef * mean over tokens of 1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 ): advantages.GAE."""
+
+    settings: GAE
+    needs_every_row: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+        mask_BT, clip = inputs.mask_BT, self.settings.value_clip
+        values_BT, old_BT, returns_BT = (
+            torch.where(mask_BT, x, 0.0) for x in (inputs.values_BT, inputs.old_values_BT, inputs.returns_BT)
+        )
+        held_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+        error_BT = torch.maximum((values_BT - returns_BT).square(), (held_BT - returns_BT).square()) / 2
+        with torch.no_grad():
+            diagnostics.values(inputs, clip, tally)
+        return self.settings.value_coef * Aggregation("token-mean")(error_BT, mask_BT, totals)
+
+
+def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
+    """The loss of every token times the correction for the mismatch of engine and trainer, if there is one."""
+    return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()

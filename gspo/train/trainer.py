@@ -1,0 +1,312 @@
+"""The loop, the step, the update.
+
+fit         for each step: train_step, evaluate if due, log, checkpoint if due
+train_step  scored groups -> batch -> old log-probs -> advantages -> N mini-batches of updates
+update      micro-batches -> sum of loss terms -> backward -> clip the gradient norm -> optimizer step
+
+How this differs from the paper (arXiv:2507.18071), which leaves them open: AdamW with linear warm-up; mini-batches are
+made of whole groups; gradients are clipped by their norm; no KL term unless one is chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from gspo.algorithm.advantages import GAE
+from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.kl import KLCoefficient, KLInLoss, Penalized
+from gspo.algorithm.objectives import LossInputs
+from gspo.core.batch import TrainBatch, pack
+from gspo.core.seeding import permutation
+from gspo.model.policy import Policy, PolicyOutput
+from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.off_policy import StaleSource
+from gspo.rollout.on_policy import OnPolicySource, Rollout
+from gspo.train import diagnostics, flops
+from gspo.train.accumulator import Tally
+from gspo.train.checkpoint import TrainState
+from gspo.train.credit import Algorithm, assign_credit
+from gspo.train.loss_terms import KLTerm, PolicyTerm, Term, ValueTerm
+from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+
+
+class Trainer:
+    """Policy optimization of one policy by one algorithm. `reference` is the policy that a KL term is measured to."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        source: OnPolicySource | StaleSource,
+        algorithm: Algorithm,
+        optim: OptimSettings,
+        settings: TrainerSettings,
+        policy_settings: PolicySettings,
+        seed: int,
+        reference: Policy | None = None,
+    ):
+        self.policy, self.source, self.algorithm, self.reference = policy, source, algorithm, reference
+        self.optim, self.settings, self.seed = optim, settings, seed
+        self.replay = policy_settings.routing_replay
+        if self.replay != "none":
+            policy.routing.check_replay()
+        self.old_logprobs = policy_settings.old_logprobs
+        self.engine_knows = policy_settings.old_pass == "auto" and self._engine_knows()
+        if self.engine_knows and policy.routing.layers:
+            source.record_experts = True
+        self.state = TrainState()
+        self.engine_ended: EngineEnded | None = None  # noticed after the last update of the step under way
+        self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
+        if self.coefficient and not reference:
+            raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
+        self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient)
+        self.every_row = any(term.needs_every_row for term in self.terms)
+        self.optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+
+    def _engine_knows(self) -> bool:
+        """Whether the old policy's log-probs and experts are what the engine reports, but for rounding, and nothing
+        else is read off a pass under the old policy."""
+        computes = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
+        exact = self.source.exact and self.policy.precision == self.policy.model.dtype
+        return self.old_logprobs == "step_start" and exact and not computes
+
+    def restore(self, state: TrainState) -> None:
+        """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""
+        self.state = state
+        self.source.load_state(state.source, state.step)
+        if self.coefficient and state.kl_coef is not None:
+            self.coefficient.value = state.kl_coef
+
+    def fit(
+        self,
+        steps: int,
+        evaluate: Callable[[int], dict[str, float]],
+        log: Callable[[int, dict[str, float], Rollout | None], None],
+        checkpoint: Callable[[int, bool], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        """Train up to step `steps`, from wherever the state stands; `stop()` true ends after the current step.
+
+        `evaluate(step)` gives held-out metrics where they are due and nothing elsewhere; `checkpoint(step, last)`
+        writes one where it is due, and always when this was the last step. Raises EngineEnded if the engine's process
+        has ended: after the step under way if that needs it no more, else with the state of the step before.
+        """
+        if self.state.step == 0:
+            log(0, evaluate(0), None)
+        for step in range(self.state.step + 1, steps + 1):
+            rollout = self.source.next(step)
+            metrics = self.train_step(step, rollout)
+            log(step, metrics | evaluate(step), rollout)
+            stopping = stop()
+            checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
+            if self.engine_ended and step < steps:
+                raise self.engine_ended
+            if stopping:
+                return
+
+    def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
+        """One policy iteration on a batch of scored groups: old log-probs, credit, N updates."""
+        started, tally = time.perf_counter(), Tally()
+        batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
+        groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
+        with tally.timed("time/old_logprobs_s"):
+            self.remember_old_policy(batch, tally)
+        measured_kl = self.credit(batch, rollout, tally)
+        diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, tally)
+        diagnostics.staleness(rollout.responses, step, rollout.in_flight, tally)
+        update = 0
+        for epoch in range(self.settings.epochs):
+            order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
+            count = min(self.settings.minibatches, len(groups))  # fewer where too many groups could not be graded
+            tally.count("optim/missing_updates", self.settings.minibatches - count)
+            for chosen in order.tensor_split(count):
+                update += 1
+                self.update(batch.rows(torch.cat([groups[i] for i in chosen])), update, tally)
+        if self.coefficient:  # after the updates: they used the coefficient that was logged
+            self.coefficient.update(measured_kl, len(batch))
+            self.state.kl_coef = self.coefficient.value
+        with tally.timed("time/diagnostics_s"):
+            self.routing_after_step(batch, step, tally)
+        self.refresh_reference(step)
+        self.state.step = step
+        # old log-probs; a backward costs two
+        passes = (not self.engine_knows) + (self.reference is not None) + 3 * self.settings.epochs
+        train_s = time.perf_counter() - started
+        costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
+        try:
+            self.source.update(step)
+        except EngineEnded as error:
+            self.engine_ended = error
+        return tally.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+
+    @torch.no_grad()
+    def remember_old_policy(self, batch: TrainBatch, tally: Tally) -> None:
+        """Record the old policy's log-probs, routing and values, and the reference's log-probs.
+
+        Under the weights of the step's start; log-probs and routing under those that sampled, where the source kept
+        them (old_logprobs=behaviour or engine with responses older than the step).
+        """
+        size = self.settings.micro_batch_size
+        if self.engine_knows:
+            batch.old_logp_BT, batch.experts_BSLK = batch.engine_logp_BT, batch.engine_experts_BSLK
+        if self.replay == "r3":
+            batch.replay_BSLK = batch.engine_experts_BSLK
+        if batch.old_logp_BT is None or self.policy.value_head:
+            scored = self.policy.score(batch, size)
+            batch.old_values_BT = scored.values_BT
+            if batch.old_logp_BT is None:
+                batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
+        if not self.engine_knows:
+            self.compare(batch, tally)
+        if self.old_logprobs == "engine":
+            batch.old_logp_BT = batch.engine_logp_BT
+        if self.reference:
+            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT  # r3: through the engine's experts, as all
+            diagnostics.reference(batch, tally)
+        if self.algorithm.correction.name != "none":
+            batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+            diagnostics.correction(batch, tally)
+        if self.replay == "r2":
+            batch.replay_BSLK = batch.experts_BSLK
+
+    def compare(self, batch: TrainBatch, tally: Tally) -> None:
+        """The engine's log-probs and experts against the trainer's. Raises RuntimeError if they cannot be those of the
+        same tokens under the same weights."""
+        diagnostics.mismatch(batch, tally)
+        if batch.engine_experts_BSLK is None:
+            return
+        agreement, floor = diagnostics.engine_routes(batch, tally), self.source.settings.routes_floor
+        if agreement < floor:
+            raise RuntimeError(
+                f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that the "
+                "engine returned are not those of these tokens, or its weights are far from the trainer's"
+            )
+
+    @torch.no_grad()
+    def credit(self, batch: TrainBatch, rollout: Rollout, tally: Tally) -> float | None:
+        """Set the batch's advantages. Returns the KL to the reference in nats per token, which the coefficient follows;
+        None without KL term."""
+        responses, kl = rollout.responses, self.algorithm.kl
+        rewards_B = torch.tensor([r.score.reward for r in responses])
+        sizes = torch.tensor([len(group) for group in rollout.groups])
+        groups_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+        parts = (self.algorithm, self.coefficient, self.state.rewards, tally)
+        assign_credit(batch, rewards_B, groups_B, rollout.limit, *parts)
+        measured_kl = None
+        if self.coefficient:
+            kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
+            measured_kl = float(kl_BT.sum() / batch.mask_BT.sum())
+            tally.mean("kl/ref", measured_kl, 1)
+            tally.mean("kl/coef", self.coefficient.value, 1)
+        if self.settings.mask_truncated:
+            cut_B = torch.tensor([r.finish_reason == "length" for r in responses])
+            batch.mask_BT &= ~cut_B.unsqueeze(-1)
+            tally.mean("filter/truncated", cut_B.sum(), len(cut_B))
+        return measured_kl
+
+    def update(self, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
+        """One optimizer step; the loss is normalised by the counts of the whole mini-batch."""
+        totals = Totals.of(batch.mask_BT)
+        every_row = self.every_row or not batch.adv_BT.any()
+        for micro in batch.split(self.settings.micro_batch_size):
+            learns = every_row or bool(micro.adv_BT.any())  # else the rows add exactly 0 to the gradient
+            micro = micro.to(self.policy.device)
+            with torch.set_grad_enabled(learns):
+                output = self.policy.forward(micro)
+                inputs = loss_inputs(output, micro)
+                loss = sum(term(inputs, totals, minibatch, tally) for term in self.terms)
+            if learns:
+                loss.backward()
+            tally.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+            with tally.timed("time/diagnostics_s"):
+                self.observe(output, micro, minibatch, tally)
+        lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm)
+        finite = bool(norm.isfinite())
+        if finite:
+            self.optimizer.step()
+            self.state.updates += 1
+            tally.mean("optim/grad_norm", norm, 1)
+            tally.largest("optim/grad_norm_max", norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.count_skipped(not finite, tally)
+
+    def count_skipped(self, skipped: bool, tally: Tally) -> None:
+        """Count an update that was left out because its gradient was not finite. Raises RuntimeError after too many in
+        a row: what makes them will not go away by itself."""
+        self.state.skipped = self.state.skipped + 1 if skipped else 0
+        tally.count("optim/skipped", skipped)
+        if self.state.skipped > self.optim.max_skipped:
+            raise RuntimeError(
+                f"the gradients of {self.state.skipped} updates in a row were not finite "
+                f"(optim.max_skipped={self.optim.max_skipped})"
+            )
+
+    @torch.no_grad()
+    def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:
+        """What the update's forward pass tells for free; in the first mini-batch it is a pass under the old policy."""
+        if self.engine_knows and minibatch == 1:
+            sampled_BT = micro.attention_BS[:, micro.prompt_width :]  # all that was sampled, trained on or not
+            own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": sampled_BT}
+            self.compare(replace(micro, **own), tally)
+        diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, tally)
+        diagnostics.entropy(output.entropy_BT, micro, tally)
+        if output.experts_BSLK is not None:
+            diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, tally)
+
+    @torch.no_grad()
+    def routing_after_step(self, batch: TrainBatch, step: int, tally: Tally) -> None:
+        """Routing consistency after the last update, on a sample of the step's responses drawn by position."""
+        if batch.experts_BSLK is None:
+            return
+        chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
+        sample = batch.rows(torch.from_numpy(chosen))
+        if self.replay == "r2":  # its record was made without replay, that of r3 with one
+            sample.replay_BSLK = None
+        own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
+        diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
+
+    def refresh_reference(self, step: int) -> None:
+        """On its schedule, the reference policy becomes the current one."""
+        every = getattr(self.algorithm.kl, "refresh_every", 0)
+        if self.reference and every and step % every == 0:
+            self.reference.model.load_state_dict(self.policy.model.state_dict())
+
+
+def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
+    """The addends of the loss."""
+    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
+    if isinstance(algorithm.kl, KLInLoss):
+        terms.append(KLTerm(algorithm.kl, coefficient))
+    if isinstance(algorithm.advantage, GAE):
+        terms.append(ValueTerm(algorithm.advantage))
+    return terms
+
+
+def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
+    """What the terms may look at: this forward pass, and what the batch remembers."""
+    return LossInputs(
+        logp_BT=output.logp_BT,
+        old_logp_BT=batch.old_logp_BT,
+        adv_BT=batch.adv_BT,
+        mask_BT=batch.mask_BT,
+        behaviour_logp_BT=batch.engine_logp_BT,
+        ref_logp_BT=batch.ref_logp_BT,
+        correction_BT=batch.correction_BT,
+        values_BT=output.values_BT,
+        old_values_BT=batch.old_values_BT,
+        returns_BT=batch.returns_BT,
+    )

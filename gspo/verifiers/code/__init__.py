@@ -1,0 +1,1 @@
+"""Grading programs by their tests."""

@@ -1,0 +1,297 @@
+"""Grades untrusted programs on tests. Expected values and comparisons never enter a process where such a program runs.
+
+Each kind of test:
+
+- FunctionCase: the program is loaded once, in a fresh confined process; for each case that process gets the arguments
+  and sends back a value, which is compared here (values.equal). What a program forges is only a value to compare.
+- StdinCase: a fresh process per case; its standard output is compared here (values.same_output).
+- Asserts: trusted test code runs in a second confined process, which asks for each call of the program (asserts.py).
+
+Verdicts of a case:
+
+    pass             the value, or the output, is the expected one
+    wrong            it is not, or an assert failed, or test code could not use the value
+    runtime-error    any exception, SystemExit included; a non-zero exit status; a process that ended by itself
+    timeout          more CPU time, or more waiting, than allowed for a case
+    memory           a MemoryError
+    output-limit     too much output
+    unserialisable   the result is not plain data (values.py)
+    missing          there is no such function
+    compile-error    the program is not Python
+    protocol         messages that nobody asked for, or that are no messages
+    sandbox-error    our own fault: no verdict on the program
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.verifiers.sandbox.runner import CodeRunner, Ended, Limits, Session, Slot
+from gspo.verifiers.sandbox.values import Malformed, Unserialisable, encode, equal, require_shallow, same_output
+
+ATTEMPTS = 2
+OUTPUT_BYTES = 4 << 20
+TOTAL_CASES = 50  # a program's CPU time in all: that of so many cases
+CODE_CHARACTERS = 1 << 20
+DETAIL_CHARACTERS = 200
+FAILURES = ("runtime-error", "memory", "unserialisable", "missing", "compile-error")  # that a program's process may say
+
+
+@dataclass(frozen=True)
+class FunctionCase:
+    """One call of the entry point and what it should return."""
+
+    arguments: tuple
+    expected: Any
+
+
+@dataclass(frozen=True)
+class StdinCase:
+    """One run of the program and what it should print."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class Asserts:
+    """Trusted test code that calls the program: HumanEval's check(candidate), MBPP's assert lines.
+
+    It is run after `prelude`. A name that neither defines is the program's.
+    """
+
+    test: str
+    prelude: str = ""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A program and its tests. entry_point "Solution.name": of a fresh Solution() for every case; "": none needed."""
+
+    code: str
+    entry_point: str
+    tests: tuple[FunctionCase | StdinCase | Asserts, ...]
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The verdict is that of the first case that does not pass, the last of `cases`: grading stops there."""
+
+    verdict: str
+    cases: tuple[str, ...]
+    detail: str = ""  # of that case, for people; partly the program's own words
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A FunctionCase in JSON form."""
+
+    arguments: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    verdict: str
+    detail: str = ""
+    again: bool = False  # may be the machine's fault
+
+
+PASS = _Outcome("pass")
+
+
+@dataclass
+class CodeGrader:
+    """Grades `slots` programs at a time. The limits are per case; CPU time is also limited in all (50 cases' worth).
+
+    Usable from any thread, from a forked copy and, pickled, from another process. Raises ValueError for bad settings.
+    """
+
+    slots: int = 1
+    cpu_seconds: float = 2.0
+    wall_seconds: float = 10.0  # of waiting, not computing
+    memory_mb: int = 512
+    allow_weak_sandbox: bool = False
+
+    def __post_init__(self) -> None:
+        total = min(36000.0, TOTAL_CASES * self.cpu_seconds)
+        limits = Limits(self.cpu_seconds, total, self.wall_seconds, self.memory_mb, OUTPUT_BYTES)
+        self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
+
+    def __enter__(self) -> CodeGrader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def grade(self, submissions: list[Submission]) -> list[Grade]:
+        """Grades in order. Identical submissions are graded once; what may be the machine's fault is tried twice.
+
+        Raises ValueError for a submission without tests, for a function case without entry point, and for expected
+        values or arguments that are not plain data.
+        """
+        prepared: dict[int, tuple[list[Any], bytes]] = {}  # programs for one problem often share their tests
+        jobs: dict[tuple[str, str, bytes], tuple[Submission, list[Any]]] = {}
+        keys = []
+        for submission in submissions:
+            if id(submission.tests) not in prepared:
+                prepared[id(submission.tests)] = _prepare(submission.tests)
+            tests, digest = prepared[id(submission.tests)]
+            if not submission.entry_point and any(isinstance(test, _Call) for test in tests):
+                raise ValueError("entry_point='': a function case needs the name of its function")
+            keys.append((submission.code, submission.entry_point, digest))
+            jobs.setdefault(keys[-1], (submission, tests))
+        grades = dict(zip(jobs, self._runner.each(_grade, list(jobs.values())), strict=True))
+        return [grades[key] for key in keys]
+
+    def layers(self) -> dict[str, str]:
+        """What confines the programs here, layer by layer, for printing."""
+        return self._runner.layers()
+
+    def close(self) -> None:
+        """Ends the processes. The grader can be used again; they then start anew."""
+        self._runner.close()
+
+
+def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[list[Any], bytes]:
+    """The tests with values in JSON form, and a digest that is the same for the same tests."""
+    if not tests:
+        raise ValueError("tests=(): a program without tests would pass")
+    prepared, texts = [], []
+    for number, test in enumerate(tests):
+        if isinstance(test, FunctionCase):
+            try:
+                test = _Call(encode(tuple(test.arguments)), encode(test.expected))
+            except Unserialisable as error:
+                raise ValueError(f"tests[{number}]: {error}") from None
+        prepared.append(test)
+        texts.append([type(test).__name__, *vars(test).values()])
+    return prepared, hashlib.sha256(json.dumps(texts).encode()).digest()
+
+
+def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
+    """Runs the tests until one does not pass; all once more if that may be the machine's fault."""
+    for attempt in range(ATTEMPTS):
+        cases = []
+        with contextlib.closing(_outcomes(slot, *job)) as outcomes:
+            for outcome in outcomes:
+                cases.append(outcome.verdict)
+                if outcome.verdict != "pass":
+                    break
+        if not outcome.again or attempt == ATTEMPTS - 1:
+            break
+    detail = outcome.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # no lone surrogates
+    return Grade(outcome.verdict, tuple(cases), detail)
+
+
+def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[_Outcome]:
+    """Outcomes of the tests in order, each obtained when asked for."""
+    if len(submission.code) > CODE_CHARACTERS:
+        yield _Outcome("compile-error", f"longer than {CODE_CHARACTERS} characters")
+        return
+    calls: list[_Call] = []
+    try:
+        for test in (*tests, None):
+            if isinstance(test, _Call):  # calls in a row share a process
+                calls.append(test)
+                continue
+            if calls:
+                yield from _call_outcomes(slot, submission, calls)
+                calls = []
+            if isinstance(test, StdinCase):
+                yield _run_outcome(slot, submission.code, test)
+            elif isinstance(test, Asserts):
+                yield _assert_outcome(slot, submission, test)
+    except OSError as error:  # no process, no descriptor, no fork server
+        yield _Outcome("sandbox-error", f"{type(error).__name__}: {error}", again=True)
+
+
+def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
+    output, ended = slot.run_program(code, case.stdin)
+    if ended.why != "exit" or ended.code != 0:
+        return _ended(ended)
+    printed = output.decode("utf-8", "surrogateescape")  # bytes that are not text equal no expected text
+    return PASS if same_output(case.stdout, printed) else _Outcome("wrong")
+
+
+def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> Iterator[_Outcome]:
+    with slot.open("function", {"code": submission.code, "objects": False}) as session:
+        _, failed = _result(session.exchange(None, pause=False), -1)
+        if failed:
+            yield failed
+            return
+        for index, call in enumerate(calls):
+            reply, failed = _call(session, index, submission.entry_point, call.arguments, ["d"], pause=False)
+            yield failed or _compare(call.expected, reply)
+
+
+def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outcome:
+    """Carries calls from the test's process to the program's, and results back."""
+    with slot.open("function", {"code": submission.code, "objects": True}) as program:
+        _, failed = _result(program.exchange(None), -1)
+        if failed:
+            return failed
+        first = {"prelude": test.prelude, "test": test.test, "entry_point": submission.entry_point}
+        with slot.open("tester", first) as tester:
+            said, index = tester.exchange(None), 0
+            while not isinstance(said, Ended) and "verdict" not in said:
+                reply, failed = _call(program, index, said["call"], said["arguments"], said["keywords"])
+                if failed:
+                    return failed
+                if "object" in reply and said["call"] == submission.entry_point:  # what is judged must be plain
+                    return _Outcome("unserialisable", "an object that is not plain data")
+                said, index = tester.exchange(reply), index + 1
+    if not isinstance(said, Ended):
+        return _Outcome(said["verdict"], said["detail"], again=said["verdict"] == "sandbox-error")
+    if said.why == "exit":
+        return _Outcome("sandbox-error", f"the test's process ended with {said.code}", again=True)
+    return _ended(said)
+
+
+def _call(
+    session: Session, index: int, name: str, arguments: Any, keywords: Any, pause: bool = True
+) -> tuple[dict[str, Any], _Outcome | None]:
+    """Asks a program for one call: its answer {"value"} or {"object"}, or how it failed."""
+    message = {"index": index, "call": name, "arguments": arguments, "keywords": keywords}
+    return _result(session.exchange(message, pause), index)
+
+
+def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], _Outcome | None]:
+    """Takes from an untrusted answer just what was asked for; anything else is a breach of protocol."""
+    if isinstance(reply, Ended):
+        return {}, _ended(reply)
+    detail = reply.get("detail", "")
+    if type(reply.get("index")) is not int or reply["index"] != index or not isinstance(detail, str):
+        return {}, _Outcome("protocol", "not the answer that was asked for")
+    if "status" in reply:
+        known = reply["status"] in FAILURES
+        return {}, _Outcome(reply["status"], detail) if known else _Outcome("protocol", "no known status")
+    if type(reply.get("object")) is int:
+        return {"object": reply["object"]}, None
+    try:
+        require_shallow(reply["value"])
+        return {"value": reply["value"]}, None
+    except (KeyError, Malformed):
+        return {}, _Outcome("protocol", "no value")
+
+
+def _compare(expected: Any, reply: dict[str, Any]) -> _Outcome:
+    if "value" not in reply:
+        return _Outcome("protocol", "no value")
+    try:
+        return PASS if equal(expected, reply["value"]) else _Outcome("wrong")
+    except Malformed as error:
+        return _Outcome("protocol", str(error))
+
+
+def _ended(ended: Ended) -> _Outcome:
+    """The outcome of a case in which the process ended (and which did not end well)."""
+    if ended.why == "exit":
+        return _Outcome("runtime-error", f"ended with {ended.code}")
+    detail = ended.detail or ("waiting" if ended.waited else "")
+    return _Outcome(ended.why, detail, again=ended.why == "sandbox-error" or ended.waited)

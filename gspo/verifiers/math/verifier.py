@@ -1,0 +1,284 @@
+r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a gold.
+
+Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to workers, processes
+of their own (worker.py), which start with the first formula and are replaced when they end. Verdicts:
+
+correct, wrong
+no-answer    there is no box (####, "Answer:"), or it is empty
+malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or invisible characters
+timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from the cache
+unreadable-gold   the gold is empty, or no answer that could be compared with: no fault of the response
+The rules of judgement are in gspo/verifiers/math/agree.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from gspo.verifiers.math.agree import agree
+from gspo.verifiers.math.extract import FORMS, TEXT_CHARACTERS, Refused, extract, normal
+from gspo.verifiers.math.text import Node, TooMany, spelling, structure
+
+WORKER = Path(__file__).with_name("worker.py")
+CPU_SHARE = 0.4  # of `seconds`: a question's CPU time; the rest is for ending the worker and starting the next one
+PATIENCE = 4  # times `seconds` without any CPU time used: the worker hangs
+LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need them to start
+
+Question = tuple[str, str, str]  # kind, gold, answer
+
+
+@dataclass(frozen=True)
+class MathVerdict:
+    """What became of an answer; `answer` is its normal form, "" if there is none."""
+
+    verdict: str
+    answer: str = ""
+
+
+class _Asked(Exception):
+    """A question that only a worker can answer."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+
+
+class _Unsettled(Exception):
+    """A question whose worker ran out of CPU time or memory."""
+
+
+@dataclass
+class MathVerifier:
+    """Judges answers of one form with up to `workers` workers.
+
+    A forked or unpickled copy starts workers of its own. Threads may share a verifier; they take turns.
+    """
+
+    form: str = "boxed"  # boxed | hash (GSM8K's ####) | answer ("Answer: ...")
+    workers: int = 1
+    seconds: float = 5.0  # within which an answer is judged on an idle machine; 0.4 of them are its CPU limit
+    memory_mb: int = 2048  # address space of a worker
+    cache: int = 65536  # comparisons that are remembered
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form={self.form!r} must be one of {', '.join(FORMS)}")
+        for key, least in (("workers", 1), ("memory_mb", 256), ("cache", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)!r} must be at least {least}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds={self.seconds!r} must be positive")
+        self._start_over()
+
+    def __reduce__(self) -> tuple[type[MathVerifier], tuple]:
+        return MathVerifier, astuple(self)
+
+    def __enter__(self) -> MathVerifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
+        """Verdicts in the order of `items` = (response text, gold)."""
+        if self._owner != os.getpid():  # a forked copy: the workers belong to the process that started them
+            self._start_over()
+        tasks = [_read(text[-TEXT_CHARACTERS:], gold, self.form) for text, gold in items]
+        verdicts = [task if isinstance(task, MathVerdict) else None for task in tasks]
+        left = [place for place, verdict in enumerate(verdicts) if verdict is None]
+        with self._lock:
+            self._recent.clear()
+            while left:  # each round answers one more question of every answer that still has one
+                asked: dict[Question, None] = {}  # in order, each once
+                for place in left:
+                    try:
+                        verdicts[place] = self._judge(*tasks[place])
+                    except _Asked as asks:
+                        asked[asks.question] = None
+                try:
+                    self._answer(list(asked))
+                except BaseException:  # Ctrl-C: a worker that still computes would answer the next question with it
+                    for worker in self._pool:
+                        worker.stop()
+                    raise
+                left = [place for place in left if verdicts[place] is None]
+        return verdicts
+
+    def close(self) -> None:
+        """Ends the workers. The verifier can be used again."""
+        if self._owner == os.getpid():
+            with self._lock:
+                for worker in self._pool:
+                    worker.stop()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers that were started and not stopped."""
+        return [worker.process.pid for worker in self._pool if worker.process]
+
+    def _start_over(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[Question, bool | str] = OrderedDict()
+        self._recent: dict[Question, bool | str] = {}  # of this call: what is needed together is not forgotten singly
+        self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
+
+    def _judge(self, gold: Node, answer: Node) -> MathVerdict:
+        """The verdict by the answers so far. Raises _Asked."""
+        try:
+            verdict = "correct" if agree(gold, answer, self._known) else "wrong"
+        except _Unsettled:
+            verdict = "timeout"
+        return MathVerdict(verdict, spelling(answer))
+
+    def _known(self, *question: str) -> bool:
+        if question not in self._recent:
+            if question not in self._answers:
+                raise _Asked(question)
+            self._answers.move_to_end(question)
+            self._recent[question] = self._answers[question]
+        if isinstance(self._recent[question], str):
+            raise _Unsettled
+        return self._recent[question]
+
+    def _answer(self, questions: list[Question]) -> None:
+        """Keeps the workers busy until every question has an answer, a string where there is none.
+
+        A lost worker's question is asked once more.
+        """
+        waiting, retried = deque(questions), set()
+        idle, running = list(self._pool), {}
+        while waiting or running:
+            while waiting and idle:
+                worker, question = idle.pop(), waiting.popleft()
+                worker.send(question)
+                running[worker] = question
+            for worker in _ready(list(running)):
+                question = running.pop(worker)
+                idle.append(worker)
+                answer = worker.receive()
+                if answer == "lost" and question not in retried:
+                    retried.add(question)
+                    waiting.append(question)
+                else:
+                    self._answers[question] = self._recent[question] = answer
+        while len(self._answers) > self.cache:
+            self._answers.popitem(last=False)
+
+
+def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
+    """The pieces of gold and answer, or the verdict where there is nothing to compare."""
+    if (wanted := gold_structure(gold)) is None:
+        return MathVerdict("unreadable-gold")
+    try:
+        answer = normal(extract(text, form))
+        if not answer:
+            return MathVerdict("no-answer")
+        return wanted, structure(answer)
+    except Refused as refusal:
+        return MathVerdict(str(refusal))
+    except TooMany:
+        return MathVerdict("malformed")
+
+
+@lru_cache(maxsize=16384)
+def gold_structure(gold: str) -> Node | None:
+    """The pieces of a gold; None if there are none."""
+    try:
+        text = normal(extract(gold, "boxed") if "\\boxed" in gold else gold)
+        return structure(text) if text else None
+    except (Refused, TooMany):
+        return None
+
+
+class _Worker:
+    """One worker process and the pipes to it."""
+
+    def __init__(self, seconds: float, memory_mb: int) -> None:
+        self.seconds, self.memory_mb = seconds, memory_mb
+        self.process: subprocess.Popen[bytes] | None = None
+        self.cpu, self.since = 0.0, 0.0  # CPU time when it was last seen to change, and the time of day then
+
+    def send(self, question: Question) -> None:
+        """Hands over a question; starts the worker if it is not there."""
+        if self.process is None or self.process.poll() is not None:
+            self.stop()
+            self.start()
+        self.cpu, self.since = 0.0, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it died just now: receive() will find the end of its output
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> bool | str:
+        """true, false; "timeout" if the kernel ended it for its CPU time; "lost" if it died or hangs otherwise, or has
+        no memory left, perhaps by what earlier questions left behind."""
+        line = self.process.stdout.readline() if wait([self.process.stdout], timeout=0) else b""
+        with contextlib.suppress(ValueError):
+            if line.endswith(b"\n") and isinstance(reply := json.loads(line), bool):
+                return reply
+        timed_out = not line and not self.hangs() and self.process.wait() == -signal.SIGPROF
+        self.stop()
+        return "timeout" if timed_out else "lost"
+
+    def hangs(self) -> bool:
+        """Whether it has used no CPU time for long: stopped, or waiting for what will not come."""
+        cpu, now = _cpu_time(self.process.pid), time.monotonic()
+        if cpu != self.cpu:
+            self.cpu, self.since = cpu, now
+        return now - self.since > PATIENCE * self.seconds
+
+    def start(self) -> None:
+        """Starts the worker and waits until it has loaded math-verify. Raises RuntimeError if it cannot."""
+        limits = map(str, (os.getpid(), self.memory_mb, CPU_SHARE * self.seconds))
+        environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
+        self.process = subprocess.Popen(
+            [sys.executable, "-s", "-P", str(WORKER), *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # nothing half written for a forked copy to write once more
+            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"} | environment,
+            start_new_session=True,  # Ctrl-C is for the harness, which then ends the worker
+        )
+        if self.process.stdout.readline() != b"ready\n":
+            status = self.process.wait()
+            self.stop()
+            raise RuntimeError(f"the math worker did not start (exit status {status}): is math-verify installed?")
+
+    def stop(self) -> None:
+        """Ends the worker and collects it, so that no zombie stays."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self.process = None
+
+
+def _ready(workers: list[_Worker]) -> list[_Worker]:
+    """The workers that answered, ended or hang; waits until there is one."""
+    while True:
+        answered = wait([worker.process.stdout for worker in workers], timeout=0.5)
+        ready = [worker for worker in workers if worker.process.stdout in answered or worker.hangs()]
+        if ready:
+            return ready
+
+
+def _cpu_time(pid: int) -> float:
+    """CPU seconds of a process so far; 0 where the system cannot tell."""
+    if sys.platform != "linux":
+        return 0.0
+    with contextlib.suppress(OSError):
+        return time.clock_gettime((~pid << 3) | 2)  # the kernel's number for the CPU clock of a process
+    return -1.0

@@ -1,0 +1,150 @@
+"""The worker: says whether two formulas, or two equations, are equal. Started by gspo.verifiers.math.verifier.
+
+A process of its own, because parsing and computing what a model wrote can take any time and memory: it has a memory
+limit, and each question has a CPU limit after which the kernel ends the process, however deaf to signals the
+computation is. CPU time, not waiting, so that a busy machine changes no verdict.
+
+It reads lines [kind, gold, answer] of JSON and answers true, false or "memory", after which it ends. Formulas are
+parsed by math-verify (latex2sympy2_extended) and evaluated to 100 digits at some points; math-verify's own comparison,
+which rounds, is asked only about what is no function of numbers.
+The command line gives the parent's process id, megabytes and CPU seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DIGITS = 100
+TOLERANCE = 80  # digits in which two values must agree
+SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points: about these, different for each variable
+LONGEST_LINE = 65536
+
+
+def serve(parent: int, seconds: float) -> None:
+    """Answers until the input ends or the parent is gone. It asks who its parent is, since a forked copy of the
+    parent may hold the other end of the input open."""
+    print("ready", flush=True)
+    pending = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], 1.0)[0]:
+            continue
+        received = os.read(0, LONGEST_LINE)
+        if not received:
+            return
+        pending += received
+        while b"\n" in pending:
+            line, _, pending = pending.partition(b"\n")
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            reply = judge(*json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(json.dumps(reply), flush=True)
+            if reply == "memory":
+                return
+
+
+def judge(kind: str, gold: str, answer: str) -> bool | str:
+    """Whether they are equal. What cannot be parsed or computed is not."""
+    try:
+        return same_equation(gold, answer) if kind == "equation" else same_formula(gold, answer)
+    except MemoryError:
+        return "memory"
+    except Exception:  # the parser and sympy raise of everything on what a model writes; none of it is equality
+        return False
+
+
+def parsed(formula: str):
+    """A sympy expression. Raises what the parser raises."""
+    from gspo.verifiers.math.formula import rewrite
+
+    text = normalize_latex(rewrite(formula), config=CONFIG)
+    expression = latex2sympy(text, is_real=True, convert_degrees=False, normalization_config=None)
+    if isinstance(expression, sympy.Basic):
+        units = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
+        expression = expression.xreplace(units)
+    return expression
+
+
+def same_formula(gold_text: str, answer_text: str) -> bool:
+    gold, answer = parsed(gold_text), parsed(answer_text)
+    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
+        return verify(gold, answer, float_rounding=15, numeric_precision=50, timeout_seconds=None)
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    compared = 0
+    for point in points(symbols):
+        one, other = value(gold, point), value(answer, point)
+        if one is None or other is None:
+            continue
+        if not near(one, other):
+            if not symbols or (real(one) and real(other)):
+                return False
+            continue
+        compared += 1
+    return compared >= (2 if symbols else 1)
+
+
+def same_equation(gold_text: str, answer_text: str) -> bool:
+    """Whether left minus right is in constant proportion, at more than two points."""
+    gold, answer = ([parsed(side) for side in text.split("=")] for text in (gold_text, answer_text))
+    one, other = gold[0] - gold[1], answer[0] - answer[1]
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    ratios = []
+    for point in points(symbols):
+        above, below = value(one, point), value(other, point)
+        if above is not None and below is not None and not near(below, sympy.Integer(0)):
+            ratios.append(above / below)
+    if len(ratios) < 3 or near(ratios[0], sympy.Integer(0)):
+        return False
+    return all(near(ratios[0], ratio) for ratio in ratios)
+
+
+def points(symbols: list) -> Iterator[dict]:
+    """No two points lie on one line through the origin, where y = 3x and x = 3y are in constant proportion."""
+    for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
+        yield {
+            symbol: sympy.Rational(above * (37 + 10 * place + number * place * place), below * (31 + place))
+            for place, symbol in enumerate(symbols)
+        }
+
+
+def value(expression, point: dict):
+    """The number at a point; None where there is none."""
+    number = expression.evalf(DIGITS, subs=point)
+    if number.free_symbols or not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
+        return None
+    return (
+        number if all(part.is_Float or part.is_Integer or part.is_Rational for part in number.as_real_imag()) else None
+    )
+
+
+def real(number) -> bool:
+    return near(number.as_real_imag()[1], sympy.Integer(0))
+
+
+def near(one, other) -> bool:
+    """Equal in TOLERANCE digits."""
+    size = max(abs(one), abs(other))
+    return bool(size < sympy.Float(10) ** -TOLERANCE or abs(one - other) <= size * sympy.Float(10) ** -TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    megabytes, cpu_seconds = int(sys.argv[2]), float(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from math_verify import verify
+
+    CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    logging.disable(logging.CRITICAL)
+    if sys.platform == "linux":  # elsewhere the system's own mappings count, or the limit is refused
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    serve(int(sys.argv[1]), cpu_seconds)

@@ -1,0 +1,60 @@
+"""Is the sandbox as strong as it says? A few attacks before the first use; refusal where they are not stopped."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from gspo.verifiers.sandbox.attack import run_attack
+from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
+from gspo.verifiers.sandbox.scene import scene
+
+_known: dict[tuple[Any, ...], dict[str, str]] = {}  # what came out, by user and layers, in this process or its parent
+
+
+def self_test(runner: Any) -> dict[str, str]:
+    """The layers of a CodeRunner, and "stopped" or what came through for each of the quick attacks; for `report`.
+
+    Raises ValueError naming the layer or the attack unless the runner has `allow_weak_sandbox`.
+    """
+    return runner.each(lambda slot, _: {**slot.layers(), **attack(slot)}, [None])[0]
+
+
+def require(slot: Any, allow_weak: bool) -> None:
+    """Raises ValueError, with the reason, unless the slot confines programs or `allow_weak`."""
+    if allow_weak:
+        return
+    problem = weakness(slot.layers())
+    if not problem:
+        problem = "; ".join(f"attack {name!r}: {seen}" for name, seen in attack(slot).items() if seen != "stopped")
+    if problem:
+        raise ValueError(
+            f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}; only the command "
+            "line can allow that: allow_weak_sandbox=true where a run is evaluated or sampled, in training "
+            "task.allow_weak_sandbox=true (of mixed tasks task.code.allow_weak_sandbox=true; beside resume= with ++)"
+        )
+
+
+def weakness(layers: dict[str, str]) -> str:
+    """Why the layers are too few; "" if they are enough: landlock and seccomp, or bubblewrap."""
+    missing = [name for name in ("landlock", "seccomp") if layers[name].startswith("off")]
+    if not missing or layers["bubblewrap"] == "on":
+        return ""
+    return f"{' and '.join(missing)} not offered by the kernel, and bubblewrap is {layers['bubblewrap']}"
+
+
+def attack(slot: Any) -> dict[str, str]:
+    """Runs the quick attacks, once per user and kind of confinement."""
+    layers = {name: state for name, state in slot.layers().items() if name != "user"}  # "user" has a number of its own
+    key = (os.geteuid(), *sorted(layers.items()))
+    if key not in _known:
+        with scene() as decoys:
+            results = [run_attack(slot, attack, decoys) for attack in QUICK_ATTACKS]
+        _known[key] = {result.name: "stopped" if result.stopped else result.seen for result in results}
+    return _known[key]
+
+
+def report(states: dict[str, str]) -> str:
+    """Layers and attacks as lines for printing."""
+    width = max(map(len, states), default=0)
+    return "\n".join(f"  {name:<{width}}  {state}" for name, state in states.items())

@@ -1,0 +1,181 @@
+"""experiments/evaluate.py: how its command line is composed and refused, and a real SIGKILL in the middle."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import forked
+from commands import SMALL, only_run, train
+from gspo.config.commands import EvaluateCommand
+from gspo.config.load import register_schemas
+from gspo.config.settings import CHOICES
+from gspo.evaluation.evaluate import HeldOut
+from gspo.model.loading import TinyDense, save
+from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.function_writing import FunctionWriting
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "experiments" / "evaluate.py"
+MBPP = json.dumps({
+    "task_id": 11, "text": "Add one.", "code": "def f(x):\n    return x + 1",
+    "test_list": ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"],
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("evaluate_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["evaluate_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(script, *arguments: str) -> EvaluateCommand:
+    register_schemas()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("evaluate", script.with_benchmarks(list(arguments)))
+        script.find_data(config)
+        return OmegaConf.to_object(config)
+
+
+def test_benchmarks_are_option_files_with_their_own_settings(script):
+    got = command(script, "model=tiny_dense", "benchmark=[math,code]", "tasks.math.largest=7", "tasks.code.slots=2")
+    assert got.benchmark == ["math", "code"]
+    assert got.tasks == {"math": ChainArithmetic(largest=7), "code": FunctionWriting(slots=2)}
+    assert got.model == TinyDense() and (got.k, got.temperature, got.problems) == (4, 1.0, 0)
+    for spelling in ("benchmark=math", "benchmark=math,code", "benchmark=[]"):
+        names = spelling.removeprefix("benchmark=").strip("[]").split(",") if "math" in spelling else []
+        assert list(command(script, "run=x", spelling).tasks) == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say either run=RUN or model=hf model.path="),
+        (["run=x", "model=hf"], "not both"),
+        (["model=hf"], r"needs benchmark=\[...\]"),
+        (["run=x", "temperature=0"], "k=4 with temperature=0.*use k=1"),
+        (["run=x", "k=0"], "k=0 must be a whole number of at least 1"),
+        (["run=x", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
+        (["run=x", "problems=-1"], "problems=-1 must be a whole number of at least 0"),
+        (["run=x", "benchmark=nope"], "benchmark=nope: there is no such benchmark; there are .*code, .*math, .*mixed"),
+        (["run=x", "benchmark=math", "tasks.math.larg=7"], r"Could not override 'tasks\.math\.larg'"),
+        (["run=x", "benchmark=math", "data=x"], r"data=x is read by none of benchmark=\['math'\]"),
+    ],
+)
+def test_refusals(script, arguments, message):
+    with pytest.raises(Exception, match=message):
+        command(script, *arguments)
+
+
+def test_sets_are_chosen_by_name_and_never_mixed_up(script):
+    got = command(script, "run=x", "benchmark=[math,code]", "sets=[rated,code]", "problems=3", "seed=5")
+    sets = script.all_sets(got, got.tasks)
+    assert [(s.name, len(s.problems)) for s in sets] == [("rated", 3), ("code", 3)]
+    assert sets[0].problems == [got.tasks["math"].problem(5, "rated", i) for i in range(3)]
+    with pytest.raises(ValueError, match=r"sets=\[x\]: there is no such set; there are math_easy, math_hard, rated"):
+        script.all_sets(command(script, "run=x", "benchmark=math", "sets=[x]"), got.tasks)
+    both = command(script, "run=x", "benchmark=[math,mixed]")
+    with pytest.raises(ValueError, match="more than one of them has the set math_easy"):
+        script.all_sets(both, both.tasks)
+
+
+@pytest.mark.skipif("gsm8k" not in CHOICES["task"], reason="no published benchmarks here")
+def test_a_folder_of_data_finds_each_benchmark(script, tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    (tmp_path / "aime24.jsonl").write_text(json.dumps({"problem": "1+2?", "answer": "3"}) + "\n")
+    got = command(script, "model=tiny_dense", "benchmark=[gsm8k,aime24]", f"data={tmp_path}")
+    assert [task.path for task in got.tasks.values()] == [str(tmp_path / "gsm8k"), str(tmp_path / "aime24.jsonl")]
+    assert [(s.name, len(s.problems)) for s in script.all_sets(got, got.tasks)] == [("gsm8k", 1), ("aime24", 1)]
+    own = command(script, "run=x", "benchmark=[gsm8k,aime24]", f"data={tmp_path}", "tasks.gsm8k.path=mine.jsonl")
+    assert own.tasks["gsm8k"].path == "mine.jsonl" and own.tasks["aime24"].path == str(tmp_path / "aime24.jsonl")
+
+
+def own_limits(script, *arguments: str) -> dict[str, int]:
+    got = command(script, "model=tiny_dense", "problems=1", *arguments)
+    return {s.name: s.limit for s in script.all_sets(got, got.tasks)}
+
+
+def test_an_evaluation_takes_each_benchmarks_own_length(script, tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "aime24.jsonl").write_text('{"problem": "1+2?", "answer": "3"}\n')
+    (tmp_path / "mbpp.jsonl").write_text(MBPP)
+    wanted = ["benchmark=[gsm8k,aime24,mbpp,math]", f"data={tmp_path}", "sets=[gsm8k,aime24,mbpp,rated]"]
+    assert own_limits(script, *wanted) == {"gsm8k": 2048, "aime24": 32768, "mbpp": 768, "rated": 2048}
+    assert set(own_limits(script, *wanted, "max_new_tokens=9").values()) == {9}
+    got = command(script, "run=x", *wanted)
+    assert [s.limit for s in script.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
+        "a run's own task: its limit"
+    )
+
+
+def test_an_evaluation_says_where_the_limit_decided(script):
+    sets = [HeldOut("gsm8k", None, [], limit=2048), HeldOut("aime24", None, [], limit=100)]
+    results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
+    (line,) = script.cut_short(results, sets)
+    assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line
+    assert script.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
+
+
+def run(cwd: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), "model=hf", "model.path=model", "k=3", "problems=48", "batch_rows=12",
+            "benchmark=[math]", "sets=[math_easy,rated]", "max_new_tokens=16", *overrides]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_bfloat16_run_is_evaluated_as_it_evaluated_itself(tmp_path, overlap):
+    """The same samples by position, in the precision of the rollouts: the same numbers, to the last digit."""
+    options = [o for o in SMALL if not o.startswith(("steps", "evaluation.problems"))]
+    options += [
+        "steps=2",
+        "rollout.dtype=bfloat16",
+        "optim.lr=1e-2",
+        "evaluation.problems=24",
+        "tracking.wandb=disabled",
+    ]
+    done = train(tmp_path, *options, "rollout.staleness=1", f"rollout.overlap={str(overlap).lower()}")
+    assert done.returncode == 0 and "held-out responses are sampled in bfloat16" in done.stdout, done.stderr[-2000:]
+    recorded = json.loads((only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()[-1])
+    call = [sys.executable, str(SCRIPT), f"run={only_run(tmp_path)}", "k=2", "problems=24", "out=result"]
+    done = forked.run(call, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2: 2 samples a problem at temperature 1, computed in bfloat16 as during training" in done.stdout
+    for name, result in json.loads((tmp_path / "result" / "result.json").read_text())["sets"].items():
+        assert result["avg"]["value"] == recorded[f"eval/{name}/avg@2"]
+        assert result["tokens"] == recorded[f"eval/{name}/tokens"]
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
+    """SIGKILL, then Ctrl-C, then the end: byte for byte what one go gives."""
+    save(*TinyDense(hidden=16, layers=2, heads=2).make(), tmp_path / "model")
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # model.path=gone could be a name on the hub
+    options = {"cwd": tmp_path, "env": offline}
+    whole = forked.run(run(tmp_path, "out=whole"), **options)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    assert "math_easy" in whole.stdout and "95 % interval" in whole.stdout and "Elo" in whole.stdout
+    for number, code, responses in ((signal.SIGKILL, -signal.SIGKILL, 30), (signal.SIGINT, 130, 60)):
+        ending = [sys.executable, str(ROOT / "tests/support/ended_evaluation.py"), str(int(number)), str(responses)]
+        ended = forked.run([*ending, *run(tmp_path, "out=stopped")[2:]], **options)
+        assert ended.returncode == code, ended.stderr
+        assert not (tmp_path / "stopped" / "result.json").exists(), "the signal came too late to show anything"
+    assert "the same command goes on" in ended.stderr and "Traceback" not in ended.stderr
+    done = forked.run(run(tmp_path, "out=stopped"), **options)
+    assert done.returncode == 0 and "problems were there already" in done.stdout + done.stderr
+    for name in ("result.json", "settings.json", "responses/math_easy.jsonl", "responses/rated.jsonl"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    other = forked.run(run(tmp_path, "out=stopped", "temperature=0.5"), **options)
+    assert other.returncode == 2 and other.stderr.count("\n") == 1 and "temperature: 1.0 against 0.5" in other.stderr
+    missing = forked.run(run(tmp_path, "model.path=gone"), **options)
+    assert missing.returncode == 2 and "model.path='gone' cannot be loaded" in missing.stderr
+    assert not os.path.exists(tmp_path / "runs" / "evaluations")

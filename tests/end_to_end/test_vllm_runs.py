@@ -1,0 +1,74 @@
+"""A whole run with vLLM as the engine: trained, killed, resumed. In an environment with vLLM: `make test-vllm`."""
+
+import signal
+import subprocess
+
+import pytest
+
+from commands import SMALL, command, environment, only_run, train, wait_for_step
+from gspo.core.files import read_rows
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+psutil = pytest.importorskip("psutil")
+pytestmark = pytest.mark.vllm
+MOE = [*SMALL, "model.hidden=64", "rollout=vllm", "policy.routing_replay=r3", "reward.overlong_cache=11"]
+
+
+def engines(pid: int) -> list[psutil.Process]:
+    """The engine's processes below a trainer."""
+    family = psutil.Process(pid).children(recursive=True)
+    return [p for p in family if "gspo.rollout.engine_process" in p.cmdline()]
+
+
+def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):
+    process = subprocess.Popen(
+        command(*MOE, "steps=100"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for_step(tmp_path, 3, process)
+    below = engines(process.pid)
+    assert below, "the engine has a process of its own"
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive, "an engine outlived its trainer"
+    run = only_run(tmp_path)
+    done = train(tmp_path, f"resume={run}", "steps=6")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows[1:]:
+        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+        assert row["routing/engine_agreement"] > 0.999
+    assert any(row["optim/grad_norm"] > 0 for row in rows[1:]), "the weights moved"
+
+
+def test_overlapped_and_partial_rollouts_through_vllm(tmp_path):
+    no_replay = ["policy.routing_replay=none", "rollout.routes=true"]
+    ahead = ["rollout.staleness=1", "rollout.overlap=true", "rollout.token_budget=5", "rollout.in_flight=12"]
+    done = train(
+        tmp_path, *MOE, *ahead, *no_replay, "policy.old_logprobs=behaviour", "steps=5", "rollout.dtype=bfloat16"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    last = rows[-1]
+    assert last["staleness/mean"] >= 1 and last["staleness/segments"] > 1
+    assert 1e-5 < last["mismatch/logp_abs"] < 0.1 and last["mismatch/after_sync"] < 0.1
+    assert 0.8 < last["routing/engine_agreement"] <= 1
+
+
+def test_in_a_sweeps_worker(tmp_path):
+    done = train(tmp_path, "-m", *MOE, "steps=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run in (tmp_path / "runs" / "small").glob("*-seed*"):
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_wrong_setting_is_one_line(tmp_path):
+    done = train(tmp_path, *MOE, "rollout.kv_cache_gib=1e6")
+    assert done.returncode == 2 and "rollout.kv_cache_gib=1000000.0" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert not list((tmp_path / "runs" / "small").glob("*"))

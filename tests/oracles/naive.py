@@ -1,0 +1,257 @@
+"""The objectives and aggregations once more, written from the papers, in plain Python and probabilities: an oracle.
+
+Nothing of gspo or torch is used here, and nothing is clever: one response at a time, one token at a time. `sg` is
+what the papers call the stop-gradient: the probabilities as they are, held fixed while `pi` moves. So a difference
+quotient of these losses in `pi` is the gradient also of the objectives that contain a stop-gradient.
+
+There is no numerical bound on log-ratios here: compare only where none acts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+
+@dataclass
+class Batch:
+    """Arrays [B, T]: log-probs under pi, pi_old and the sampler mu; advantages; which tokens count."""
+
+    logp: np.ndarray
+    old: np.ndarray
+    mu: np.ndarray
+    adv: np.ndarray
+    mask: np.ndarray
+
+    def map(self, change) -> Batch:
+        return Batch(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+def ragged(seed: int, scale: float, rows: int = 12, width: int = 9, by_token: bool = False) -> Batch:
+    """Random responses of 1 to `width` tokens, with holes in the mask (as multi-turn responses have them).
+
+    `scale` is the standard deviation of the log-ratios. One advantage per response (one of them 0), or per token.
+    """
+    rng = np.random.default_rng(seed)
+    old = -1 - 3 * rng.random((rows, width))
+    logp = np.minimum(old + scale * rng.standard_normal((rows, width)), -0.01)  # a probability is below 1
+    mu = np.minimum(old + 0.3 * scale * rng.standard_normal((rows, width)), -0.01)
+    adv = rng.standard_normal((rows, width if by_token else 1)) * np.ones((1, width))
+    adv[1] = 0.0
+    mask = np.arange(width) < rng.integers(1, width + 1, (rows, 1))
+    mask[0] = [True, False, False] + [True] * (width - 3)
+    mask[2] = [False, True] * (width // 2) + [False] * (width % 2)
+    return Batch(logp, old, mu, adv, mask)
+
+
+@dataclass
+class Response:
+    """The tokens of one response that count: probabilities, and the advantage of each."""
+
+    pi: list[float]
+    sg: list[float]  # pi, held fixed
+    old: list[float]
+    mu: list[float]
+    adv: list[float]
+
+    def __len__(self) -> int:
+        return len(self.pi)
+
+
+@dataclass
+class Token:
+    """What an objective says of one token."""
+
+    loss: float
+    weight: float  # w in: the gradient of -J is -w A grad log pi
+    active: bool  # the clip or mask removed its gradient
+    outside: bool  # the ratio (for DPPO the difference of probabilities) lies outside the range
+
+
+def clip(x: float, lowest: float, highest: float) -> float:
+    return min(max(x, lowest), highest)
+
+
+def sequence_ratio(pi: list[float], old: list[float]) -> float:
+    """( pi(y|x) / pi_old(y|x) ) ^ (1/|y|), the probability of a response being the product over its tokens."""
+    return (math.prod(pi) / math.prod(old)) ** (1 / len(pi))
+
+
+def ppo_token(ratio: float, adv: float, low: float, high: float, dual: float | None) -> Token:
+    """arXiv:1707.06347 Eq 7; dual clip, arXiv:1912.09729: max( min(r A, clip(r) A), c A ) for A < 0."""
+    gain = min(ratio * adv, clip(ratio, 1 - low, 1 + high) * adv)
+    if dual is not None and adv < 0:
+        gain = max(gain, dual * adv)
+    good_enough = adv > 0 and ratio > 1 + high
+    bad_enough = adv < 0 and ratio < 1 - low
+    far_too_bad = dual is not None and adv < 0 and ratio > dual
+    active = good_enough or bad_enough or far_too_bad
+    return Token(-gain, 0.0 if active else ratio, active, not 1 - low <= ratio <= 1 + high)
+
+
+# ---- one ratio per response ------------------------------------------------------------------------------------------
+
+
+def gspo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
+    """arXiv:2507.18071, Eq 5 and 7. The response's own objective stands at each of its tokens."""
+    s = sequence_ratio(y.pi, y.old)
+    return [ppo_token(s, adv, clip_low, clip_high, dual_clip) for adv in y.adv]
+
+
+def gspo_token(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
+    """arXiv:2507.18071, Eq 13-14: s_it = sg[s_i] pi(y_it) / sg[pi(y_it)]."""
+    s = sequence_ratio(y.sg, y.old)
+    return [
+        ppo_token(s * pi / sg, adv, clip_low, clip_high, dual_clip)
+        for pi, sg, adv in zip(y.pi, y.sg, y.adv, strict=True)
+    ]
+
+
+def luspo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
+    """arXiv:2602.05261: |y_i| times GSPO's."""
+    tokens = gspo(y, clip_low, clip_high, dual_clip)
+    return [replace(token, loss=len(y) * token.loss, weight=len(y) * token.weight) for token in tokens]
+
+
+def gmpo(y: Response, clip_low, clip_high) -> list[Token]:
+    """arXiv:2507.20673: the geometric mean of the ratios, each held back on the side to which A pushes it."""
+    adv = y.adv[0]
+    ratios = [pi / old for pi, old in zip(y.pi, y.old, strict=True)]
+    lowest, highest = math.exp(-clip_low), math.exp(clip_high)
+    if adv > 0:
+        held = [min(w, highest) for w in ratios]
+    elif adv < 0:
+        held = [max(w, lowest) for w in ratios]
+    else:
+        held = [1.0 for w in ratios]
+    mean = math.prod(held) ** (1 / len(y))
+    active = [adv != 0 and w != h for w, h in zip(ratios, held, strict=True)]
+    return [
+        Token(-mean * adv, 0.0 if gone else mean, gone, not lowest <= w <= highest)
+        for w, gone in zip(ratios, active, strict=True)
+    ]
+
+
+# ---- one ratio per token ---------------------------------------------------------------------------------------------
+
+
+def grpo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
+    """arXiv:2507.18071, Eq 2-3. PPO, Dr.GRPO and DAPO have the same per token."""
+    return [
+        ppo_token(pi / old, adv, clip_low, clip_high, dual_clip)
+        for pi, old, adv in zip(y.pi, y.old, y.adv, strict=True)
+    ]
+
+
+def reinforce(y: Response) -> list[Token]:
+    return [Token(-adv * math.log(pi), 1.0, False, False) for pi, adv in zip(y.pi, y.adv, strict=True)]
+
+
+def cispo(y: Response, clip_low, clip_high, mask_harmful) -> list[Token]:
+    """arXiv:2506.13585, Eq 4-5; with mask_harmful Eq 6-7, the mask of PPO."""
+    tokens = []
+    for pi, sg, old, adv in zip(y.pi, y.sg, y.old, y.adv, strict=True):
+        w = sg / old
+        masked = mask_harmful and ((adv > 0 and w > 1 + clip_high) or (adv < 0 and w < 1 - clip_low))
+        weight = 0.0 if masked else clip(w, 1 - clip_low, 1 + clip_high)
+        tokens.append(Token(-weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high))
+    return tokens
+
+
+def minirl(y: Response, clip_low, clip_high) -> list[Token]:
+    """arXiv:2512.01374: M sg[w] A log pi."""
+    tokens = []
+    for pi, sg, old, adv in zip(y.pi, y.sg, y.old, y.adv, strict=True):
+        w = sg / old
+        masked = (adv > 0 and w > 1 + clip_high) or (adv < 0 and w < 1 - clip_low)
+        weight = 0.0 if masked else w
+        tokens.append(Token(-weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high))
+    return tokens
+
+
+def dppo(y: Response, delta) -> list[Token]:
+    """arXiv:2602.04879, binary total variation, anchored to the sampler mu; the ratio is not clipped."""
+    tokens = []
+    for pi, sg, mu, adv in zip(y.pi, y.sg, y.mu, y.adv, strict=True):
+        masked = (adv > 0 and sg - mu > delta) or (adv < 0 and mu - sg > delta)
+        kept = 0.0 if masked else 1.0
+        tokens.append(Token(-kept * pi / mu * adv, kept * pi / mu, masked, abs(sg - mu) > delta))
+    return tokens
+
+
+def sapo(y: Response, tau_positive, tau_negative, level) -> list[Token]:
+    """arXiv:2511.20347: f(r) = 4/tau sigmoid(tau (r - 1)), f'(r) = sech^2 x = 1 - tanh^2 x, x = tau/2 (r - 1)."""
+    tokens = []
+    for pi, old, adv in zip(y.pi, y.old, y.adv, strict=True):
+        r = pi / old if level == "token" else sequence_ratio(y.pi, y.old)
+        tau = tau_positive if adv > 0 else tau_negative
+        gate = 4 / tau / (1 + math.exp(-tau * (r - 1)))
+        tokens.append(Token(-gate * adv, r * (1 - math.tanh(tau / 2 * (r - 1)) ** 2), False, False))
+    return tokens
+
+
+FORMULAS = {
+    "gspo": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo, "grpo": grpo, "drgrpo": grpo, "dapo": grpo,
+    "ppo": grpo, "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "dppo": dppo, "sapo": sapo,
+}  # fmt: skip
+
+
+@dataclass
+class Told:
+    """The same as Token, as arrays [B, T]; 0 and False at tokens that do not count."""
+
+    loss: np.ndarray
+    weight: np.ndarray
+    active: np.ndarray
+    outside: np.ndarray
+
+
+def objective(name: str, batch: Batch, sg: np.ndarray | None = None, **settings) -> Told:
+    """What the objective says of every token; `sg`, the log-probs held fixed, are batch.logp if not given."""
+    shape = batch.mask.shape
+    told = Told(np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool))
+    for i in range(len(batch.mask)):
+        places = [t for t in range(shape[1]) if batch.mask[i, t]]
+        if not places:
+            continue
+        probabilities = [
+            [math.exp(values[i, t]) for t in places]
+            for values in (batch.logp, batch.logp if sg is None else sg, batch.old, batch.mu)
+        ]
+        response = Response(*probabilities, [float(batch.adv[i, t]) for t in places])
+        for t, token in zip(places, FORMULAS[name](response, **settings), strict=True):
+            told.loss[i, t], told.weight[i, t] = token.loss, token.weight
+            told.active[i, t], told.outside[i, t] = token.active, token.outside
+    return told
+
+
+def aggregate(loss, mask, mode: str, rows: str = "nonempty", length: int = 0) -> float:
+    """The four formulas of gspo.algorithm.aggregation's docstring; length 0 is the number of columns."""
+    values = [[float(loss[i][t]) for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
+    nonempty = [row for row in values if row]
+    if mode == "token-mean":
+        return sum(x for row in nonempty for x in row) / sum(len(row) for row in nonempty)
+    count = {"nonempty": len(nonempty), "all": len(values), "one": 1}[rows]
+    if mode == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in nonempty) / count
+    if mode == "seq-mean-token-sum":
+        return sum(sum(row) for row in nonempty) / count
+    if mode == "seq-mean-token-sum-norm":
+        return sum(sum(row) / (length or len(mask[0])) for row in nonempty) / count
+    raise ValueError(mode)
+
+
+def slopes(name: str, batch: Batch, step: float = 1e-6, **settings) -> np.ndarray:
+    """Difference quotients of the seq-mean-token-mean of the losses, token by token, the stop-gradients held."""
+    found = np.zeros(batch.mask.shape)
+    for i, t in np.argwhere(batch.mask):
+        ends = []
+        for sign in (1, -1):
+            logp = batch.logp.copy()
+            logp[i, t] += sign * step
+            told = objective(name, replace(batch, logp=logp), sg=batch.logp, **settings)
+            ends.append(aggregate(told.loss, batch.mask, "seq-mean-token-mean"))
+        found[i, t] = (ends[0] - ends[1]) / (2 * step)
+    return found

@@ -1,0 +1,100 @@
+"""Runs a script like `subprocess.run`, in a process of its own that need not import its libraries first.
+
+    done = forked.run([sys.executable, "experiments/train.py", "steps=3"], cwd=folder, env=environment())
+
+Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server per test process has
+imported them, and forks a child for each script: a real process with arguments, environment, folder, exit code and
+output of its own, which may be killed. What reads the environment while it is being imported, and signals that come
+while it is, are for `subprocess.run`.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from functools import cache
+from pathlib import Path
+
+_one_at_a_time = threading.Lock()
+
+
+def run(command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """The script's end; `command` begins with sys.executable. The return code of a killed one is negative."""
+    assert command[0] == sys.executable, command[0]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, _one_at_a_time:
+        asked = {
+            "argv": command[1:],
+            "cwd": str(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+            "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)],
+        }
+        server = _server()
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+
+@cache
+def _server() -> subprocess.Popen:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, __file__], start_new_session=True, **pipes)
+    atexit.register(server.stdin.close)  # at the end of its input it ends
+    return server
+
+
+def _serve() -> None:
+
+    folders = [kept.name for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]
+    gc.freeze()  # else a child's first collection copies every page
+    while line := sys.stdin.readline():
+        asked = json.loads(line)
+        if child := os.fork():
+            status = os.waitpid(child, 0)[1]
+            print(os.waitstatus_to_exitcode(status), flush=True)
+        else:
+            for folder in folders:
+                os.makedirs(folder, exist_ok=True)  # W&B's, made by its import; the child before took it away
+            os._exit(_become(**asked))
+
+
+def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str]) -> int:
+    """This process runs the script, as if it had been started so; its exit code."""
+    os.setsid()
+    for descriptor, path in enumerate([os.devnull, *files]):
+        opened = os.open(path, os.O_RDWR | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv[:] = argv
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    code = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # what the interpreter does at its end, but for taking every module apart
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,121 @@
+"""Real trainers on small models, and what is measured of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from builders import problems, small_policy
+from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.objectives import GRPO
+from gspo.core.types import Problem, Score
+from gspo.model.value_head import ValueHead
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.off_policy import make_source
+from gspo.rollout.problem_sampler import Uniform
+from gspo.rollout.sampler_logprobs import Behaviour
+from gspo.rollout.settings import RolloutSettings
+from gspo.train.credit import Algorithm
+from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.trainer import Trainer
+
+
+@dataclass
+class FirstCharacter:
+    """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a lower-case letter."""
+
+    name: str = "first"
+
+    def size(self, split: str) -> None:
+        return None
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        return Problem("first", index, problems()[index % len(problems())].prompt, None)
+
+    def score(self, answers) -> list[Score]:
+        scores = []
+        for _, text, _ in answers:
+            right = text[:1].isdigit() or text[:1].islower()
+            scores.append(Score(float(right), "correct" if right else "wrong"))
+        return scores
+
+    def close(self) -> None:
+        pass
+
+
+def trainer(
+    objective=None,
+    lr=1e-3,
+    replay="none",
+    model=None,
+    seed=1,
+    rollout=None,
+    aggregation=None,
+    parts=None,
+    old_pass="always",
+    eps=1e-15,
+    **settings,
+) -> Trainer:
+    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
+    policy = small_policy(model)
+    algorithm = Algorithm(objective or GRPO(), **parts or {})
+    if algorithm.advantage.needs_values:
+        policy.value_head = ValueHead.open(policy.model, None)
+    rollout = rollout or RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10)
+    source = make_source(LocalEngine(policy), FirstCharacter(), rollout, Uniform(), seed)
+    aggregation = aggregation or Aggregation("seq-mean-token-mean")
+    return Trainer(
+        policy,
+        source,
+        algorithm,
+        OptimSettings(lr=lr, warmup_updates=1, eps=eps),
+        TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5, "aggregation": aggregation} | settings),
+        PolicySettings(routing_replay=replay, old_pass=old_pass),
+        seed,
+        small_policy(model) if algorithm.kl.name != "none" else None,
+    )
+
+
+def steps(t: Trainer, count: int) -> list[dict]:
+    first = t.state.step + 1
+    return [t.train_step(step, t.source.next(step)) for step in range(first, first + count)]
+
+
+def weights(t: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in t.policy.model.parameters()]
+
+
+def gap_trainer(
+    objective=None,
+    lr=1e-3,
+    replay="none",
+    old="step_start",
+    model=None,
+    minibatches=4,
+    parts=None,
+    old_pass="auto",
+    eps=1e-15,
+    **rollout,
+) -> Trainer:
+    """A trainer of a small policy whose engine may round, lag behind or cut responses."""
+    policy = small_policy(model)
+    settings = RolloutSettings(
+        **{"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10, "routes": replay == "r3"} | rollout
+    )
+    sampled = policy.copy() if settings.overlap else policy
+    engine = LocalEngine(sampled, settings.batch_rows, getattr(torch, settings.dtype))
+    later = settings.staleness or settings.token_budget
+    keep = Behaviour(sampled, 5, replay == "r3") if later and old != "step_start" else None
+    return Trainer(
+        policy,
+        make_source(engine, FirstCharacter(), settings, Uniform(), 1, keep, policy),
+        Algorithm(objective or GRPO(), **parts or {}),
+        OptimSettings(lr=lr, warmup_updates=1, eps=eps),
+        TrainerSettings(minibatches=minibatches, micro_batch_size=5, aggregation=Aggregation("seq-mean-token-mean")),
+        PolicySettings(routing_replay=replay, old_logprobs=old, old_pass=old_pass),
+        seed=1,
+        reference=small_policy(model) if parts else None,
+    )
+
+
+def flat(groups) -> list:
+    return [r.token_ids for group in groups for r in group]

@@ -1,0 +1,86 @@
+"""analysis/: every statistic against numbers worked out by hand, and the paper's points."""
+
+import math
+
+import numpy as np
+import pytest
+
+from analysis import claims, efficiency, paper, stats
+from analysis.load import GRPO, GRPO_R2, GSPO
+
+
+def test_smoothing():
+    assert stats.ema([1, 0, math.nan, 0]) == pytest.approx([1, 0.9, 0.9, 0.81])
+    assert stats.trailing_mean([1, 2, 3, 4], 2)[1:] == pytest.approx([1.5, 2.5, 3.5])
+    assert math.isnan(stats.trailing_mean([1, 2, 3, 4], 2)[0])
+    assert stats.centred_mean([0, 3, 6, 9], 2) == pytest.approx([1.5, 3, 6, 7.5])
+    assert stats.centred_mean([0, math.nan, 6], 2) == pytest.approx([0, 3, 6])
+
+
+def test_t_interval():
+    interval = stats.t_interval([1, 2, 3])  # sd 1, t_2 = 4.303
+    assert (interval.mean, interval.high - 2, 2 - interval.low) == pytest.approx((2, 2.4843, 2.4843), abs=1e-4)
+    assert math.isnan(stats.t_interval([1.0]).low)
+    assert stats.t_quantile(1) == 12.706
+    assert stats.t_quantile(31) == pytest.approx(2.0395, abs=5e-4)
+    assert stats.t_quantile(1000) == pytest.approx(1.9623, abs=5e-4)
+
+
+def test_paired_difference_is_over_seeds_and_removes_what_the_arms_share():
+    shared, effect = np.array([[5.0, -3.0], [1.0, 7.0]]), np.array([[1, 2], [2, 3]])
+    interval = stats.paired_difference(shared + effect, shared)  # means 1.5 and 2.5, sd / sqrt(2) = 0.5
+    assert (interval.mean, interval.high, interval.seeds) == pytest.approx((2, 2 + 12.706 * 0.5, 2))
+
+
+def test_blocks_are_neighbours_and_widen_the_interval_of_correlated_batches():
+    chosen = stats.block_indices(9, 9, np.random.default_rng(0)).reshape(3, 3)
+    assert ((np.diff(chosen, axis=1) - 1) % 9 == 0).all()
+    wave = np.sin(np.arange(100) / 8)
+    shuffled = np.random.default_rng(0).permutation(wave)
+    wide, narrow = (stats.block_bootstrap(x) for x in (wave, shuffled))
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
+    assert "not over seeds" in wide.kind
+
+
+def test_ratio():
+    two = stats.ratio([[4, 9], [4, 9]], [[1, 1], [1, 1]])  # geometric mean 6; log 1.5 is half the logs' distance
+    assert (two.mean, two.high) == pytest.approx((6, 6 * 1.5**12.706))
+    one = stats.ratio([[2], [4]], [[1], [2]])
+    assert (one.mean, one.low, one.high) == pytest.approx((2, 2, 2))
+    assert stats.ratio([[1.0], [1.0]], [[0.0], [0.0]]).mean == math.inf
+    assert math.isnan(stats.ratio([[0.0], [0.0]], [[0.0], [0.0]]).mean)
+
+
+def test_decline_and_sign_flip():
+    assert stats.decline([1.0] * 20 + [0.5] * 10) == pytest.approx(0.5)
+    assert math.isnan(stats.decline([-1.0] * 20))
+    assert stats.sign_flip_p([1, 1, 1]) == 0.25  # 2 of 8 patterns
+    assert stats.sign_flip_p([1, 2, -3]) == 1
+    assert stats.sign_flip_p([1, 2, 3, -1]) == 4 / 16 + 2 / 16  # |sum| >= 5 of 7, 5 (twice), and their mirrors
+
+
+def test_efficiency_by_hand():
+    t = np.arange(40.0)
+    rival, flops = t, 3 * (t + 1)
+    # level 34.5; 2t has trailing mean 2 (t - 4.5), which passes it at t = 22 of 0..39: 23 of 40 batches
+    assert efficiency.needs(2 * t, flops, rival, flops) == (34.5, 69, 120)
+    assert efficiency.ratios(2 * t, flops, rival, flops) == pytest.approx(np.full((2, 2), 40 / 23))
+    early = np.minimum(t, 20)  # reaches its level of 20 with the window over 20..29: batch 30 of 40
+    # equal arms: only `like` is 1
+    assert efficiency.ratios(early, flops, early, flops)[0] == pytest.approx([40 / 30, 1])
+    assert efficiency.ratios(0 * t, flops, early, flops) == pytest.approx(np.array([[0, 0], [1, 0.75]]))  # censored
+    never = efficiency.efficiency(*(x[:, None] for x in (0 * t, flops, early, flops)))
+    assert never.need == math.inf and never.like.bound == pytest.approx(0.75)
+    # the same brackets as where it is reached, so that "the interval includes 1" can be read off
+    assert efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text() == "not reached (below 0.95) [0.00, 1.00]"
+    assert efficiency.Ratio(1.1, 0, 1.5, 3, bound=1.1).text() == "1.10 [0.00, 1.50]"
+
+
+def test_paper_points():
+    assert len(paper.series("fig1_reward", GSPO)) == 50 and len(paper.series("fig1_reward", GRPO_R2)) == 80
+    assert paper.series("fig1_reward", GRPO_R2).isna().sum() == 5
+    assert paper.series("fig1_reward", GSPO).tail(10).mean() == pytest.approx(0.721, abs=5e-4)
+    assert paper.series("fig3_reward", GRPO).min() == 0.2347
+    assert claims.paper_compute_ratio() == 2  # marker 39, the 40th, of 80
+    with pytest.raises(KeyError, match="fig9"):
+        paper.series("fig9", GSPO)

@@ -1,0 +1,47 @@
+"""experiments/compare.py on runs whose numbers are known."""
+
+import subprocess
+import sys
+
+from commands import ROOT
+from recorded_runs import COLLAPSED, HEALTHY, write
+
+
+def compare(*paths) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_settings_that_differ_and_what_the_runs_did(tmp_path):
+    healthy = write(tmp_path, "gspo", HEALTHY)
+    collapsed = write(tmp_path, "grpo", COLLAPSED, optim__lr=0.5)
+    (collapsed / "status.json").write_text('{"how": "stopped"}')
+    done = compare(healthy, collapsed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == [f"[1] {healthy}", f"[2] {collapsed}"], "as they were given"
+    rows = {line.split("  ")[0]: line.split("  ", 1)[1] for line in done.stdout.splitlines()[4:] if "  " in line}
+    cells = {name: [cell.strip() for cell in row.split("  ") if cell.strip()] for name, row in rows.items()}
+    assert cells["optim.lr"] == ["0.0001", "0.5"] and cells["objective.name"] == ["gspo", "grpo"]
+    assert not {"seed", "rollout.staleness", "trainer.minibatches"} & set(cells), "what is equal is left out"
+    assert cells["ended"][1].startswith("stopped; collapsed at step 3") and cells["ended"][0] == "finished"
+    assert cells["reward, last 10"] == ["0.500 [0.500, 0.500]", "0.100 [0.100, 0.100]"]
+    assert cells["clipped tokens"] == ["0.2", "0.001"] and cells["tokens of a response"] == ["14.0", "14.0"]
+    assert "entropy" not in cells, "nobody reported it"
+
+
+def test_a_score_stands_with_its_95_percent_interval(tmp_path):
+    runs = [write(tmp_path, name, HEALTHY) for name in ("gspo", "grpo")]
+    for run in runs:
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}\n')
+    assert (
+        "eval/math/avg@2, last ± 95 % (best)  0.700 ± 0.098 (0.700)  0.700 ± 0.098 (0.700)\n" in compare(*runs).stdout
+    )
+
+
+def test_one_run_or_none_is_one_line(tmp_path):
+    run = write(tmp_path, "gspo", HEALTHY)
+    for paths in ([run], [tmp_path / "nowhere", run]):
+        done = compare(*paths)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert compare("--help").returncode == 0 and compare().returncode == 2

@@ -1,0 +1,178 @@
+"""analysis/fig_sweep.py, fig_clip_range.py and early_warning.py on runs whose numbers are known."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from matplotlib.figure import Figure
+
+from analysis import early_warning, fig_clip_range, fig_curves, fig_sweep, foresight, load, looks, panels, style
+from gspo.tracking.collapse import SIGNALS
+from gspo.tracking.monitor import Thresholds
+from recorded_runs import COLLAPSED, HEALTHY, write
+
+ROOT = Path(__file__).parents[3]
+
+
+def cells(lines: list[str]) -> list[dict[str, str]]:
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def learning_rates(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lr")
+    for seed in (1, 2, 3):
+        for lr in (1e-4, 4e-4):
+            write(folder, "gspo", [0.4] * 5 + [0.5 + 0.01 * seed] * 85, seed, optim__lr=lr)
+            write(folder, "grpo", COLLAPSED if lr > 1e-4 else HEALTHY, seed, optim__lr=lr)
+    return folder
+
+
+def test_a_sweep_by_hand(learning_rates):
+    table = cells(fig_sweep.table(fig_sweep.measure(load.load([learning_rates]), "optim.lr", ""), "optim.lr", ""))
+    assert [row["learning rate"] for row in table] == ["0.0001", "0.0001", "0.0004", "0.0004"]
+    grpo, gspo = table[2:]
+    assert (grpo["objective"], grpo["collapsed"], grpo["end"], grpo["clipped"]) == ("GRPO", "3 of 3", "0.100", "0.001")
+    assert (gspo["collapsed"], gspo["start"], gspo["end"], gspo["range"]) == ("0 of 3", "0.400", "0.520", "0.51-0.53")
+    # .41, .42, .43: mean .42, t(2) = 4.303, sd .01, sqrt 3
+    assert gspo["GSPO - GRPO"] == "+0.420 [+0.395, +0.445]" and not grpo["GSPO - GRPO"]
+
+
+def test_the_recorded_options_make_no_other_arm(tmp_path):
+    """A run from before they were recorded, and one that was made with objective=gspo_tiny experiment=micro_moe."""
+    write(tmp_path, "gspo", HEALTHY, seed=1)
+    file = write(tmp_path, "gspo", HEALTHY, seed=2) / "settings.yaml"
+    options = {"objective": "gspo_tiny", "experiment": "micro_moe"}
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"options": options}))
+    data = load.load([tmp_path])
+    assert data.arms == ["GSPO"] and data.seeds("GSPO") == [1, 2] and data.notes == []
+    assert data.of("GSPO")[1].settings["options.objective"] == "gspo_tiny"
+
+
+def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
+    write(tmp_path, "gspo", HEALTHY, trainer__minibatches=16)
+    data = load.load([learning_rates, tmp_path])
+    with pytest.raises(load.Refused):
+        fig_sweep.measure(data, "optim.lr", "")
+    numbers = fig_sweep.measure(data, "optim.lr", "trainer.minibatches")
+    assert fig_sweep.ordered(numbers["by"]) == [4, 16] and len(numbers) == 13
+    with pytest.raises(load.Refused):
+        fig_sweep.measure(data, "optim.momentum", "")
+    write(tmp_path / "wide", "gspo", HEALTHY, objective__clip_low=0.4)
+    write(tmp_path / "short", "gspo", HEALTHY[:30])
+    for odd in ("wide", "short"):
+        with pytest.raises(load.Refused):
+            fig_sweep.measure(load.load([learning_rates, tmp_path / odd]), "optim.lr", "")
+    assert [p.name for p in fig_sweep.draw(data, numbers, "optim.lr", "trainer.minibatches", tmp_path)] == [
+        "fig_sweep_known.pdf",
+        "fig_sweep_known.png",
+    ]
+
+
+def test_replay_is_a_setting_where_it_is_swept(tmp_path):
+    for replay in ("none", "r2"):
+        write(tmp_path, "grpo", HEALTHY, policy__routing_replay=replay)
+    data = load.load([tmp_path])
+    assert set(fig_sweep.measure(data, "policy.routing_replay", "")["arm"]) == {"GRPO"}
+    for run in data.runs:
+        run.settings["optim.lr"] = 1e-4 if run.settings["policy.routing_replay"] == "none" else 2e-4
+    assert set(fig_sweep.measure(data, "optim.lr", "")["arm"]) == {"GRPO", "GRPO + Routing Replay (R2)"}
+
+
+def test_clip_ranges_by_hand(tmp_path):
+    for seed in (1, 2):
+        for low in (3e-4, 0.2):
+            for name in ("gspo", "grpo"):
+                write(tmp_path, name, HEALTHY, seed, objective__clip_low=low, objective__clip_high=low)
+    numbers = fig_clip_range.measure(load.load([tmp_path]))
+    first, second = cells(fig_clip_range.table(numbers))
+    assert first["range"] == "0.0003 / 0.0003" and first["GSPO clipped"] == "0.2" and second["GRPO clipped"] == "0.001"
+    assert first["GSPO / GRPO"].startswith("200 ") and "200 " in fig_clip_range.disparity(numbers)
+    fig_clip_range.draw(load.load([tmp_path]), numbers, tmp_path)
+    write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
+    write(two := tmp_path / "two", "grpo", HEALTHY, optim__lr=0.5)
+    for folders in ([only], [only, two]):
+        with pytest.raises(load.Refused):
+            fig_clip_range.measure(load.load(folders))
+
+
+@pytest.fixture(scope="module")
+def stressed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stressed")
+    for kind in ({}, {"rollout__staleness": 8}, {"trainer__minibatches": 16}):
+        for seed in range(1, 5):
+            write(folder, "gspo", HEALTHY, seed, **kind)
+        for seed in (1, 2):
+            write(folder, "grpo", COLLAPSED, seed, optim__lr=1e-3, **kind)
+    return folder
+
+
+def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(early_warning, "RECORDED", tmp_path / "kept")
+    for arguments in ([str(stressed), "--save"], []):
+        monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")])
+        early_warning.main()
+    first, second = capsys.readouterr().out.split("6 of 18 runs collapsed")[1:]
+    assert first == second and "| rollout.staleness=8 | GRPO | - | 2 of 2 |" in first
+    assert sorted(p.stem for p in (tmp_path / "kept").iterdir()) == [
+        "16_mini_batches", "learning_rate_alone", "rollout_staleness_8",
+    ]  # fmt: skip
+    row = next(line for line in first.splitlines() if line.startswith("| mismatch"))
+    assert "| 1.00 [1.00, 1.00] |" in row and "| 1.00 [0.61, 1.00] |" in row
+    assert next(line for line in first.splitlines() if line.startswith("| learning rate alone | 1.00")).count("| - |")
+
+
+def test_a_run_that_the_monitor_ended_counts_as_collapsed(tmp_path):
+    for seed, planned in ((1, 90), (2, 300)):
+        folder = write(tmp_path, "grpo", COLLAPSED, seed)
+        settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"steps": planned}
+        (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    assert early_warning.from_runs([tmp_path])[0]["run"].nunique() == 2
+
+
+def test_unfinished_runs_are_not_judged(tmp_path):
+    write(tmp_path, "gspo", HEALTHY)
+    short = write(tmp_path, "gspo", HEALTHY, 2)
+    lines = (short / "metrics.jsonl").read_text().splitlines()
+    (short / "metrics.jsonl").write_text("\n".join(lines[:50]) + "\n")
+    frame, notes = early_warning.from_runs([tmp_path])
+    assert frame["run"].nunique() == 1 and any(note.startswith("unfinished") for note in notes)
+
+
+def test_the_recorded_runs_are_enough_and_small():
+    frame = pd.read_parquet(early_warning.RECORDED)
+    runs = foresight.histories(frame)
+    collapsed = sum(run.collapsed is not None for run in runs)
+    assert collapsed >= 20 and len(runs) - collapsed >= 20 and len({run.stress for run in runs}) == 6
+    assert sum(path.stat().st_size for path in early_warning.RECORDED.iterdir()) < 2e6
+    assert {s.metric for s in SIGNALS.values()} <= set(frame)
+    assert early_warning.shipped(frame) == {k: v for k, v in asdict(Thresholds()).items() if v}
+
+
+def test_curves_of_any_study(learning_rates, tmp_path, capsys):
+    data = load.load([learning_rates])
+    pdf, png = fig_curves.draw(data, tmp_path)
+    assert pdf.name == "fig_curves_known.pdf" and png.read_bytes() == fig_curves.draw(data, tmp_path)[1].read_bytes()
+    assert capsys.readouterr().out == ""
+    fig_curves.draw(data, tmp_path, metrics=["reward/mean", "routing/consistency"])
+    assert "have not recorded routing/consistency" in capsys.readouterr().out
+    for metrics, said in (
+        (["clop/share"], "'clop/share' is not in gspo/tracking/metrics.py"),
+        (["kl/ref"], "none of kl/ref"),
+    ):
+        with pytest.raises(load.Refused, match=said):
+            fig_curves.draw(data, tmp_path, metrics=metrics)
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
+    ax = Figure().add_subplot()
+    values = pd.DataFrame({seed: [0.1 + 0.01 * seed, 0.0, 0.2, 0.3] for seed in (1, 2, 3)}, index=[1, 2, 3, 4])
+    panels.curve(ax, values, looks.look("GSPO"), style.View(smooth=0, seeds=True), least=0.1)
+    thick = ax.lines[-1].get_ydata()
+    assert pd.isna(thick).tolist() == [False, True, False, False] and thick[0] == pytest.approx(0.12)
+    assert all((line.get_ydata()[np.isfinite(line.get_ydata())] >= 0.1).all() for line in ax.lines)

@@ -1,0 +1,554 @@
+"""Settings: every option file composes, experiments do not leak into objectives, bad input is one clear line."""
+
+import json
+import re
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf, open_dict
+
+import forked
+from commands import ROOT
+from composing import CONF, options, settings
+from gspo.config.checks import check, check_training_set, warnings, warnings_after
+from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
+from gspo.config.schema import to_dataclass
+from gspo.config.settings import CHOICES, run_directory, same_result, settings_hash
+from gspo.run.cli import explain
+from gspo.run.directory import open_policy
+
+NEEDS = {  # what an option cannot do without
+    "hf": ["model.path=some/folder"],
+    "gae": ["objective=ppo"],
+    "grouped": ["rollout.query_set=128"],
+}
+
+
+@pytest.mark.parametrize("group", [*CHOICES, "experiment", "preset", "arm"])
+def test_every_option_file_composes_and_every_class_has_one(group):
+    for option in options(group):
+        result = settings(f"{group}={option}", *NEEDS.get(option, []))
+        if group in CHOICES:
+            assert type(getattr(result, group)) is CHOICES[group].get(option, type(getattr(result, group)))
+    assert set(CHOICES.get(group, {})) <= set(options(group))
+
+
+def test_the_help_names_every_option():
+    text = (CONF / "train.yaml").read_text().split("== Options of each group")[1].split("== Settings")[0]
+    sections = dict(re.findall(r"^      (\w+)  +((?:.+\n)(?:       +.+\n)*)", text, flags=re.M))
+    for group in [*CHOICES, "experiment", "preset", "arm"]:
+        assert set(options(group)) <= set(sections[group].split()), group
+        headings = {"sequence", "token", "ratio:", "weighted:", "as", "a", "peer:", "benchmarks:"}
+        assert set(sections[group].split()) <= set(options(group)) | headings, group
+
+
+def test_paper_clip_ranges_are_what_the_option_files_say():
+    ranges = {o: settings(f"objective={o}").objective for o in options("objective")}
+    assert (ranges["gspo"].clip_low, ranges["gspo"].clip_high) == (3e-4, 4e-4)
+    assert (ranges["gspo_token"].clip_low, ranges["gspo_token"].clip_high) == (3e-4, 4e-4)
+    assert (ranges["grpo"].clip_low, ranges["grpo"].clip_high) == (0.2, 0.27)
+
+
+def test_every_experiment_keeps_every_objectives_own_values():
+    for experiment in options("experiment"):
+        for objective in options("objective"):
+            alone = settings(f"objective={objective}").objective
+            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
+
+
+def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
+    for path in [
+        *(CONF / "experiment").glob("*.yaml"),
+        *(CONF / "preset").glob("*.yaml"),
+        *(CONF / "arm").glob("*.yaml"),
+        *(ROOT / "sweeps").glob("*.yaml"),
+    ]:
+        content = yaml.safe_load(path.read_text())
+        blocks = {"objective", "advantage", "kl", "correction"} & set(content)
+        assert not blocks, f"{path}: {blocks} would leak onto whichever option is chosen"
+
+
+def test_a_preset_wins_over_the_experiment_and_the_command_line_over_both():
+    preset = settings("experiment=tiny_moe", "preset=drgrpo")
+    assert preset.objective.name == "drgrpo" and preset.advantage.name == "group_mean"
+    assert preset.optim.lr == 2e-4, "the experiment's, on which the preset is silent"
+    assert settings("experiment=tiny_moe", "preset=roll_current").rollout.max_new_tokens == 4096
+    mine = settings("preset=verl", "experiment=tiny_moe", "objective=grpo_verl", "trainer.minibatches=2")
+    assert (mine.objective.name, mine.trainer.minibatches, mine.trainer.aggregation.rows) == ("grpo", 2, "all")
+
+
+def test_roll_legacy_is_the_option_list_of_rolls_first_gspo_page():
+    s = settings("preset=roll_legacy")
+    assert (s.rollout.prompts_per_step, s.rollout.group_size) == (64, 8)  # rollout batch 64 x 8
+    assert (s.rollout.max_prompt_tokens, s.rollout.max_new_tokens) == (2048, 4096)
+    assert (s.advantage.name, s.advantage.whiten, s.advantage.clip) == ("returns", "tokens", 2.0)  # reinforce
+    assert (s.objective.name, s.objective.clip_low, s.objective.clip_high) == ("gspo", 0.2, 0.2)  # seq; pg_clip
+    assert s.objective.dual_clip == pytest.approx(1 + 2 * 0.2)  # dual_clip_loss
+    assert (s.kl.name, s.kl.coef, s.kl.estimator) == ("loss", 0.001, "k3")  # use_kl_loss; no token-level KL
+    assert s.trainer.aggregation.mode == s.kl.aggregation.mode == "seq-mean-token-sum"
+    assert (s.trainer.epochs, s.reward.clip, s.reward.shift, s.reward.scale) == (1, 10, "none", "none")
+
+
+def test_presets_of_peers_state_their_conventions():
+    expected = {  # objective, clip range, bound, aggregation, rows, eps of the std, KL
+        "trl": ("gspo", 3e-4, 4e-4, 80, "seq-mean-token-mean", "all", 1e-4, "none"),
+        "trl_grpo": ("grpo", 0.2, 0.2, 80, "token-mean", "nonempty", 1e-4, "none"),
+        "verl": ("gspo_token", 3e-4, 4e-4, 10, "seq-mean-token-mean", "all", 1e-6, "none"),
+        "verl_grpo": ("grpo", 0.2, 0.2, 20, "token-mean", "nonempty", 1e-6, "none"),
+        "ms_swift": ("gspo", 3e-4, 4e-4, 80, "seq-mean-token-mean", "all", 1e-4, "none"),
+        "ms_swift_grpo": ("grpo", 0.2, 0.2, 80, "seq-mean-token-mean", "all", 1e-4, "loss"),
+        "paper_gspo": ("gspo", 3e-4, 4e-4, 20, "seq-mean-token-mean", "nonempty", 1e-6, "none"),
+        "paper_grpo": ("grpo", 0.2, 0.27, 20, "seq-mean-token-mean", "nonempty", 1e-6, "none"),
+        "dapo": ("dapo", 0.2, 0.28, 20, "token-mean", "nonempty", 1e-6, "none"),
+    }
+    for preset, values in expected.items():
+        s = settings(f"preset={preset}")
+        o, a = s.objective, s.trainer.aggregation
+        clip = (o.clip_low, o.clip_high, o.log_ratio_bound)
+        assert (o.name, *clip, a.mode, a.rows, s.advantage.eps, s.kl.name) == values, preset
+    assert settings("preset=drgrpo").trainer.aggregation.length == 80, "the response limit"
+    assert settings("preset=minirl").correction.high == 5.0
+    assert settings("preset=paper_grpo").policy.routing_replay == "r2"
+
+
+def test_every_number_of_a_preset_has_its_source_beside_it():
+    for path in [*(CONF / "preset").glob("*.yaml")]:
+        for line in path.read_text().splitlines():
+            value, _, source = line.partition(": ")[2].partition(" #")
+            if value.strip().replace(".", "").replace("e-", "").isdigit():
+                assert source, f"{path}: {line}"
+
+
+def test_auto_settles_to_what_the_objectives_paper_uses():
+    modes = {"dapo": "token-mean", "drgrpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
+    for option, mode in modes.items():
+        s = settings(f"objective={option}", "kl=loss", "rollout.extend={5: 120}")
+        assert s.trainer.aggregation.mode == s.kl.aggregation.mode == mode
+    assert settings("objective=drgrpo", "rollout.extend={5: 120}").trainer.aggregation.length == 120
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_sweep_composes_with_each_of_its_options(path):
+    searchpath = f"hydra.searchpath=[file://{CONF}]"
+    assert settings(searchpath, name=path.stem, folder=path.parent).on_existing == "resume"
+    swept = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
+    for key, values in swept.items():
+        if key.startswith("+") or (CONF / key).is_dir():
+            runs = [
+                settings(searchpath, f"{key}={value}", name=path.stem, folder=path.parent)
+                for value in values.split(",")
+                if value != "vllm"  # composes where vLLM is installed
+            ]
+            assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local", "submitit_slurm", "two_jobs"])
+def test_a_sweep_file_leaves_the_launcher_to_the_command_line(launcher):
+    overrides = [f"hydra.searchpath=[file://{CONF}]", f"hydra/launcher={launcher}"]
+    with initialize_config_dir(str(ROOT / "sweeps"), version_base="1.3"):
+        composed = compose("learning_rate", overrides=overrides, return_hydra_config=True)
+    assert composed.hydra.launcher._target_.endswith("Launcher") and composed.study == "learning_rate"
+
+
+def test_precedence_is_defaults_experiment_command_line():
+    assert settings().optim.lr == 1e-6
+    experiment = settings("experiment=tiny_moe")
+    assert experiment.optim.lr != 1e-6
+    assert settings("experiment=tiny_moe", "optim.lr=0.5").optim.lr == 0.5
+
+
+BAD = [
+    ("rollout.group_size=1", "rollout.group_size=1"),
+    ("trainer.minibatches=5", "trainer.minibatches=5"),
+    ("trainer.minibatches=1", "trainer.minibatches=1"),
+    ("trainer.minibatches=0", "trainer.minibatches=0"),
+    ("trainer.aggregation.mode=sum", "aggregation.mode='sum'"),
+    ("trainer.aggregation.mode=token-mean", "trainer.aggregation.mode=token-mean weighs responses"),
+    ("trainer.aggregation.mode=seq-mean-token-sum objective=gspo_token", "aggregation.mode=seq-mean-token-sum weighs"),
+    (
+        "trainer.aggregation.mode=seq-mean-token-sum objective=luspo",
+        "aggregation.mode=seq-mean-token-sum with objective=l",
+    ),
+    ("objective=sapo objective.level=sequence trainer.aggregation.mode=token-mean", "objective=sapo has one ratio"),
+    ("trainer.aggregation.rows=some", "aggregation.rows='some'"),
+    ("objective=dapo trainer.aggregation.mode=token-mean trainer.aggregation.rows=all", "rows=all is not read"),
+    ("trainer.aggregation.length=9 trainer.aggregation.mode=seq-mean-token-mean", "aggregation.length=9 is not read"),
+    ("objective.dual_clip=0.5", "objective.dual_clip=0.5"),
+    ("objective=dppo objective.delta=2", "objective.delta=2"),
+    ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
+    ("correction=icepop policy.old_logprobs=engine", "correction=icepop with policy.old_logprobs=engine"),
+    ("correction=tis correction.level=word", "correction.level='word'"),
+    ("correction=tis correction.high=0", "correction.high=0.0 must be a finite number above 0"),
+    ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
+    ("advantage=returns kl=reward", "advantage=returns with kl=reward .* gives one per token"),
+    ("advantage=returns advantage.gamma=0.9", "advantage=returns with kl=none and advantage.gamma=0.9 gives one per"),
+    ("objective=luspo advantage=reinforce_pp advantage.gamma=0.9", "advantage.gamma=0.9 gives one per token"),
+    ("objective=dapo trainer.aggregation.rows=all", "aggregation.rows=all is not read by aggregation.mode=token-mean"),
+    ("objective=grpo trainer.aggregation.length=9", "aggregation.length=9 is not read"),
+    ("kl=loss kl.aggregation.rows=all", "kl.aggregation.rows=all.* not read with kl.aggregation.mode=auto"),
+    ("kl=loss kl.estimator=k2 kl.times_ratio=token kl.log_ratio_bound=100", "kl.log_ratio_bound=100.0 must lie in"),
+    ("kl=loss kl.log_ratio_bound=100", "kl.log_ratio_bound=100.0 must lie in"),
+    ("advantage=group_mean reward.shift=batch kl=reward", "reward.shift=batch is not read with advantage=group_mean"),
+    ("model=tiny_dense trainer.consistency_sample=9", "trainer.consistency_sample=9 is not read with model=tiny_dense"),
+    ("task=gsm8k cold_start.steps=5", "cold_start.steps=5 with task=gsm8k: it has no demonstrations"),
+    ("advantage.std=batch reward.scale=batch", "reward.scale=batch is not read"),
+    ("advantage.group_of_one=reward", "advantage.group_of_one=reward is not read with rollout.group_size=8"),
+    (
+        "advantage=reinforce_pp advantage.baseline=group rollout.group_size=1",
+        "rollout.group_size=1 with advantage.basel",
+    ),
+    ("kl=loss kl.gradient=k2 kl.times_ratio=token", "kl.times_ratio=token with kl.gradient=k2"),
+    ("advantage.whiten=all", "advantage.whiten='all'"),
+    ("advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9", "advantage.gamma=0.9 is not read"),
+    ("advantage.clip=0", "advantage.clip=0"),
+    ("kl=loss kl.coef=0", "kl.coef=0.0"),
+    ("kl=loss kl.horizon=5", "kl.horizon=5.0 is not read with kl.target=null"),
+    ("kl=loss kl.weighted=true", "kl.weighted=true with correction=none"),
+    ("kl=loss kl.estimator=k9", "kl.estimator='k9'"),
+    ("reward.shift=batch", "reward.shift=batch is not read with advantage=group_normalized"),
+    ("reward.scale=running", "reward.scale=running is not read with advantage=group_normalized"),
+    ("objective=dppo policy.old_logprobs=engine", "policy.old_logprobs=engine is not read with objective=dppo"),
+    ("reward.eps=1e-3", "reward.eps=0.001 is not read with reward.scale=none"),
+    ("reward.overlong_penalty=2", "reward.overlong_penalty=2.0 is not read"),
+    ("reward.overlong_cache=80", "reward.overlong_cache=80 must be below rollout.max_new_tokens=80"),
+    ("reward.shift=everything", "reward.shift='everything'"),
+    ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
+    ("rollout.refresh_every=5", "rollout.refresh_every=5"),
+    ("rollout.extend={5:10}", "rollout.extend="),
+    ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
+    ("policy.routing_replay=r4", "policy.routing_replay='r4'"),
+    ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
+    ("policy.old_pass=never", "policy.old_pass='never': choose one of auto, always"),
+    ("policy.routing_replay=r3 model=tiny_dense", "policy.routing_replay=r3 needs an MoE model"),
+    ("rollout.routes=true model=tiny_dense", "rollout.routes=True is not read with model=tiny_dense"),
+    ("rollout.routes_floor=.9", "rollout.routes_floor=0.9 is not read with rollout.routes=false"),
+    ("rollout.routes=true rollout.routes_floor=1.5", "rollout.routes_floor=1.5"),
+    ("rollout.sync_tolerance=.1", "rollout.sync_tolerance=0.1 is not read with rollout=local in float32"),
+    ("rollout.dtype=bfloat16 rollout.sync_tolerance=-1", "rollout.sync_tolerance=-1"),
+    ("rollout.dtype=float16", "rollout.dtype='float16'"),
+    ("rollout.staleness=-1", "rollout.staleness=-1"),
+    ("rollout.overlap=true", "rollout.overlap=true with rollout.staleness=0"),
+    ("rollout.in_flight=64", "rollout.in_flight=64 is not read with rollout.token_budget=0"),
+    ("rollout.token_budget=20", "rollout.in_flight=0 must exceed rollout.prompts_per_step=32"),
+    ("rollout.token_budget=80 rollout.in_flight=64", "rollout.token_budget=80 must be below the longest response"),
+    ("rollout.token_budget=20 rollout.in_flight=64 rollout.refill_rounds=1", "dynamic sampling needs whole responses"),
+    ("rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r3", "no one record of experts"),
+    (
+        "rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r2 policy.old_logprobs=engine",
+        "policy.routing_replay=r2 with rollout.token_budget=20 and policy.old_logprobs=engine",
+    ),
+    ("rollout.token_budget=20 rollout.in_flight=96 rollout.query_set=64", "rollout.in_flight=96 exceeds"),
+    ("policy.routing_replay=r3 trainer.minibatches=1 allow_on_policy=true", "policy.routing_replay=r3 changes nothing"),
+    ("policy.old_logprobs=behaviour trainer.minibatches=1", "trainer.minibatches=1 with policy.old_logprobs=behaviour"),
+    ("rollout=vllm rollout.tensor_parallel_size=0", "rollout.tensor_parallel_size=0"),
+    (
+        "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",
+        "its workers have processes of their own",
+    ),
+    ("rollout=vllm rollout.max_model_len=80", "rollout.max_model_len=80 leaves no room"),
+    ("rollout=vllm rollout.kv_cache_gib=0", "rollout.kv_cache_gib=0"),
+    ("rollout=vllm rollout.gpu_memory=1", "rollout.gpu_memory=1"),
+    ("rollout=vllm rollout.sleep=true rollout.staleness=1 rollout.overlap=true", "the engine is never idle"),
+    ("policy.old_logprobs=now", "policy.old_logprobs='now'"),
+    ("objective.clip_low=2", "objective.clip_low=2"),
+    ("objective.clip_high=-1", "objective.clip_high=-1"),
+    ("optim.lr=-1", "optim.lr=-1"),
+    ("rollout.temperature=0", "rollout.temperature=0"),
+    ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0"),
+    ("evaluation.sets=[nothing]", "evaluation.sets=.*nothing"),
+    ("cold_start.wrong_step_rate=1", "cold_start.wrong_step_rate=1"),
+    ("steps=0", "steps=0"),
+    ("optim.beta1=2", "optim.beta1=2"),
+    ("optim.lr=nan", "optim.lr=nan"),
+    ("cold_start.micro_batch_size=0", "cold_start.micro_batch_size=0"),
+    ("evaluation.temperature=-1", "evaluation.temperature=-1"),
+    ("objective.name=other", "objective.name='other'"),
+    ("threads=-2", "threads=-2"),
+    ("study=../elsewhere", "study='../elsewhere'"),
+    ("on_existing=delete", "on_existing='delete'"),
+    ("tracking.wandb=maybe", "tracking.wandb='maybe'"),
+    ("model.experts_per_token=99", "model.experts_per_token=99"),
+    ("task.math.max_operands=1", "max_operands=1"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", BAD, ids=[b[0] for b in BAD])
+def test_what_cannot_work_is_refused_naming_key_and_value(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        settings(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "kl=reward reward.scale=batch",  # KL is taken off after the scale
+        "advantage.std=batch reward.scale=group",  # the batch's std sees what the groups' scales did
+        "advantage.std=batch reward.shift=group",
+        "objective=dppo kl=loss kl.times_ratio=token policy.old_logprobs=engine",  # the KL term's ratio is to pi_old
+        "objective=dppo trainer.minibatches=1",  # its ratio is to the engine's policy, not to pi_old
+        "objective=gspo_token advantage=returns advantage.gamma=0.9",
+        "objective=drgrpo trainer.aggregation.length=100",  # mode=auto is Dr.GRPO's, which reads it
+    ],
+)
+def test_settings_that_do_act_are_not_refused(overrides):
+    chosen = settings(*overrides.split())
+    assert read_back(chosen) == chosen
+
+
+def read_back(chosen):
+    """Through a run directory's settings.yaml, as a resume reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_settings(chosen, Path(folder))
+        return read_settings(Path(folder))
+
+
+def test_one_update_per_rollout_is_allowed_when_asked_for():
+    assert settings("trainer.minibatches=1", "allow_on_policy=true").allow_on_policy
+    assert settings("trainer.minibatches=1", "trainer.epochs=2").trainer.epochs == 2
+    assert settings("trainer.minibatches=1", "policy.old_logprobs=engine").trainer.minibatches == 1
+
+
+def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
+    base = settings("experiment=tiny_moe")
+    for same in ("steps=7", "tracking.wandb=offline", "runs=elsewhere", "threads=2", "on_existing=resume"):
+        assert settings_hash(settings("experiment=tiny_moe", same)) == settings_hash(base), same
+    for other in ("optim.lr=1e-3", "seed=2", "policy.routing_replay=r2", "objective=grpo", "task.code_share=0.1"):
+        assert settings_hash(settings("experiment=tiny_moe", other)) != settings_hash(base), other
+    assert run_directory(base).match(f"runs/tiny_moe/gspo-seed1-{settings_hash(base)}")
+
+
+def chosen(*overrides: str, name: str = "train", folder: Path = CONF):
+    """Settings as the entry point makes them: with Hydra's choices."""
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = compose(name, overrides=list(overrides), return_hydra_config=True)
+    choices = config.hydra.runtime.choices
+    with open_dict(config):
+        del config["hydra"]
+    return to_settings(config, choices)
+
+
+def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path):
+    plain, run = settings("experiment=tiny_moe"), chosen("experiment=tiny_moe", "seed=3")
+    assert run.options["objective"] == "gspo_tiny" and run.objective.name == "gspo"
+    assert run.options["experiment"] == "tiny_moe" and "preset" not in run.options and "arm" not in run.options
+    assert set(run.options) >= set(CHOICES) and not any(group.startswith("hydra") for group in run.options)
+    assert settings_hash(settings("experiment=tiny_moe", "seed=3")) == settings_hash(run)
+    assert run_directory(run).name == f"gspo_tiny-seed3-{settings_hash(run)}" and run.label() == "gspo_tiny seed 3"
+    assert plain.label() == "gspo seed 1" and plain.options == {}
+    write_settings(run, tmp_path)
+    assert resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500"]).options == run.options
+    with pytest.raises(ValueError, match="options"):
+        chosen("experiment=tiny_moe", "+options.objective=mine")
+    with pytest.raises(ValueError, match="options"):
+        resumed_settings(tmp_path, [f"resume={tmp_path}", "options.objective=mine"])
+    replayed = chosen("experiment=micro_moe", "arm=grpo_r2", "preset=drgrpo")
+    assert {"arm": "grpo_r2", "preset": "drgrpo", "objective": "grpo"}.items() <= replayed.options.items()
+    path = f"hydra.searchpath=[file://{CONF}]"
+    longer = chosen(path, "+chain=n4", name="response_length", folder=ROOT / "sweeps")
+    assert longer.options["chain"] == "n4", "groups of a sweep's own too"
+
+
+def test_a_run_from_before_options_were_recorded_is_read(tmp_path):
+    old = settings("experiment=tiny_moe")
+    write_settings(old, tmp_path)
+    content = yaml.safe_load((tmp_path / "settings.yaml").read_text())
+    del content["options"]
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
+    assert read_settings(tmp_path) == old and old.objective_option() == "gspo"
+
+
+def test_settings_survive_the_file(tmp_path):
+    for overrides in (("objective=grpo", "model=tiny_dense", "task=math"), ("experiment=tiny_moe", "arm=grpo_r2")):
+        written = settings(*overrides)
+        write_settings(written, tmp_path)
+        assert read_settings(tmp_path) == written
+
+
+def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
+    recorded = settings("experiment=tiny_moe", "seed=5")
+    write_settings(recorded, tmp_path)
+    for override in ("checkpoint.keep=1", "trainer.micro_batch_size=3", "rollout.batch_rows=7", "policy.device=cpu"):
+        cheaper = resumed_settings(tmp_path, [f"resume={tmp_path}", override])
+        assert cheaper != recorded and settings_hash(cheaper) == settings_hash(recorded)
+        assert same_result(cheaper, recorded) is None
+    changed = resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500", "tracking.wandb=disabled"])
+    assert (changed.steps, changed.tracking.wandb, changed.seed) == (500, "disabled", 5)
+    for override in ("seed=6", "optim.lr=1", "objective=grpo", "experiment=tiny_moe"):
+        with pytest.raises(ValueError, match="only steps, tracking, checkpoint"):
+            resumed_settings(tmp_path, [override])
+    with pytest.raises(ValueError, match=r"no settings.yaml"):
+        resumed_settings(tmp_path / "nowhere", [])
+
+
+def test_settings_of_another_version_are_refused_by_name(tmp_path):
+    content = OmegaConf.to_container(OmegaConf.create(asdict(settings())))
+    content["objective"]["name"] = "ppo9"
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=r"objective.name='ppo9'"):
+        read_settings(tmp_path)
+
+
+UNREAD = ["kl.coef=0.1", "objective=reinforce objective.clip_low=0.1", "objective=sapo objective.dual_clip=3"]
+
+
+@pytest.mark.parametrize("overrides", UNREAD)
+def test_an_option_that_the_choice_does_not_have_is_an_unknown_key(overrides):
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings(*overrides.split())
+    assert overrides.split()[-1].split("=")[0].split(".")[1] in explain(refused.value)
+
+
+UNKNOWN = [  # override, the unknown key, the nearest one
+    ("foo=1", "foo", "monitor"),
+    ("+foo=1", "foo", "monitor"),
+    ("++foo.bar=1", "foo", "monitor"),
+    ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
+    ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
+    ("+lr=0.1", "lr", "optim.lr"),
+    ("+rollout.top_p=0.9", "rollout.top_p", "rollout.dtype"),
+    ("+objective.clip=1", "objective.clip", "objective.clip_low"),
+    ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
+    ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
+    ("+experimnt=tiny_moe", "experimnt", "experiment"),
+]
+
+
+@pytest.mark.parametrize("override, key, nearest", UNKNOWN)
+def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(override, key, nearest):
+    with pytest.raises((ValueError, ConfigCompositionException)) as refused:
+        settings(override)
+    said, _, others = explain(refused.value).partition(" (of ")
+    assert said == f"there is no setting {key}: the nearest is {nearest}"
+    assert not others or nearest.rpartition(".")[2] in others, "where it is far, all of its group are named"
+
+
+@pytest.mark.parametrize("name", ["evaluate", "sample", "benchmark"])
+def test_an_unknown_key_is_refused_by_every_entry_point(name):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(name, overrides=["+run=x"] * (name == "benchmark") + ["+foo=1"])
+    with pytest.raises(ValueError, match=r"there is no setting (foo|run): the nearest is"):
+        to_dataclass(config)
+
+
+@pytest.mark.parametrize(
+    "text, said", [("foo: 1", "foo: the"), ("optim: {learning_rate: 1}", "optim.learning_rate: the")]
+)
+def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, said):
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    (tmp_path / "sweep.yaml").write_text(f"defaults: [train, _self_]\n{text}\n")
+    with pytest.raises(ConfigCompositionException) as of_preset:
+        settings(f"hydra.searchpath=[file://{tmp_path}]", "preset=mine")
+    with pytest.raises(ConfigCompositionException) as of_sweep:
+        settings(f"hydra.searchpath=[file://{CONF}]", name="sweep", folder=tmp_path)
+    assert explain(of_preset.value).startswith(f"In 'preset/mine': there is no setting {said} nearest is ")
+    assert explain(of_sweep.value).startswith(f"In 'sweep': there is no setting {said} nearest is ")
+
+
+def test_mappings_take_new_keys_without_a_plus():
+    assert settings("rollout.extend={100: 160}") == settings("+rollout.extend={100: 160}")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        command = to_dataclass(compose("benchmark", overrides=["size.hidden=32", "set.trainer.micro_batch_size=8"]))
+    assert command.size == {"hidden": 32} and command.overrides() == ["trainer.micro_batch_size=8"]
+
+
+def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
+    with pytest.raises(ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."):
+        settings("~steps")
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings("+optim.lr=0.5")
+    assert explain(refused.value) == "+optim.lr: this is a setting already; give it without +"
+    assert settings("++optim.lr=0.5").optim.lr == 0.5
+
+
+def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings("objective=gsop")
+    said = explain(refused.value)
+    assert said.startswith("objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, ")
+    assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
+
+
+def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
+    write_settings(settings("seed=5"), tmp_path)
+    assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(tmp_path, ["checkpoint.keep=1"])
+    for override in ("foo=1", "+foo=1", "++rollout.top_p=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
+        key = override.lstrip("+").split("=")[0]
+        with pytest.raises(ValueError, match=re.escape(f"{override}: there is no setting {key}: the nearest is ")):
+            resumed_settings(tmp_path, [f"resume={tmp_path}", override])
+
+
+def test_warnings_name_what_may_not_be_meant():
+    assert warnings(settings()) == []
+    assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
+    metrics = {"clip/token_active": 0.0123, "ratio/sequence_log_abs": 4e-4}
+    assert warnings_after(settings("objective=gspo"), metrics) == []
+    assert warnings_after(settings("objective=grpo"), metrics) == []
+    (line,) = warnings_after(settings("objective=gspo", "objective.clip_high=0.2"), metrics)
+    assert "clip_high=0.2" in line and "1.23%" in line, "the measured share"
+
+
+CLI = [
+    ("optim.learning=1", "learning"),
+    ("kl.coef=0.001", "kl.coef"),
+    ("preset=verll", "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo"),
+    ("rollout.group_size=1", "rollout.group_size=1"),
+    ("resume=no/such/run", "no/such/run"),
+    ("policy.device=gpu", "policy.device=gpu cannot be used here"),
+]
+
+
+def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
+    for i, (override, named) in enumerate(CLI):
+        (tmp_path / str(i)).mkdir()
+        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *override.split()]
+        if not override.startswith("resume"):
+            command.append(f"runs={tmp_path / str(i) / 'runs'}")
+        done = forked.run(command, cwd=tmp_path / str(i))
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == "" and done.stderr.startswith("error: ") and named in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert [path for path in (tmp_path / str(i)).rglob("*") if path.is_file()] == []
+
+
+def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
+    chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
+    with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
+        open_policy(chosen, None, report=lambda *_: pytest.fail("the cold start began"))
+
+
+def test_sizes_follow_the_model_and_are_no_recorded_option():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=["sizes=tiny"], return_hydra_config=True)
+        chosen = composed.hydra.runtime.choices
+        with open_dict(composed):
+            composed.pop("hydra")
+        with pytest.raises(ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"):
+            to_settings(composed, chosen)
+        chosen["sizes"] = chosen["model"]
+        assert "sizes" not in to_settings(composed, chosen).options
+
+
+def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
+    for name, first, count in (("test", 0, 3), ("train", 3, 40)):
+        rows = [{"question": f"{i} apples?", "answer": f"#### {i}"} for i in range(first, first + count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["task=gsm8k", f"task.path={tmp_path}", "model=hf", "model.path=x", "rollout.prompts_per_step=32"]
+    message = r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
+    with pytest.raises(ValueError, match=message):
+        check_training_set(settings(*options, "rollout.query_set=64"))
+    check_training_set(settings(*options, "rollout.query_set=32"))
+    check_training_set(settings("rollout.query_set=64"))  # problems are made without end
+
+
+def test_check_runs_on_plain_dataclasses_too():
+    good = settings()
+    good.rollout.group_size = 1
+    with pytest.raises(ValueError, match=r"rollout.group_size=1"):
+        check(good)

@@ -1,0 +1,291 @@
+"""The vLLM engine against the policy itself, with real engines on the CPU. `make test-vllm` runs it."""
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from builders import perturb, problems
+
+pytest.importorskip("vllm")
+
+import psutil
+
+from gspo.core.batch import NOT_RECORDED, pack
+from gspo.core.types import Problem, Response
+from gspo.model.loading import TinyDense, TinyMoE
+from gspo.model.policy import Policy
+from gspo.rollout import vllm as module
+from gspo.rollout import vllm_worker
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.requests import Sampling
+from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm import VLLMEngine
+
+pytestmark = pytest.mark.vllm
+
+# heads of 32 dimensions: vLLM has no kernel for smaller ones
+MODELS = {
+    "moe": TinyMoE(hidden=64, layers=3, heads=2, experts=8, experts_per_token=2),
+    "dense": TinyDense(hidden=64, layers=3, heads=2),
+    "untied": TinyDense(hidden=64, layers=3, heads=2),
+}
+ENGINES = {  # each model in both kinds of process; experts are recorded in both kinds too, the second in `lower`
+    "moe-own": ("moe", VLLMRollout(routes=True, batch_rows=64)),
+    "moe-in": ("moe", VLLMRollout(own_process=False, batch_rows=64)),
+    "dense-own": ("dense", VLLMRollout(batch_rows=64)),
+    "dense-in": ("untied", VLLMRollout(own_process=False, batch_rows=64)),
+}
+
+
+def tiny(name: str) -> Policy:
+    """A random model, its matrices scaled up: else all logits are nearly equal and no difference would show."""
+    network, tokenizer = MODELS[name].make()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+        if name == "untied":
+            network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight + 0.02)
+            network.config.tie_word_embeddings = False
+    return Policy(network, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """All engines, each with its policy, started when first asked for."""
+    started = {}
+
+    def start(name: str, kind: str = "", settings: VLLMRollout | None = None) -> VLLMEngine:
+        if name not in started:
+            kind, settings = (kind, settings) if settings else ENGINES[name]
+            started[name] = VLLMEngine(tiny(kind), settings)
+        return started[name]
+
+    yield start
+    for engine in started.values():
+        engine.close()
+        engine.close()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, engines) -> VLLMEngine:
+    return engines(request.param)
+
+
+@pytest.fixture
+def lower(engines) -> VLLMEngine:
+    return engines("lower", "moe", VLLMRollout(own_process=False, dtype="bfloat16", routes=True, batch_rows=64))
+
+
+def long_problems(count: int = 4) -> list[Problem]:
+    """Prompts of more tokens than the 128 of a block of the cache: only whole blocks are kept."""
+    return [Problem("math", i, "".join(f"{i + j}+{j * i}-" for j in range(45)) + "=?", "0") for i in range(count)]
+
+
+def run(engine, sampling: Sampling, chosen=None, group_size: int = 2, seed: int = 1, experts=False) -> list[Response]:
+    groups = engine.generate(chosen or problems(), group_size, sampling, (seed, "test"), record_experts=experts)
+    return [r for group in groups for r in group]
+
+
+def tokens(responses: list[Response]) -> list[list[int]]:
+    return [r.token_ids for r in responses]
+
+
+def gap(policy: Policy, responses: list[Response], temperature: float = 1.0) -> float:
+    """Mean |log-prob of the engine - that of the policy| of the sampled tokens."""
+    policy.temperature = temperature
+    batch = pack(responses, policy.tokenizer.pad_token_id)
+    difference = (batch.engine_logp_BT - policy.score(batch, 32).logp_BT).abs()
+    policy.temperature = 1.0
+    return difference[batch.mask_BT].mean().item()
+
+
+def agreement(policy: Policy, responses: list[Response]) -> float:
+    """Share of positions and layers at which engine and policy choose the same set of experts."""
+    batch = pack(responses, policy.tokenizer.pad_token_id)
+    theirs, own = batch.engine_experts_BSLK, policy.score(batch, 32).experts_BSLK
+    known_BS = theirs[:, :, 0, 0] != NOT_RECORDED
+    assert known_BS.sum() == sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in responses)
+    return (theirs.sort(-1).values == own.sort(-1).values).all(-1)[known_BS].float().mean().item()
+
+
+def assert_in_step(engine: VLLMEngine) -> None:
+    """The engine computes what its policy does, also for prompts that it has seen under other weights."""
+    greedy = run(engine, Sampling(0.0, 24), long_problems())
+    assert min(len(r.prompt_ids) for r in greedy) >= 200
+    assert tokens(greedy) == tokens(run(LocalEngine(engine.policy), Sampling(0.0, 24), long_problems()))
+    assert gap(engine.policy, greedy) < 1e-5
+
+
+def test_greedy_tokens_and_log_probs_are_the_policys(engine):
+    greedy = run(engine, Sampling(0.0, 40))
+    assert tokens(greedy) == tokens(run(LocalEngine(engine.policy), Sampling(0.0, 40)))
+    assert gap(engine.policy, greedy) < 1e-5
+    for temperature in (1.0, 0.7):
+        sampled = run(engine, Sampling(temperature, 60), group_size=4)
+        assert gap(engine.policy, sampled, temperature) < 1e-5
+        assert gap(engine.policy, sampled, 0.85) > 0.01, "the measure should see a wrong temperature"
+
+
+def test_responses_end_with_a_stop_token_or_at_the_limit(engine):
+    eos = engine.policy.tokenizer.eos_token_id
+    responses = run(engine, Sampling(1.0, 60), group_size=6)
+    assert set(Counter(r.finish_reason for r in responses)) == {"stop", "length"}
+    for r in responses:
+        assert eos not in r.token_ids[:-1] and len(r.logprobs) == len(r.token_ids)
+        assert r.finish_reason == ("stop" if r.token_ids[-1] == eos else "length")
+        assert r.finish_reason == "stop" or len(r.token_ids) == 60
+
+
+def test_a_response_does_not_depend_on_its_neighbours(engine):
+    four = run(engine, Sampling(1.0, 40), group_size=4)
+    two = run(engine, Sampling(1.0, 40), [*long_problems(2), *reversed(problems())], group_size=2)
+    two = {(r.problem, r.sample): r.token_ids for r in two}
+    assert all(two[r.problem, r.sample] == r.token_ids for r in four if r.sample < 2)
+    assert tokens(run(engine, Sampling(1.0, 40), group_size=4)) == tokens(four)
+    assert len(set(map(tuple, tokens(four)))) > 0.9 * len(four)
+    other = run(engine, Sampling(1.0, 40), group_size=4, seed=2)
+    assert sum(a != b for a, b in zip(tokens(other), tokens(four), strict=True)) > 0.9 * len(four)
+
+
+def test_responses_cut_by_a_budget_go_on_to_a_proper_end(engine):
+    routes, sampling = engine.settings.routes, Sampling(1.0, 30, budget=8)
+    open_, ended, calls = run(engine, sampling, group_size=4, experts=routes), [], 1
+    while open_:
+        ended += [r for r in open_ if r.finish_reason != "budget"]
+        cut = [r for r in open_ if r.finish_reason == "budget"]
+        assert all(len(r.token_ids) == 8 * calls for r in cut)
+        open_ = engine.extend(cut, sampling, (1, "test"), policy_step=calls, record_experts=routes) if cut else []
+        for before, after in zip(cut, open_, strict=True):
+            assert after.token_ids[: len(before.token_ids)] == before.token_ids
+            assert after.segments[-1] == (calls, len(after.token_ids) - len(before.token_ids))
+        calls += 1
+    assert len(ended) == 20 and {r.finish_reason for r in ended} == {"stop", "length"} and calls == 5
+    assert gap(engine.policy, ended) < 1e-5
+    assert not routes or agreement(engine.policy, ended) > 0.999
+
+
+def test_new_weights_are_the_ones_that_sample_next(engine):
+    assert_in_step(engine)
+    for seed in range(4):
+        before = run(engine, Sampling(0.0, 24), long_problems())
+        perturb(engine.policy, 0.05, seed)
+        assert gap(engine.policy, before) > 0.01, "the update should make a difference"
+        engine.load_weights(engine.policy.named_tensors())
+        assert_in_step(engine)
+
+
+def test_weights_of_another_model_are_refused(engine):
+    tensors = dict(engine.policy.named_tensors())
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight"):
+        engine.load_weights((n, t) for n, t in tensors.items() if n != "model.norm.weight")
+    assert_in_step(engine)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "moe-own"])
+def test_a_sync_must_clear_the_prefix_cache(engines, name, monkeypatch):
+    engine = engines(name)
+    run(engine, Sampling(0.0, 24), long_problems())
+    perturb(engine.policy, 0.05, 9)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_forget_prefixes", lambda: None)
+        engine.load_weights(engine.policy.named_tensors())
+        assert gap(engine.policy, run(engine, Sampling(0.0, 24), long_problems())) > 0.01
+    engine._forget_prefixes()
+    assert_in_step(engine)
+
+
+@pytest.mark.parametrize("step", ["forget_packing", "pack_head"])
+def test_a_sync_must_pack_experts_and_output_layer_again(engines, step, monkeypatch):
+    engine = engines("moe-in")
+    perturb(engine.policy, 0.05, 10)
+    with monkeypatch.context() as broken:
+        broken.setattr(vllm_worker, step, lambda model: None)
+        engine.load_weights(engine.policy.named_tensors())
+        assert gap(engine.policy, run(engine, Sampling(0.0, 24))) > 0.01
+    engine.load_weights(engine.policy.named_tensors())
+    assert_in_step(engine)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "lower"])
+def test_loading_the_same_weights_changes_nothing(engines, lower, name):
+    engine = engines(name)
+    before = tokens(run(engine, Sampling(0.0, 40)))
+    engine.load_weights(engine.policy.named_tensors())
+    assert tokens(run(engine, Sampling(0.0, 40))) == before
+
+
+def test_routes_are_the_policys_and_in_lower_precision_nearly(engines, lower):
+    engine = engines("moe-own")
+    chosen = [*problems(), *long_problems()]
+    assert agreement(engine.policy, run(engine, Sampling(1.0, 40), chosen, 4, experts=True)) > 0.999
+    assert run(engine, Sampling(1.0, 5))[0].experts is None
+    assert 0.8 < agreement(lower.policy, run(lower, Sampling(1.0, 40), chosen, 4, experts=True)) < 1
+
+
+def test_requests_that_lose_their_place_in_the_cache_are_recorded_whole(engines, monkeypatch):
+    """Six blocks of cache for eight requests that grow into a second block: some are thrown out and fed again."""
+    settings = VLLMRollout(own_process=False, routes=True, max_model_len=256, kv_cache_gib=7 * 128 * 1536 / 2**30)
+    small = engines("small", "moe", settings)
+    starts, pop = Counter(), vllm_worker.Capture.pop
+
+    def counting(self):
+        starts.update(name for name, pieces in self.pieces.items() for start, _ in pieces if start == 0)
+        return pop(self)
+
+    monkeypatch.setattr(vllm_worker.Capture, "pop", counting)
+    chosen = [Problem("math", i, (f"{i}+" * 60)[:110], "0") for i in range(8)]
+    crowded = run(small, Sampling(1.0, 90), chosen, 1, experts=True)
+    assert max(starts.values()) > 1, "no request was thrown out"
+    assert agreement(small.policy, crowded) > 0.999 and gap(small.policy, crowded) < 1e-5
+    assert tokens(crowded) == [run(small, Sampling(1.0, 90), [p], 1)[0].token_ids for p in chosen]
+
+
+def test_what_cannot_work_is_refused_in_one_line(engines, monkeypatch):
+    moe, dense = tiny("moe"), tiny("dense")
+    sixteen = Policy(*TinyMoE(hidden=32, heads=2).make())
+    for policy, settings, message in [
+        (moe, VLLMRollout(kv_cache_gib=1e6), r"rollout\.kv_cache_gib=1000000\.0: .* lower it"),
+        (dense, VLLMRollout(routes=True), r"rollout\.routes=true: this model has no router"),
+        (moe, VLLMRollout(sleep=True), r"rollout\.sleep=true: only a GPU"),
+        (sixteen, VLLMRollout(), r"no attention for heads of 16 dimensions"),
+        (moe, VLLMRollout(own_process=False, kv_cache_gib=1e-4), r"^rollout\.name=vllm: the engine did not start: "),
+    ]:
+        with pytest.raises(ValueError, match=message) as caught:
+            VLLMEngine(policy, settings)
+        assert "\n" not in str(caught.value)
+    engine = engines("dense-in")
+    with pytest.raises(ValueError, match=r"up to 2048 of the response exceed the 2048 positions"):
+        run(engine, Sampling(1.0, 2048))
+    with pytest.raises(ValueError, match=r"set rollout\.routes=true"):
+        run(engine, Sampling(1.0, 5), experts=True)
+    monkeypatch.setattr(module, "TESTED_VERSION", "0.31")
+    with pytest.raises(ValueError, match=r"vLLM 0\.32\.\d+ is installed, this engine was tested with 0\.31\.\*"):
+        VLLMEngine(dense, VLLMRollout())
+
+
+TRAINER = """
+import time
+from gspo.model.loading import TinyDense
+from gspo.model.policy import Policy
+from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm import VLLMEngine
+engine = VLLMEngine(Policy(*TinyDense(heads=2).make()), VLLMRollout())
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engines_processes_end_with_a_trainer_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert any(line == "ready\n" for line in trainer.stdout)
+            family = psutil.Process(trainer.pid).children(recursive=True)
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+        assert family
+        assert not psutil.wait_procs(family, timeout=20)[1]

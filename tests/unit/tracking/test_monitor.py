@@ -1,0 +1,183 @@
+"""The monitor on hand-made rows: when it warns, when it stops warning, when it says collapse; its report in words."""
+
+import math
+import time
+
+import pytest
+
+from gspo.tracking.collapse import SIGNALS
+from gspo.tracking.monitor import Monitor, MonitorSettings, Thresholds, report
+
+HEALTHY = {
+    "reward/mean": 0.5, "routing/consistency": 0.99, "mismatch/k3": 1e-5, "ratio/ess_token": 0.99, "kl/old_k3": 1e-4,
+    "ratio/ess_sequence": 0.99, "ratio/token_max": 1.5, "ratio/token_min": 0.7, "policy/entropy": 0.4,
+    "optim/grad_norm": 0.3, "optim/grad_norm_max": 0.4, "optim/skipped": 0.0, "length/repetition": 0.1,
+    "length/truncated": 0.02, "group/zero_variance": 0.2, "clip/token_active": 0.15,
+}  # fmt: skip
+
+
+def watched(rows: list[dict], **settings) -> tuple[Monitor, list]:
+    monitor = Monitor(MonitorSettings(**settings))
+    return monitor, [event for step, row in enumerate(rows, 1) for event in monitor.observe(step, row)]
+
+
+def rows(count: int, **changes) -> list[dict]:
+    return [HEALTHY | {name.replace("__", "/"): value for name, value in changes.items()}] * count
+
+
+def test_a_healthy_run_raises_nothing():
+    monitor, events = watched(rows(200))
+    assert events == [] and monitor.metrics() == {"monitor/warnings": 0, "monitor/fallen": 0}
+
+
+def test_every_signal_has_a_threshold_and_every_threshold_a_signal():
+    assert set(Thresholds.__dataclass_fields__) == set(SIGNALS)
+
+
+ILL = {
+    "reward_fall": ("reward/mean", 0.0), "routing_drift": ("routing/consistency", 0.1),
+    "mismatch": ("mismatch/k3", 1.0),
+    "ess_token": ("ratio/ess_token", 0.01), "ess_sequence": ("ratio/ess_sequence", 0.01),
+    "ratio_high": ("ratio/token_max", 1e6), "ratio_low": ("ratio/token_min", 1e-9), "policy_drift": ("kl/old_k3", 1.0),
+    "entropy_fall": ("policy/entropy", 1e-3), "entropy_rise": ("policy/entropy", 4.0),
+    "grad_spike": ("optim/grad_norm_max", 40.0), "grad_growth": ("optim/grad_norm", 60.0),
+    "repetition": ("length/repetition", 0.9), "truncation": ("length/truncated", 0.9),
+    "zero_variance": ("group/zero_variance", 1.0), "clip_share": ("clip/token_active", 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_warns_once_and_is_cleared(name):
+    metric, bad = ILL[name]
+    events = watched(rows(40) + [HEALTHY | {metric: bad}] * 60 + rows(120))[1]
+    mine = [event for event in events if event.signal == name and event.kind != "fallen"]
+    assert [event.kind for event in mine] == ["warning", "cleared"]
+    assert 41 <= mine[0].step <= 75 and mine[0].score > mine[0].threshold == getattr(Thresholds(), name)
+    assert metric in mine[0].text and SIGNALS[name].meaning in mine[0].text
+    off = watched(rows(40) + [HEALTHY | {metric: bad}] * 60, thresholds=Thresholds(**{name: 0}))[1]
+    assert name not in {event.signal for event in off if event.kind == "warning"}, "0 switches it off"
+
+
+def test_nothing_is_said_while_baselines_are_measured_nor_about_metrics_that_are_not_there():
+    bad = HEALTHY | {metric: value for metric, value in ILL.values()}
+    assert watched([bad] * 10)[1] == []
+    dense = [{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(30)]
+    assert watched(dense)[1] == []
+
+
+def test_a_metric_that_appears_late_is_scored_from_then_on():
+    late = [{k: v for k, v in HEALTHY.items() if k != "mismatch/k3"}] * 20 + rows(5, mismatch__k3=1.0)
+    (event,) = watched(late)[1]
+    assert (event.signal, event.step) == ("mismatch", 21)
+
+
+def test_a_fall_is_said_after_twenty_steps_once():
+    monitor, events = watched(rows(100) + rows(80, reward__mean=0.0))
+    (fallen,) = (event for event in events if event.kind == "fallen")
+    assert fallen.step == 100 + 4 + 19, "below from the fourth step on, for twenty"
+    assert monitor.metrics()["monitor/fallen"] and "0.7 x its peak for 20 steps" in fallen.text
+    assert monitor.healthy == 99, "the rollouts of step 100 came from these weights"
+    events = watched((rows(100) + rows(80, reward__mean=0.0)) * 2)[1]
+    assert [event.kind for event in events].count("fallen") == 2, "a second one is said again"
+
+
+def test_a_run_that_fell_before_its_tenth_row_is_not_healthy_afterwards():
+    """The collapse rule's peak begins anew with the tenth number; what counts as healthy does not: the weights from
+    step 5 on are those of a run that has lost nearly everything."""
+    monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05))
+    assert monitor.healthy == 4, "the rollouts of step 5 came from these weights"
+    monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05) + rows(60))
+    assert monitor.healthy == 104, "back at its best level, it is healthy again"
+
+
+@pytest.mark.parametrize("hole", [None, float("nan"), float("inf")])
+def test_a_step_without_a_number_neither_crashes_nor_counts(hole):
+    """The gradient explodes during the warm-up, and then there is none: every update was left out."""
+    growing = [HEALTHY | {"optim/grad_norm": 2.0**t} for t in range(10)]
+    without = HEALTHY | {"optim/grad_norm": hole, "optim/skipped": 4.0}
+    series = [*growing, without, without, without, HEALTHY | {"optim/grad_norm": 6000.0}]
+    monitor, events = watched(series)
+    assert [event.step for event in events if event.signal == "grad_growth"] == [14]
+    written = [{k: v if v is not None and math.isfinite(v) else None for k, v in row.items()} for row in series]
+    again, same = watched(written)  # as metrics.jsonl holds them
+    assert same == events and again.active == monitor.active
+
+
+def test_it_costs_little_in_a_long_run():
+    monitor, started = Monitor(MonitorSettings()), time.perf_counter()
+    for step in range(1, 5001):
+        monitor.observe(step, HEALTHY)
+    assert time.perf_counter() - started < 10, "2 ms a step; a resume observes all steps at once"
+
+
+def test_what_it_knows_is_a_function_of_the_rows():
+    series = rows(30) + rows(30, policy__entropy=0.01) + rows(30)
+    whole, events = watched(series)
+    half = Monitor(MonitorSettings())
+    for step, row in enumerate(series[:45], 1):
+        half.observe(step, row)
+    later = [event for step, row in enumerate(series[45:], 46) for event in half.observe(step, row)]
+    assert later == [event for event in events if event.step > 45] and half.active == whole.active
+
+
+def test_skipped_updates_are_an_event():
+    (event,) = watched([*rows(3), HEALTHY | {"optim/skipped": 2.0}])[1]
+    assert (event.kind, event.step, event.score) == ("skipped", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"action": "panic"}, "monitor.action='panic'"), ({"warm_up": -1}, "monitor.warm_up=-1")],
+)
+def test_bad_settings_are_refused(settings, word):
+    with pytest.raises(ValueError, match=word):
+        MonitorSettings(**settings)
+    with pytest.raises(ValueError, match=r"monitor\.thresholds\.mismatch=-1"):
+        Thresholds(mismatch=-1)
+
+
+def numbered(series: list[dict]) -> list[dict]:
+    return [{"step": 0}] + [row | {"step": step} for step, row in enumerate(series, 1)]
+
+
+def test_the_report_answers_the_three_questions():
+    rising = [HEALTHY | {"reward/mean": 0.2 + 0.005 * t + 0.01 * (t % 2)} for t in range(60)]
+    text = report(numbered(rising)).splitlines()
+    assert (
+        text[0].startswith("Does the reward keep rising? Yes (")
+        and "0.456 at the end, peak 0.456 at step 60" in text[0]
+    )
+    assert text[1].startswith("Is the gradient norm in a reasonable range? Yes (median 0.3, largest of an update 0.4;")
+    assert text[2].startswith("Does expert activation stay consistent? Yes (") and "mean 0.9900" in text[2]
+
+
+def test_the_report_of_a_run_that_went_wrong():
+    series = rows(100) + rows(60, reward__mean=0.0, routing__consistency=0.3, optim__skipped=1.0)
+    series[120] = series[120] | {"optim/grad_norm_max": 99.0, "routing/consistency_layer_1": 0.2}
+    text = report(numbered(series)).splitlines()
+    assert "No: it collapsed at step 104 (" in text[0] and "peak 0.500 at step 1" in text[0]
+    assert "No (" in text[1] and "largest of an update 99" in text[1] and "before: 1;" in text[1]
+    assert "finite: 60" in text[1]
+    assert "No (" in text[2] and "lowest 0.3000 at step 101" in text[2]
+    stopped = report(numbered(series[:124]), "collapsed")
+    assert "the monitor ended the run 20 steps into a fall, and it might have recovered" in stopped
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_report_of_runs_with_holes():
+    holes = rows(20) + rows(20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None)
+    text = report(numbered(holes))
+    assert "nan" not in text and "It is level" in text
+    assert "Unknown: 3 rows have a reward" in report(numbered(rows(3)))
+    old = [{k: v for k, v in row.items() if k != "optim/grad_norm_max"} for row in rows(20)]
+    assert "reasonable range? Unknown" in report(numbered(old))
+
+
+def test_the_report_of_level_falling_dense_and_empty_runs():
+    level = report(numbered([HEALTHY | {"reward/mean": 0.5 + 0.02 * (-1) ** t} for t in range(60)]))
+    assert "It is level" in level
+    falling = report(numbered([HEALTHY | {"reward/mean": 0.6 - 0.002 * t} for t in range(60)]))
+    assert "No: it is falling" in falling
+    dense = report(numbered([{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(5)]))
+    assert "no experts" in dense
+    assert report([{"step": 0}]) == "no step was made"

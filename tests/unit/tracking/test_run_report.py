@@ -1,0 +1,122 @@
+"""The report page of a run: what it says, that it needs nothing else, and that damaged files do not stop it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from commands import ROOT
+from gspo.core import files
+from gspo.tracking import run_report
+from pages import Page
+from recorded_runs import COLLAPSED, HEALTHY, write
+
+GOOD = {"prompt": "1+1=?", "response": "<b>2</b>&#2", "reward": 1.0, "verdict": "correct", "finish_reason": "stop"}
+ODD = {"prompt": "2+2=?", "response": "5 \x00 \ud83d", "reward": 0.0, "verdict": "wrong", "finish_reason": "length"}
+
+
+def run(folder, rewards, **changes):
+    folder = write(folder, "gspo", rewards, **changes)
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "status.json").write_text('{"how": "finished", "step": 90, "reason": ""}')
+    (folder / "rollouts").mkdir()
+    others = [response | {"prompt": f"problem {n}"} for n in range(3) for response in (GOOD, ODD)]
+    lines = [json.dumps(r) for r in 6 * (GOOD, ODD) + (*others, *others)]
+    (folder / "rollouts" / "step_000090.jsonl").write_text("\n".join(lines) + '\n{"prompt": "cut')
+    return folder
+
+
+def test_what_a_collapsed_run_says(tmp_path):
+    folder = run(tmp_path, COLLAPSED)
+    (folder / "monitor.jsonl").write_text(
+        json.dumps({"step": 40, "kind": "warning", "text": "mismatch <high>"}) + "\n{"
+    )
+    (folder / "rollbacks.json").write_text('[{"from": 60, "to": 30, "moved": true}]')
+    for n in ("1", "2", "3", "4"):
+        (folder / "superseded" / n).mkdir(parents=True)
+    (folder / "continued.jsonl").write_text('{"step": 10, "time": 1.0}\n{"step": 20, "time": 2.0}\n')
+    text = run_report.write(folder).read_text()
+    page = Page(text)
+    words = " ".join(page.words)
+    for part in (
+        "The run finished at step 90 of 90.",
+        "from 0.400 (first 5 batches) to 0.100 (last 10)",
+        "It collapsed at step 3",
+        "from step 60 to step 30",
+        "continued 2 times, from the checkpoint of step 10, 20",
+        "Does the reward keep rising? No: it collapsed",
+        "mismatch <high>",
+        "<b>2</b>&#2",
+        r"5 \x00 \ud83d",
+        "clip_low: 0.2",
+        "eval/math/avg@2: 0.100 at step 0",
+    ):
+        assert part in words, part
+    assert "<b>2</b>&#2" not in text, "what a model wrote is text, not markup"
+    assert text.count('class="good"') == text.count('class="bad"') == 3 and "stroke-dasharray" in text
+
+
+def test_a_score_stands_with_its_95_percent_interval(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}) + "\n")
+    words = " ".join(Page(run_report.page(folder)).words)
+    assert (
+        "eval/math/avg@2: 0.100 at step 0, 0.700 ± 0.098 (95 % over its problems) at step 91." in words
+    )  # 1.96 x 0.05
+
+
+def test_a_run_that_was_rolled_back_and_never_interrupted_was_not_continued(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    (folder / "rollbacks.json").write_text(json.dumps([{"from": n, "to": n - 9, "moved": True} for n in (60, 80)]))
+    for n in ("1", "2"):
+        (folder / "superseded" / n).mkdir(parents=True)
+    words = " ".join(Page(run_report.page(folder)).words)
+    assert "continued" not in words and words.count("The monitor took it back from step") == 2
+
+
+def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
+    noted = tmp_path / files.CONTINUED
+    for pid, checkpoint, expected in ((0, None, []), (0, 4, [4]), (os.getpid(), 2, [4]), (0, 8, [4, 8]), (0, None, [])):
+        (tmp_path / "status.json").write_text(json.dumps({"how": "rolled back", "pid": pid}))
+        files.note_start(tmp_path, checkpoint)
+        assert [row["step"] for row in files.read_rows(noted)] == expected
+
+
+def test_responses_of_different_problems_are_shown(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    text = run_report.page(folder)
+    prompts = [text.split(f">{prompt}<")[0].count("<pre") for prompt in ("1+1=?", "problem 0", "problem 1", "2+2=?")]
+    assert prompts == sorted(prompts) and len(set(prompts)) == 4
+    for line, good, bad in ((GOOD, 1, 0), ({}, 0, 0)):
+        (folder / "rollouts" / "step_000090.jsonl").write_text(5 * (json.dumps(line) + "\n"))
+        text = run_report.page(folder)
+        assert (text.count('class="good"'), text.count('class="bad"')) == (good, bad)
+
+
+def test_it_needs_nothing_but_itself(tmp_path):
+    text = run_report.page(run(tmp_path, HEALTHY))
+    assert not re.search(r"https?:|src=|href=|@import|<script|url\(", text)
+    assert "stroke-dasharray" not in text and text.count("<svg") == 5 and len(text) < 100_000
+
+
+def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
+    folder = write(tmp_path, "gspo", HEALTHY)
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
+    for rows in ('{"step": 0, "eval/math/avg@2": 0.1}\n', '{"step": 1, "reward/mean": null}\n{"st', ""):
+        (folder / "metrics.jsonl").write_text(rows)
+        words = " ".join(Page(run_report.page(folder)).words)
+        assert "has no end yet" in words and "none was saved" in words
+
+
+@pytest.mark.parametrize("argument", ["run=nowhere", "run="])
+def test_no_run_is_one_line(tmp_path, argument):
+    command = [sys.executable, str(ROOT / "experiments" / "report.py"), argument]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,99 @@
+"""The cold start: learns, is cached by its settings, is made once also when two want it, survives a kill."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from builders import assert_same_sums, recorded_gradients
+from gspo.core.masked import masked_sum
+from gspo.model.loading import TinyMoE, load
+from gspo.model.policy import Policy
+from gspo.model.prompts import PromptFormat
+from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.train.cold_start import ColdStartSettings, cold_start, demonstrations
+
+MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
+TASK = ChainArithmetic(max_operands=3)
+SETTINGS = ColdStartSettings(steps=30, batch_size=16, warmup_steps=5, lr=1e-2)
+
+
+def make(cache: Path) -> str:
+    return str(cold_start(MODEL, TASK, SETTINGS, cache, lambda *_: None))
+
+
+def mean_logp(policy: Policy, settings: ColdStartSettings) -> float:
+    batch = demonstrations(policy, TASK, settings, step=10_000)  # not trained on
+    with torch.no_grad():
+        return float(masked_sum(policy.forward(batch).logp_BT, batch.mask_BT).sum() / batch.mask_BT.sum())
+
+
+def test_it_learns_is_cached_and_depends_on_its_settings(tmp_path):
+    reports = []
+    folder = cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *r: reports.append(r))
+    assert [r[:2] for r in reports] == [(s, 30) for s in range(1, 31)]
+    trained, untrained = Policy(*load(str(folder))), Policy(*MODEL.make())
+    assert mean_logp(trained, SETTINGS) > mean_logp(untrained, SETTINGS) + 1
+    again = cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *r: pytest.fail("it was there already"))
+    assert again == folder
+    record = json.loads((folder / "cold_start.json").read_text())
+    assert record["settings"][2]["steps"] == 30 and record["losses"][0] > record["losses"][-1]
+    others = [
+        cold_start(MODEL, TASK, ColdStartSettings(steps=2, batch_size=4, seed=1), tmp_path, lambda *_: None),
+        cold_start(
+            MODEL, ChainArithmetic(max_operands=4), ColdStartSettings(steps=2, batch_size=4), tmp_path, lambda *_: None
+        ),
+    ]
+    assert len({folder, *others}) == 3
+
+
+def test_demonstrations_follow_the_run_s_prompts(tmp_path):
+    """A model with a chat template is cold-started on what reinforcement learning prompts it with."""
+    settings, kinds = ColdStartSettings(steps=1, batch_size=4), {}
+    for kind in ("plain", "chat"):
+        folder = cold_start(Chatty(), TASK, settings, tmp_path, lambda *_: None, prompts=PromptFormat(kind))
+        kinds[kind] = json.loads((folder / "cold_start.json").read_text())["losses"], folder
+    assert kinds["plain"][1] != kinds["chat"][1] and kinds["plain"][0] != kinds["chat"][0]
+
+
+class Chatty(TinyMoE):
+    """The small model with a chat template."""
+
+    def make(self):
+        model, tokenizer = MODEL.make()
+        tokenizer.chat_template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
+        return model, tokenizer
+
+
+@pytest.mark.slow
+def test_two_that_want_it_at_once_make_it_once(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = pool.map(make, [tmp_path, tmp_path])
+    assert folders[0] == folders[1]
+    made = [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert len(made) == 1
+
+
+def test_the_micro_batch_does_not_change_what_is_learned(tmp_path):
+    found = []
+    for size in (3, 16):
+        settings = ColdStartSettings(steps=1, batch_size=16, micro_batch_size=size)
+        with recorded_gradients() as gradients:
+            cold_start(MODEL, TASK, settings, tmp_path, lambda *_: None)
+        found.append(gradients[0])
+    assert_same_sums(*found)
+
+
+def test_demonstrations_end_and_hold_wrong_answers_at_the_set_rate():
+    policy = Policy(*MODEL.make())
+    right = []
+    for step in range(20):
+        batch = demonstrations(policy, TASK, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), step)
+        for i in range(16):
+            ids = batch.tokens_BS[i][batch.attention_BS[i]].tolist()
+            assert ids[-1] == policy.tokenizer.eos_token_id
+            prompt, answer = policy.tokenizer.decode(ids, skip_special_tokens=True).split("=?")
+            right.append(answer.split("#")[1] == str(eval(prompt)))
+    assert 0.45 < sum(right) / len(right) < 0.75  # (0.7 + 0.49) / 2 = 0.595, 320 draws
