@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, environment
 from gspo.run.devices import cores
 from gspo.tracking.tracker import read_rows
@@ -103,7 +104,7 @@ SIX = [
 
 def status(folder) -> list[str]:
     command = [sys.executable, str(ROOT / "experiments" / "sweep_status.py"), "runs/small"]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=True)
+    done = forked.run(command, cwd=folder, env=environment())
     return [line for line in done.stdout.splitlines() if not line.startswith("to upload")]
 
 
@@ -125,7 +126,7 @@ def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_pa
     assert "running" not in left and "left with 1 at a time: 0:0" in status(tmp_path)[-1]
     rows = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/small/*/metrics.jsonl")}
     finished = {line.split()[0] for line in status(tmp_path) if " finished " in line}
-    again = subprocess.run(SIX, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    again = forked.run(SIX, cwd=tmp_path, env=environment())
     assert again.returncode == 0, again.stderr[-3000:]
     assert again.stdout.count("has reached step 10 already") == len(finished)
     assert states(tmp_path) == ["finished"] * 6
@@ -137,7 +138,7 @@ def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_pa
 def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
     command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=100000,12"]
     command += ["hydra.sweeper.max_batch_size=1"]  # Hydra itself would start no batch after one with an error
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: 2 of the jobs did not finish\n" in done.stderr and done.stderr.count("no room for a prompt") == 2
     assert "to upload all runs of the study to W&B: wandb sync runs/small/*/wandb\n" in done.stdout
@@ -186,7 +187,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
 @pytest.mark.slow
 def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
     command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "hydra/launcher=submitit_local"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 1 and "hydra.sweeper.max_batch_size=N" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("runs/small/*-seed*"))
 
@@ -207,7 +208,7 @@ def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
     assert process.returncode == 130 and "the same command continues" in errors
     time.sleep(2)
     assert len(list(files.glob("*-seed*/metrics.jsonl"))) == 1, "no further job was started"
-    again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    again = forked.run(command, cwd=tmp_path, env=environment())
     assert again.returncode == 0 and states(tmp_path) == ["finished", "finished"], again.stderr[-3000:]
 
 

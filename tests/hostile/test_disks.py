@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from commands import ROOT, SMALL, environment, train
 from gspo.core.files import Made, errors_of_the_disk
 from gspo.model.loading import TinyMoE, save
@@ -103,7 +104,7 @@ def test_a_sweep_on_a_full_disk_trains_no_cold_start_in_vain(tmp_path, launcher)
         fill(disk, 40960)
         command = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "seed=1,2,3", "steps=2"]
         command += [f"hydra/launcher={launcher}", "cold_start.steps=20"]
-        done = subprocess.run(command, cwd=disk, env=environment(), capture_output=True, text=True, check=False)
+        done = forked.run(command, cwd=disk, env=environment())
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
         last = done.stderr.splitlines()[-1]
         assert "No space left on device" in last and "mend this and go on with" in last

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from builders import small_policy
 from commands import SMALL, comparable, environment, only_run, train
 from gspo.rollout.engine import LocalEngine
@@ -32,7 +33,7 @@ KINDS = {
 
 def ended(folder: Path, method: str, calls: int, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), method, str(calls), *overrides]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    return forked.run(command, cwd=folder, env=environment())
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+import forked
 from gspo.core.escaping import ODD
 from gspo.rollout.pending import load_held
 from gspo.run.directory import finished, recorded
@@ -132,9 +132,7 @@ def test_in_a_process(real, tmp_path, script):
         run = copied(real, tmp_path / name, (UNREADABLE | CHECKPOINTS)[name])
         there = os.environ | {"PYTHONPATH": str(ROOT)}
         program = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), f"run={run.name}", "problems=1"]
-        done = subprocess.run(
-            program, cwd=run.parent, env=there, capture_output=True, text=True, check=False, timeout=120
-        )
+        done = forked.run(program, cwd=run.parent, env=there)
         said = done.stderr.splitlines()
         assert done.returncode == 2 and said[-1].startswith("error: ") and "Traceback" not in done.stderr, done.stderr
         assert run.name in said[-1] and "\x1b" not in done.stderr and "\u202e" not in done.stderr
@@ -151,6 +149,6 @@ def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
     (run / "settings.yaml").write_text(yaml.safe_dump(settings))
     program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=math500", "problems=1"]
     there = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, env=there, capture_output=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
-    assert not ODD.search(done.stdout.decode()) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout.decode()
+    done = forked.run(program, env=there)
+    assert done.returncode == 0, done.stderr
+    assert not ODD.search(done.stdout) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout

@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+import forked
 from commands import ROOT, SMALL, environment, evaluate, only_run, train
 from gspo.core.files import append_to, locked, note_start, refuse_links, replace_text, said
 from gspo.evaluation.resumable import WRITTEN, Folder
@@ -200,6 +200,6 @@ def test_a_linked_file_of_a_sweep_is_not_written_to(tmp_path, mine, name):
     study.mkdir(parents=True)
     (study / name).symlink_to(mine)
     script = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=2", "seed=1,2"]
-    done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = forked.run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2 and f"{name} is a link to" in done.stderr and done.stderr.count("\n") == 1
     assert mine.read_text() == KEY and [path.name for path in study.iterdir()] == [name]

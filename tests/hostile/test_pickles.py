@@ -2,12 +2,12 @@
 
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, environment
 from gspo.run.sweeps import private
 
@@ -69,7 +69,7 @@ def test_a_sweep_of_submitit_does_not_start_where_others_can_write(tmp_path):
     folder.chmod(0o777)
     script = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=2", "seed=1,2"]
     script += ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
-    done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = forked.run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "hydra.launcher.submitit_folder: jobs run the pickles" in done.stderr
     assert not list(Path(folder).iterdir())

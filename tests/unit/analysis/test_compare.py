@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import forked
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
 
 
 def compare(*paths) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forked.run(command)
 
 
 def test_settings_that_differ_and_what_the_runs_did(tmp_path):

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
+import forked
 from analysis import blocks, study_report
 from analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 from commands import ROOT
@@ -27,7 +28,7 @@ PARTS = [
 
 def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "analysis" / "study_report.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False)
+    return forked.run(command, cwd=cwd, env=os.environ | environment)
 
 
 def test_parts_in_both_forms(tmp_path):

@@ -1,11 +1,11 @@
 """What a sweep plans: a dry run shows it and writes nothing; jobs that are the same run are run once."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, environment
 from gspo.run.sweep_state import forecast, jobs, special
 
@@ -43,9 +43,7 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
 @pytest.mark.slow
 def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
     sweep = ["-m", "experiment=micro_moe", "preset=trl,ms_swift", "optim.lr=1e-4,-1", "dry_run=true", "study=s"]
-    done = subprocess.run(
-        [*TRAIN, *sweep], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-    )
+    done = forked.run([*TRAIN, *sweep], cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
     states = [line.split()[1] for line in done.stdout.splitlines()[:4]]
     assert states == ["missing", "wrong", "repeated", "wrong"], done.stdout
@@ -58,7 +56,7 @@ def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
 def test_two_presets_that_are_one_run_are_run_once_and_it_is_said(tmp_path, launcher):
     small = [o for o in SMALL if not o.startswith(("study=", "steps="))]
     command = [*TRAIN, "-m", *small, "study=s", "steps=2", "preset=trl,ms_swift", f"hydra/launcher={launcher}"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "job 1 (preset=ms_swift) is the same run as job 0 (preset=trl), runs/s/gspo_trl-seed1-" in done.stdout
     assert "job 1 is the same run as job 0 (preset=trl)" in done.stdout and "nothing is left to do" in done.stdout

@@ -27,7 +27,7 @@ WITHOUT = {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_SILENT": "true"}
 def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "experiments" / "dashboard.py"), *arguments]
     env = os.environ | WITHOUT | environment
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return forked.run(command, cwd=cwd, env=env)
 
 
 def test_every_metric_is_on_a_panel_or_left_out_for_a_reason(monkeypatch):

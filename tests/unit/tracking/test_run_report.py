@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import yaml
 
+import forked
 from commands import ROOT
 from gspo.core import files
 from gspo.tracking import run_report
@@ -118,5 +118,5 @@ def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
 @pytest.mark.parametrize("argument", ["run=nowhere", "run="])
 def test_no_run_is_one_line(tmp_path, argument):
     command = [sys.executable, str(ROOT / "experiments" / "report.py"), argument]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = forked.run(command, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
