@@ -1,4 +1,6 @@
-"""The registry of metrics: name, unit, meaning. Dashboards, figures and the README read it; the tracker refuses others.
+"""The registry of metrics: name, unit, meaning. Dashboards and figures read it; the tracker refuses any other name.
+
+    python -m gspo.tracking.metrics > docs/metrics.md          writes the page of the documentation anew
 
 A name with `*` stands for a family (`reward/*`: one per task). Each is computed by a tested function of
 gspo.train.diagnostics, gspo.evaluation.evaluate or the trainer. All averages over a step are weighted by what they
@@ -234,3 +236,55 @@ def lookup(name: str) -> Metric:
         if "*" in metric.name and fnmatchcase(name, metric.name):
             return metric
     raise KeyError(f"metric {name!r} is not in gspo/tracking/metrics.py; give it a name, a unit and a meaning there")
+
+
+# What the metrics that begin with a word have in common: the headings of docs/metrics.md.
+FAMILIES = {
+    "step": "The step axis",
+    "reward": "Rewards",
+    "verdict": "Verdicts",
+    "group": "Groups",
+    "advantage": "Advantages",
+    "filter": "What was left out",
+    "eval": "Held-out evaluation",
+    "clip": "Clipping",
+    "ratio": "Importance ratios",
+    "kl": "Divergence from the old policy and from the reference",
+    "mismatch": "The gap between trainer and engine",
+    "value": "The critic",
+    "policy": "The policy",
+    "optim": "Optimization",
+    "monitor": "The monitor",
+    "length": "Response lengths",
+    "routing": "Expert routing",
+    "staleness": "The age of responses",
+    "compute": "Compute so far",
+    "time": "Time",
+    "throughput": "Throughput",
+}
+PAGE_HEAD = """\
+# Metrics
+
+Written by `python -m gspo.tracking.metrics > docs/metrics.md` from the registry `gspo/tracking/metrics.py`; do not edit
+this page by hand. [monitoring.md](monitoring.md) says which metrics to look at first.
+
+For example, `reward/mean` is the mean reward of a step's responses. A `*` in a name stands for any text: `reward/*` is
+one metric for each task, as in `reward/math`. Averages over a step are weighted by what they count (tokens or
+responses), over all mini-batches of the step. The last column says what W&B's summary of a run keeps beside the last
+value: the mean over the last ten batches (recent), the largest value (max), or nothing more (last)."""
+
+
+def page() -> str:
+    """docs/metrics.md: the whole registry as Markdown, a table for each family in the order of FAMILIES."""
+    lines = [PAGE_HEAD]
+    for family, title in FAMILIES.items():
+        lines += ["", f"## {title}", "", "| metric | unit | meaning | summary |", "|---|---|---|---|"]
+        for metric in METRICS:
+            if metric.name.partition("/")[0] == family:
+                meaning = metric.meaning.replace("|", r"\|")
+                lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.summary} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
