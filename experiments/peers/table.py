@@ -21,7 +21,7 @@ SECTIONS = {
 }
 INTRODUCTION = """\
 Golden vectors are inputs with what the peers' own functions returned for them (by default those of tests/data/parity).
-Each entry is translated into our dataclasses (gspo/peers) and evaluated in float64. Every number is the largest
+Each entry is translated into our dataclasses (experiments/peers) and evaluated in float64. Every number is the largest
 |ours - peer's| / max(1, |peer's|) over all entries of a cell; `-` means that there is no vector. `log_ratio_bound` is
 set to the peer's, or to 80 where it has none. Where peers keep 1e-8 in their denominators (verl, ROLL, OpenRLHF) the
 numbers are those of our formula as we train with it; the list's column "with 1e-8" puts it into ours. A dagger marks a

@@ -3,7 +3,7 @@
 import pytest
 
 import train
-from composing import CONF, options, settings
+from composing import options, settings
 from gspo.tracking.metrics import lookup
 
 SMALL = [
@@ -25,9 +25,3 @@ def test_every_preset_trains(preset):
     assert metrics["optim/updates"] == 4
     assert ("kl/coef" in metrics) == (trainer.algorithm.kl.name != "none")
     assert ("value/error" in metrics) == (preset == "ppo")
-
-
-def test_the_presets_are_those_that_the_readme_names():
-    readme = (CONF.parent / "README.md").read_text()
-    for preset in options("preset"):
-        assert f"`{preset}`" in readme, preset
