@@ -1,5 +1,4 @@
-"""Ratings on the Elo scale, as CodeForces uses it: of a policy on problems with known ratings, or in contests with
-humans.
+"""Ratings on the Elo scale, as CodeForces uses it: of a policy on problems with known ratings.
 
     P(solve | R, d) = 1 / (1 + 10^((d - R)/400))        R rating of the solver, d rating of the problem
 
@@ -23,7 +22,6 @@ LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
 MEAN, SPREAD = 1500.0, 700.0  # the prior of `most_probable`
 DRAWS = 1000
 HALVINGS = 70  # of an interval of at most 1e12 points, to below 1e-8
-FLOOR, CEILING = -1000.0, 5000.0  # of a rating in a contest
 
 
 @dataclass(frozen=True)
@@ -97,21 +95,6 @@ def bootstrap(
     ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P, mean, spread)
     low, high = np.percentile(ratings_D, [2.5, 97.5])
     return Resampled(float(ratings_D.std(ddof=1)), float(low), float(high))
-
-
-def contest_rating(human_ratings: np.ndarray, rank: float) -> float:
-    """The rating whose expected rank among humans of these ratings is the rank that was reached (CodeElo, arXiv:
-    2501.01257),
-
-        1 + sum_i 1 / (1 + 10^((R - r_i)/400)) = rank
-
-    by bisection between `FLOOR` and `CEILING`: these are the ratings of the last rank, n + 1, and of the first, which
-    no finite rating attains. Raises ValueError for a rank outside 1..n + 1.
-    """
-    last = len(human_ratings) + 1
-    if not 1 <= rank <= last:
-        raise ValueError(f"rank={rank} among {last - 1} humans must lie in 1..{last}")
-    return float(_root(lambda R: 1 + chance(human_ratings, R).sum() - rank, FLOOR, CEILING))
 
 
 def _most_probable(

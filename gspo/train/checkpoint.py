@@ -37,7 +37,6 @@ from gspo.rollout.pending import save_held
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
-WITHOUT_CHECKSUMS = ("config.json", "optimizer.pt", "state.json")
 
 
 @dataclass
@@ -217,22 +216,20 @@ def latest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path, without_checksums: tuple[str, ...] = WITHOUT_CHECKSUMS) -> str | None:
-    """What is wrong with a folder that was sealed: a file that is missing or not as it was written; None if it is
-    whole. Earlier versions did not seal: then the files `without_checksums` are enough. Raises ValueError for a file
-    that this user may not read, which says nothing of what is in it."""
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `seal` closed: a file that is missing or not as it was written; None if it is
+    whole. Raises ValueError for a file that this user may not read, which says nothing of what is in it."""
     with permission_needed(folder):
-        return _damage(folder, without_checksums)
+        return _damage(folder)
 
 
-def _damage(folder: Path, without_checksums: tuple[str, ...]) -> str | None:
-    if not (folder / CHECKSUMS).exists():
-        missing = [name for name in without_checksums if not (folder / name).exists()]
-        return f"{missing[0]} is missing" if missing else None
+def _damage(folder: Path) -> str | None:
     try:
         sums = read_json(folder / CHECKSUMS)
     except PermissionError:
         raise
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
     except (OSError, ValueError) as error:  # no mapping in JSON; no regular file
         return f"{CHECKSUMS} cannot be read ({error})"
     for name, digest in sums.items():

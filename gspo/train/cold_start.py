@@ -71,7 +71,7 @@ def cold_start(
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
             if not folder.exists():
                 _make(model, task, settings, prompts, folder, report, device)
-    if problem := damage(folder, (RECORD,)):
+    if problem := damage(folder):
         raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
     return folder
 
@@ -117,7 +117,7 @@ def recorded_reward(folder: Path) -> float:
     """Where reinforcement learning starts from this cold start: the mean reward that was sampled when it was made."""
     try:
         return float(read_json(folder / RECORD)["reward"])
-    except (OSError, ValueError, KeyError, TypeError) as error:  # one of an earlier version has no checksums
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
 
 

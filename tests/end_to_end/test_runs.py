@@ -21,6 +21,7 @@ from families import other_family
 from gspo.model.loading import TinyDense, save
 from gspo.run.directory import exclusive
 from gspo.tracking.tracker import read_rows
+from gspo.train.checkpoint import seal
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
     state = run / "checkpoints" / "step_000012" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"settings": "0123456789"}))  # as another run wrote it
     (state.parent / "checksums.json").unlink()
+    seal(state.parent)
     before = (run / "metrics.jsonl").read_text()
     done = train(tmp_path, f"resume={run}", "steps=20")
     assert done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr

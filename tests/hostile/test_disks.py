@@ -158,21 +158,12 @@ def test_a_damaged_cold_start_is_named_and_not_trained_on(made, name, spoil):
     assert "\n" not in str(said.value)
 
 
-def test_a_cold_start_of_an_earlier_version_has_no_checksums_and_is_used(made):
-    (made / "checksums.json").unlink()
-    assert again(made) == made
-    (made / "cold_start.json").unlink()
-    with pytest.raises(ValueError, match=r"is damaged: cold_start\.json is missing; remove it"):
-        again(made)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "cold_start.json"])
-def test_an_emptied_file_of_an_earlier_version_s_cold_start_is_named(tmp_path, name):
+def test_an_emptied_file_of_a_cold_start_is_named_by_the_command(tmp_path, name):
     done = train(tmp_path, *SMALL, "steps=1")
     assert done.returncode == 0, done.stderr[-3000:]
     (folder,) = (path for path in (tmp_path / "runs" / "cold_starts").iterdir() if path.is_dir())
-    (folder / "checksums.json").unlink()
     emptied(folder / name)
     done = train(tmp_path, *SMALL, "seed=2", "steps=1")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(folder.name) in done.stderr

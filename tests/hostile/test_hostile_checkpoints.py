@@ -18,7 +18,7 @@ from gspo.rollout.pending import load_held
 from gspo.run.directory import finished, recorded
 from gspo.run.rollback import Rollbacks
 from gspo.run.sweep_state import jobs, table
-from gspo.train.checkpoint import damage, latest_checkpoint, load_optimizer, read_state
+from gspo.train.checkpoint import damage, latest_checkpoint, load_optimizer, read_state, seal
 from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
 STEP = "checkpoints/step_000004"
@@ -35,10 +35,13 @@ def listed(name: str):
     return spoil
 
 
-def without_checksums(spoil):
+def sealed_again(spoil):
+    """A file that a stranger spoiled before computing the checksums anew: nothing but its content betrays it."""
+
     def spoiled(run: Path) -> None:
         (run / STEP / "checksums.json").unlink()
         spoil(run)
+        seal(run / STEP)
 
     return spoiled
 
@@ -53,11 +56,11 @@ CHECKPOINTS = {
     "weights are a pipe": pipe(f"{STEP}/model.safetensors"),
     "weights never end": endless(f"{STEP}/model.safetensors"),
     "the pointer never ends": endless("checkpoints/latest"),
-    "state is a list": without_checksums(text(f"{STEP}/state.json", "[1]")),
-    "state is of 400 digits": without_checksums(text(f"{STEP}/state.json", f'{{"step": {NUMBER_400}}}')),
-    "state is deep": without_checksums(text(f"{STEP}/state.json", DEEP)),
-    "state says words": without_checksums(text(f"{STEP}/state.json", json.dumps({"step": ESCAPE, "settings": 1}))),
-    "the model's configuration is deep": without_checksums(text(f"{STEP}/config.json", DEEP)),
+    "state is a list": sealed_again(text(f"{STEP}/state.json", "[1]")),
+    "state is of 400 digits": sealed_again(text(f"{STEP}/state.json", f'{{"step": {NUMBER_400}}}')),
+    "state is deep": sealed_again(text(f"{STEP}/state.json", DEEP)),
+    "state says words": sealed_again(text(f"{STEP}/state.json", json.dumps({"step": ESCAPE, "settings": 1}))),
+    "the model's configuration is deep": sealed_again(text(f"{STEP}/config.json", DEEP)),
 }
 
 
@@ -121,6 +124,8 @@ def test_a_whole_checkpoint_is_whole(real, tmp_path):
     assert damage(run / STEP) is None and latest_checkpoint(run) == run / STEP
     (run / STEP / "tokenizer.json").unlink()
     assert damage(run / STEP) == "tokenizer.json is missing"
+    (run / STEP / "checksums.json").unlink()
+    assert damage(run / STEP) == "checksums.json is missing"
 
 
 @pytest.mark.parametrize("script", ["evaluate", "sample"])

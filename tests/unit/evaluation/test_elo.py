@@ -1,4 +1,4 @@
-"""Elo: hand numbers, simulated players, the ends of the scale, the bootstrap's coverage, contests."""
+"""Elo: hand numbers, simulated players, the ends of the scale, the bootstrap's coverage."""
 
 import math
 
@@ -82,18 +82,3 @@ def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike():
         covered_by_curvature += abs(got.rating - truth) < 1.96 * got.stderr
     assert covered_by_bootstrap / times > 0.88 and covered_by_curvature / times < 0.75
     assert elo.bootstrap(*items, draws=300) == resampled, "drawn by position"
-
-
-def test_contests():
-    humans = np.array([1500.0, 1500, 1500])
-    # rank 2.5 of 4: half of the humans are expected ahead, so the rating is theirs
-    assert elo.contest_rating(humans, 2.5) == pytest.approx(1500, abs=1e-3)
-    # one human ahead with chance 10/11: rank 1 + 10/11 means 400 points below
-    assert elo.contest_rating(np.array([1900.0]), 1 + 10 / 11) == pytest.approx(1500, abs=1e-3)
-    crowd = np.random.default_rng(0).normal(1500, 300, 1000)
-    ranks = [1 + (1 / (1 + 10 ** ((R - crowd) / 400))).sum() for R in (800, 1500, 2400)]
-    assert [elo.contest_rating(crowd, rank) for rank in ranks] == pytest.approx([800, 1500, 2400], abs=1e-3)
-    assert elo.contest_rating(crowd, 1) == pytest.approx(elo.CEILING)
-    assert elo.contest_rating(crowd, 1001) == pytest.approx(elo.FLOOR)
-    with pytest.raises(ValueError, match="rank=1002 among 1000 humans"):
-        elo.contest_rating(crowd, 1002)
