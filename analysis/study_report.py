@@ -11,21 +11,12 @@ W&B project, over the one that it saved there before; it needs an account.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from analysis import claims, fig_curves, load, reproduce, script
-from analysis.blocks import Block, Figure, Folded, Heading, Items, Link, Table, Text, address, to_html, to_markdown
-from analysis.load import GRPO, Data, Run
-from analysis.stats import START, WINDOW, paired_difference
+from analysis import fig_curves, load, reproduce, script, study_parts
+from analysis.blocks import Block, Figure, Heading, Link, address, to_html, to_markdown
+from analysis.load import Run
 from gspo.core.files import replace_text
-
-MEANS = (
-    f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
-    "Held-out scores: first -> last evaluation."
-)
-WIDE = 4  # with more arms than these a table has a row per arm, not a column
-FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # settings that say nothing of a study
 
 
 def main() -> None:
@@ -52,8 +43,8 @@ def main() -> None:
     ]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"
-    words = opening(data, args.baseline)
-    content = [*words, *shown(figures), Heading("Runs"), runs(data, lambda run: local(run, args.out))]
+    words = study_parts.opening(data, args.baseline)
+    content = [*words, *shown(figures), Heading("Runs"), study_parts.runs(data, lambda run: local(run, args.out))]
     for path, text in (
         (args.out / f"report_{name}.html", to_html(title, content)),
         (args.out / f"report_{name}.md", to_markdown(title, content, args.out)),
@@ -64,93 +55,8 @@ def main() -> None:
         print(wandb_report.publish(args.publish, title, data, words, figures))
 
 
-def opening(data: Data, baseline: str) -> list[Block]:
-    """All that is words and tables."""
-    notes = [Items(tuple(data.notes))] if data.notes else []
-    found = claims.all_claims(data)
-    judged = [Heading("The paper's claims"), Items(tuple(claim.sentence() for claim in found))] if found else []
-    return [
-        *(Heading("What was run"), Text(load.describe(data, data.arms)), *notes),
-        *(Heading("Settings"), settings(data), Folded("settings that all runs share", common(data))),
-        *(Heading("Statistics"), Text(MEANS), statistics(data)),
-        *differences(data, baseline),
-        *judged,
-    ]
-
-
 def shown(figures: list[Path]) -> list[Block]:
     return [Heading("Figures"), *(Figure(path, path.stem.replace("_", " ")) for path in figures)]
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
-def settings(data: Data) -> Table:
-    """The settings in which arms differ, a row per arm."""
-    keys = [key for key in load.differing(data.runs) if key not in ("seed",)]
-    rows = []
-    for arm in data.arms:
-        of_arm = data.of(arm)
-        values = [", ".join(sorted({str(run.settings.get(key, "-")) for run in of_arm})) for key in keys]
-        rows.append((arm, *values, ", ".join(str(run.seed) for run in of_arm)))
-    return Table(("arm", *keys, "seeds"), tuple(rows))
-
-
-def common(data: Data) -> str:
-    """A line per setting that all runs have alike."""
-    first = data.runs[0].settings
-    alike = (key for key in first if all(run.settings.get(key) == first[key] for run in data.runs))
-    return "\n".join(f"{key}: {first[key]}" for key in sorted(alike) if key.split(".")[0] not in FOLLOWS)
-
-
-def statistics(data: Data) -> Table:
-    """What each arm reached, what it clipped, what it cost; quantities that no run has reported are left out."""
-    columns = {arm: reproduce.entries(data, arm) for arm in data.arms}
-    names = [name for name in columns[data.arms[0]] if any(column[name] != "-" for column in columns.values())]
-    if len(data.arms) > WIDE:
-        return Table(("arm", *names), tuple((arm, *(columns[arm][name] for name in names)) for arm in data.arms))
-    return Table(("", *data.arms), tuple((name, *(columns[arm][name] for arm in data.arms)) for name in names))
-
-
-def differences(data: Data, baseline: str) -> list[Block]:
-    """The reward of arms against their rivals', paired by seed and batch."""
-    rows, alone, pairs = [], [], rivals(data.arms, baseline)
-    for arm, rival in pairs.items():
-        if (why := load.lacking(data, (arm, rival))) is not None:
-            alone.append(f"{arm} is not compared with {rival}: {why}")
-            continue
-        a_TS, b_TS = claims.last_halves(data, arm, rival)
-        interval = paired_difference(a_TS, b_TS)
-        p = f"{interval.p():.2g} (least possible {2 / 2**interval.seeds:.2g})" if interval.seeds > 1 else "-"
-        if why := load.not_compared(data, (arm, rival)):
-            alone.append(f"{arm} against {rival}, {why}")
-        batches = f"{a_TS.index[0]}-{a_TS.index[-1]}"
-        rows.append((arm, rival, f"{interval.text('+.3f')} {interval.kind}", p, batches))
-    others = [arm for arm in data.arms if arm not in pairs and arm not in pairs.values()]
-    alone += [f"{arm} has no rival under the same settings (--baseline names one)" for arm in others]
-    text = "Differences of the reward over the last half of the batches that both arms' runs have, paired by seed;"
-    text += " p: exact sign-flip test."
-    many = f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone." if len(rows) > 1 else ""
-    head = ("arm", "minus", "difference [95 % interval]", "p", "batches")
-    return [*([Text(text + many), Table(head, tuple(rows))] if rows else []), *([Items(tuple(alone))] if alone else [])]
-
-
-def rivals(arms: list[str], baseline: str) -> dict[str, str]:
-    """Whom each arm is compared with: the baseline if one is asked for; else GRPO under the same other settings; if
-    there is no such pair, the first arm."""
-    if baseline:
-        return {arm: baseline for arm in arms if arm != baseline}
-    like = {arm: GRPO + arm[len(arm.split(" [")[0]) :] for arm in arms}
-    found = {arm: rival for arm, rival in like.items() if rival in arms and rival != arm}
-    return found or {arm: arms[0] for arm in arms[1:]}
-
-
-def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
-    """A row per run; `link(run)` is where it is to be seen."""
-    rows = []
-    for run in data.of(*data.arms):
-        how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")
-        end = reproduce.number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
-        rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
-    return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))
 
 
 def local(run: Run, folder: Path) -> Link | str:

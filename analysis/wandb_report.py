@@ -18,7 +18,7 @@ import wandb_workspaces.reports.v2 as wr
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
 
-from analysis import sources, study_report
+from analysis import sources, study_parts
 from analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
 from analysis.load import Data, Run, die
 
@@ -111,7 +111,7 @@ def report(
             wr.P("Mean and range of the runs, by objective." if by else "A line per run."),
             wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, by) for i, metric in enumerate(LIVE)]),
             wr.H2("Runs"),
-            *as_wandb(study_report.runs(data, lambda run: linked(run, at))),
+            *as_wandb(study_parts.runs(data, lambda run: linked(run, at))),
         ],
     )
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import forked
-from analysis import blocks, study_report
+from analysis import blocks, study_parts
 from analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 from commands import ROOT
 from pages import Page
@@ -80,9 +80,9 @@ def test_what_a_study_says(study):
 def test_whom_an_arm_is_compared_with():
     arms = ["GSPO [x=1]", "GSPO [x=2]", "GRPO [x=1]", "SAPO [x=1]"]
     pairs = {"GSPO [x=1]": "GRPO [x=1]", "SAPO [x=1]": "GRPO [x=1]"}
-    assert study_report.rivals(arms, "") == pairs
-    assert study_report.rivals(["GSPO [x=1]", "GSPO [x=2]"], "") == {"GSPO [x=2]": "GSPO [x=1]"}
-    assert study_report.rivals(arms, "SAPO [x=1]") == dict.fromkeys(arms[:3], "SAPO [x=1]")
+    assert study_parts.rivals(arms, "") == pairs
+    assert study_parts.rivals(["GSPO [x=1]", "GSPO [x=2]"], "") == {"GSPO [x=2]": "GSPO [x=1]"}
+    assert study_parts.rivals(arms, "SAPO [x=1]") == dict.fromkeys(arms[:3], "SAPO [x=1]")
 
 
 @pytest.mark.parametrize(
