@@ -61,7 +61,8 @@ def verdict(data: Data, arms: tuple[str, str], interval: Interval, line: float, 
 
 
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
-    """The training rewards of both arms over the last half of their common batches: index step, a column per seed."""
+    """Return the training rewards of both arms over the last half of their common batches: index step, a column per
+    seed."""
     tables = data.paired("reward/mean", a, b)
     return [table[len(table) // 2 :] for table in tables]
 
@@ -111,12 +112,12 @@ def held_out(data: Data) -> Claim | None:
 
 
 def scores(data: Data) -> list[str]:
-    """The held-out scores: eval/<set>/avg@k."""
+    """Return the held-out scores: eval/<set>/avg@k."""
     return [name for name in data.metrics("eval/") if fnmatchcase(name, "eval/*/avg@*")]
 
 
 def stderr_of(score: str) -> str:
-    """The metric that holds a score's standard error over problems."""
+    """Return the metric that holds a score's standard error over problems."""
     return score.rsplit("/", 1)[0] + "/stderr"
 
 
@@ -133,7 +134,7 @@ def reward_and_flops(data: Data) -> list[pd.DataFrame]:
 
 
 def compute_ratio(data: Data) -> Efficiency:
-    """The efficiency of GSPO against its rival."""
+    """Return the efficiency of GSPO against its rival."""
     return efficiency(*reward_and_flops(data))
 
 
@@ -195,7 +196,7 @@ def clipping(data: Data) -> Claim:
 
 
 def calibrated(data: Data) -> str:
-    """Whether GSPO's share of clipped tokens was chosen: by a clip range that is not the paper's."""
+    """Return whether GSPO's share of clipped tokens was chosen: by a clip range that is not the paper's."""
     settings = data.of(GSPO)[0].settings
     low, high = (settings.get(f"objective.clip_{side}") for side in ("low", "high"))
     if None in (low, high) or (low, high) == paper.CLIP_RANGES["gspo"]:
@@ -281,7 +282,8 @@ def experts_change(data: Data) -> Claim | None:
 
 
 def all_claims(data: Data) -> list[Claim]:
-    """Every claim that these runs can speak to, in the paper's order. What it says of MoE models is asked of these."""
+    """Return every claim that these runs can speak to, in the paper's order. What it says of MoE models is asked of
+    these."""
     claims: list[Claim | None] = []
     if lacking(data, contenders(data)) is None:
         claims += [reward(data), held_out(data), cheaper(data), clipping(data)]

@@ -72,9 +72,10 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- data
 def from_runs(paths: list[str]) -> tuple[pd.DataFrame, list[str]]:
-    """A row per run and step: run, stress, arm, seed, lr, step, METRICS, threshold/<signal>; and what was amiss.
+    """Return a row per run and step: run, stress, arm, seed, lr, step, METRICS, threshold/<signal>; and what was amiss.
 
-    Runs that are neither finished nor collapsed are left out: they may still collapse."""
+    Runs that are neither finished nor collapsed are left out: they may still collapse.
+    """
     data = load.load(paths)
     keys = [key for key in load.differing(data.runs) if not key.startswith(FREE)]
     usual = {key: Counter(str(r.settings.get(key)) for r in data.runs).most_common(1)[0][0] for key in keys}
@@ -109,7 +110,7 @@ def keep(frame: pd.DataFrame, folder: Path) -> None:
 
 
 def shipped(frame: pd.DataFrame) -> dict[str, float]:
-    """The monitor's thresholds, as most rows have them; those that are switched off are left out."""
+    """Return the monitor's thresholds, as most rows have them; those that are switched off are left out."""
     found = {name: float(frame[f"threshold/{name}"].mode().iloc[0]) for name in SIGNALS}
     return {name: value for name, value in found.items() if value}
 
@@ -137,7 +138,7 @@ def result(runs: list[History], thresholds: dict[str, float], name: str) -> Resu
 
 
 def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
-    """How many runs collapsed, by stress, objective and learning rate."""
+    """Return how many runs collapsed, by stress, objective and learning rate."""
     fell = {run.run: run.collapsed is not None for run in runs}
     each = frame.groupby("run").first()[["stress", "arm", "lr"]].assign(fell=lambda f: f.index.map(fell))
     counted = each.groupby(["stress", "arm", "lr"])["fell"].agg(["sum", "count"])
@@ -151,13 +152,13 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
 
 
 def fallen(rows: pd.DataFrame) -> bool:
-    """Whether a run would have been called fallen by the monitor, for good or not."""
+    """Return whether a run would have been called fallen by the monitor, for good or not."""
     below = pd.Series(levels(rows.sort_values("step")["reward/mean"].astype(float).tolist())[2])
     return bool((below.rolling(STEPS_FALLEN).sum() == STEPS_FALLEN).any())
 
 
 def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:
-    """Runs of GSPO and GRPO under the same stress, learning rate and seed: which of the two collapsed alone."""
+    """Run of GSPO and GRPO under the same stress, learning rate and seed: which of the two collapsed alone."""
     each = frame.groupby("run").first().assign(fell=lambda f: f.index.map(fell)).reset_index()
     pairs = each[each["arm"].isin((load.GSPO, load.GRPO))].pivot(
         index=["stress", "lr", "seed"], columns="arm", values="fell"
@@ -175,7 +176,7 @@ def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:
 
 
 def table(results: list[Result], together: Alarm) -> list[str]:
-    """A row per signal, by AUROC; the last row: the monitor's warnings together."""
+    """Return a row per signal, by AUROC; the last row: the monitor's warnings together."""
     counts = [area.count for area in results[0].areas]
     head = ["signal", *(f"AUROC, {lead} before (of {n})" for lead, n in zip(LEADS, counts, strict=True))]
     head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]

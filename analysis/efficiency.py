@@ -43,7 +43,8 @@ class Ratio(Interval):
         return sign_flip_p(np.nan_to_num(np.sign(np.array(self.values) - line)))
 
     def text(self, form: str = ".2f") -> str:
-        """The interval stands in brackets whether the level is reached or not: what a verdict says of it is seen."""
+        """Return the interval stands in brackets whether the level is reached or not: what a verdict says of it is
+        seen."""
         point = f"{self.mean:{form}}" if self.mean > 0 else f"not reached (below {self.bound:{form}})"
         return f"{point} [{self.low:{form}}, {self.high:{form}}]"
 
@@ -66,7 +67,7 @@ def first_reaches(reward_T: np.ndarray, flops_T: np.ndarray, level: float) -> fl
 
 
 def needs(reward_T, flops_T, rival_T, rival_flops_T) -> tuple[float, float, float]:
-    """The rival's final level, and the FLOPs at which the arm and the rival first reach it."""
+    """Return the rival's final level, and the FLOPs at which the arm and the rival first reach it."""
     level = float(np.mean(rival_T[-WINDOW:]))
     return level, first_reaches(reward_T, flops_T, level), first_reaches(rival_T, rival_flops_T, level)
 
@@ -115,7 +116,7 @@ def efficiency(
 
 
 def of_seed(*curves: np.ndarray) -> list[float]:
-    """Both ratios of one seed; where the level is not reached 0, or NaN if the bound lies above 1."""
+    """Return both ratios of one seed; where the level is not reached 0, or NaN if the bound lies above 1."""
     point, bound = ratios(*curves)
     return np.where((point == 0) & (bound > 1), np.nan, point).tolist()
 

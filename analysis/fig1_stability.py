@@ -26,7 +26,7 @@ Z = 1.96  # standard errors in a 95 % interval
 
 
 def judged(data: Data) -> list[claims.Claim]:
-    """The claims that this figure speaks to."""
+    """Return the claims that this figure speaks to."""
     if load.lacking(data, claims.contenders(data)):
         return []
     return [claim for claim in (claims.reward(data), claims.held_out(data)) if claim]
@@ -38,7 +38,7 @@ def arms_of(data: Data) -> tuple[str, ...]:
 
 
 def lacking(data: Data) -> str | None:
-    """Why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None."""
     arms = arms_of(data)
     return load.lacking(data, arms[:1] or claims.contenders(data))
 

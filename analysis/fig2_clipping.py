@@ -29,12 +29,12 @@ PAPER_RANGES = paper.CLIP_RANGES
 
 
 def judged(data: Data) -> list[claims.Claim]:
-    """The claims that this figure speaks to."""
+    """Return the claims that this figure speaks to."""
     return [] if load.lacking(data, claims.contenders(data)) else [claims.clipping(data)]
 
 
 def lacking(data: Data) -> str | None:
-    """Why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None."""
     if len(data.arms) > MOST:
         return f"shows {MOST} arms at most; found: {', '.join(data.arms)}"
     if not data.metrics("clip/token_active"):
@@ -64,7 +64,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def clip_ranges(data: Data) -> str:
-    """The arms' clip ranges, and whether they are the paper's: the share that is clipped hangs on them."""
+    """Return the arms' clip ranges, and whether they are the paper's: the share that is clipped hangs on them."""
     parts = []
     for arm in data.arms:
         get = data.of(arm)[0].settings.get

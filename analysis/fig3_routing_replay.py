@@ -24,12 +24,12 @@ NEEDS = (GRPO_R2, GRPO)
 
 
 def judged(data: Data) -> list[claims.Claim]:
-    """The claims that this figure speaks to."""
+    """Return the claims that this figure speaks to."""
     return [claims.collapse_without_replay(data), claims.replay_helps(data)]
 
 
 def lacking(data: Data) -> str | None:
-    """Why the figure cannot be drawn, or None: its question is of two arms."""
+    """Return why the figure cannot be drawn, or None: its question is of two arms."""
     return panels.lacking(data, NEEDS)
 
 

@@ -38,7 +38,8 @@ def main() -> None:
 
 
 def measure(data: Data) -> pd.DataFrame:
-    """A row per finished run: arm, low, high, seed, active, outside (means of all batches), end of the reward."""
+    """Return a row per finished run: arm, low, high, seed, active, outside (means of all batches), end of the
+    reward."""
     rows = []
     runs = [
         r for r in data.runs if OBJECTIVES.get(r.settings["objective.name"]) in (GSPO, GRPO) and r.last >= r.planned
@@ -59,7 +60,7 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def shares(numbers: pd.DataFrame, arm: str, low: float, name: str = "active") -> pd.Series:
-    """A share by seed, of one arm at one range."""
+    """Return a share by seed, of one arm at one range."""
     rows = numbers[(numbers["arm"] == arm) & (numbers["low"] == low)]
     return rows.set_index("seed")[name].sort_index()
 
@@ -75,7 +76,7 @@ def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
-    """A row per range: both shares, their ratio, both rewards."""
+    """Return a row per range: both shares, their ratio, both rewards."""
     head = ["range", "GSPO clipped", "GRPO clipped", "GSPO / GRPO", "GSPO reward", "GRPO reward"]
     rows = []
     for (low, high), cell in numbers.groupby(["low", "high"]):
@@ -87,7 +88,7 @@ def table(numbers: pd.DataFrame) -> list[str]:
 
 
 def disparity(numbers: pd.DataFrame) -> str:
-    """The paper's comparison, each at its own range."""
+    """Return the paper's comparison, each at its own range."""
     own = {arm: PAPER_RANGES[name][0] for arm, name in ((GSPO, "gspo"), (GRPO, "grpo"))}
     both = compared(numbers, own[GSPO], own[GRPO])
     return f"Each at the paper's own range: GSPO / GRPO {both} (the paper: about 115)."

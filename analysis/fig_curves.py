@@ -100,7 +100,7 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
 
 
 def study(runs: list[Run]) -> str:
-    """The studies' names, for files and titles; of many their number."""
+    """Return the studies' names, for files and titles; of many their number."""
     names = sorted({str(run.settings.get("study", "runs")) for run in runs})
     return "_".join(names) if len(names) < 4 else f"{len(names)}_studies"
 

@@ -25,12 +25,12 @@ REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the
 
 
 def judged(data: Data) -> list[claims.Claim]:
-    """The claims that this figure speaks to."""
+    """Return the claims that this figure speaks to."""
     return [claims.cheaper(data)]
 
 
 def lacking(data: Data) -> str | None:
-    """Why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None."""
     arms = claims.contenders(data)
     if why := panels.lacking(data, arms):
         return why

@@ -75,12 +75,12 @@ def name(dtype: str, objective: str, *others: str) -> str:
 
 
 def chosen(data: Data) -> Data:
-    """The finished runs of the arms, under their names here, cut to the batches that all have. Notes: what is missing.
-    Dies where there are no two arms to compare."""
+    """Return the finished runs of the arms, under their names here, cut to the batches that all have. Notes: what is
+    missing. Dies where there are no two arms to compare."""
     runs: dict[tuple[str, int], load.Run] = {}
     seeds = set()
     for run in data.runs:
-        words = tuple(known.get(run.settings.get(key)) for key, known in WORDS.items())
+        words = tuple(names.get(run.settings.get(key)) for key, names in WORDS.items())
         seeds |= {run.seed} if words in ARMS else set()
         if words in ARMS and run.last >= run.planned:
             new = replace(run, arm=name(*words))
@@ -110,7 +110,8 @@ def missing(there: set[tuple[str, int]], seeds: set[int]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data) -> pd.DataFrame:
-    """A row per arm and seed: start, last, gain of the reward, then MEANS; NaN where a metric was not reported."""
+    """Return a row per arm and seed: start, last, gain of the reward, then MEANS; NaN where a metric was not
+    reported."""
     rows = data.rows[data.rows["step"] >= 1].sort_values("step")
     runs = rows.reindex(columns=["arm", "seed", "reward/mean", *MEANS.values()]).groupby(["arm", "seed"])
     start = runs["reward/mean"].apply(lambda rewards: rewards.head(START).mean())
@@ -121,7 +122,7 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def shared(data: Data, metric: str, *arms: tuple[str, ...]) -> list[pd.DataFrame] | None:
-    """The metric of these arms for the seeds that all have; None if there is no such seed."""
+    """Return the metric of these arms for the seeds that all have; None if there is no such seed."""
     names = tuple(name(*arm) for arm in arms)
     return None if load.lacking(data, names) else data.paired(metric, *names)
 
@@ -199,7 +200,7 @@ def clip_words(means: pd.DataFrame, replay: str, band: tuple[float, float] | Non
 
 
 def routing_words(data: Data, objective: str) -> list[str]:
-    """How much of the gap is routing: 1 - k3 with R3 / k3 without, in bfloat16, with the trainer's log-probs."""
+    """Return how much of the gap is routing: 1 - k3 with R3 / k3 without, in bfloat16, with the trainer's log-probs."""
     tables = shared(data, MEANS["k3"], *((COARSE, objective, replay, TRAINER) for replay in (REPLAY, PLAIN)))
     if not tables or any(table.isna().all(axis=None) for table in tables):
         return []
@@ -214,7 +215,7 @@ def share(value: float, form: str = ".2g") -> str:
 
 
 def arm_table(data: Data) -> list[str]:
-    """Markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
+    """Return markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
     cells = [["arm", "seeds", "reward, start", f"last {WINDOW}", "gain [min, max over seeds]", *MEANS]]
     for arm, own in measure(data).groupby(level="arm", sort=False):
         mean, gains = own.mean(), own["gain"]
@@ -226,7 +227,7 @@ def arm_table(data: Data) -> list[str]:
 
 
 def effect_table(data: Data) -> list[str]:
-    """Markdown: a line per pair of arms, the effect on the reward with its interval and each seed."""
+    """Return markdown: a line per pair of arms, the effect on the reward with its interval and each seed."""
     cells = [["reward, engine - trainer", "mean [95 % interval]", "interval", "each seed"]]
     for dtype, objective, replay in CELLS:
         if found := effect(data, dtype, objective, replay):

@@ -46,7 +46,7 @@ def main() -> None:
 
 # --------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data) -> pd.DataFrame:
-    """A row per arm and seed (the index), arms by falling mean gain; over the batches that all runs have.
+    """Return a row per arm and seed (the index), arms by falling mean gain; over the batches that all runs have.
 
     Columns: start, end, gain of the reward, then MEANS; NaN where a metric was not reported.
     """
@@ -67,12 +67,12 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def arms_of(numbers: pd.DataFrame) -> list[str]:
-    """The arms in the order of the rows."""
+    """Return the arms in the order of the rows."""
     return list(dict.fromkeys(numbers.index.get_level_values("arm")))
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
-    """Markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
+    """Return markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
     head = ["arm", "seeds", "reward, start", "end", "gain [min, max over seeds]", "active", "outside", "weight"]
     cells = [[*head, "grad norm", "mean length"]]
     for arm in arms_of(numbers):
@@ -121,7 +121,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def name(arm: str) -> str:
-    """The arm's name in lines of at most some 22 letters."""
+    """Return the arm's name in lines of at most some 22 letters."""
     return "\n".join(textwrap.fill(line, 22) for line in style.short(arm).split("\n"))
 
 
@@ -206,7 +206,7 @@ def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
 
 
 def gradient_limit(data: Data) -> float | None:
-    """The runs' optim.max_grad_norm, None if they differ or have none."""
+    """Return the runs' optim.max_grad_norm, None if they differ or have none."""
     limits = {run.settings.get("optim.max_grad_norm") for run in data.runs}
     limit = limits.pop()
     return None if limits or not limit else float(limit)

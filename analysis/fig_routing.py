@@ -28,12 +28,12 @@ PAPER = 0.9  # section 5.3: "roughly 10% of the experts" differ after an update
 
 
 def judged(data: Data) -> list[claims.Claim]:
-    """The claims that this figure speaks to."""
+    """Return the claims that this figure speaks to."""
     return [claim for claim in (claims.experts_change(data),) if claim]
 
 
 def lacking(data: Data) -> str | None:
-    """Why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None."""
     if not data.metrics(PREFIX):
         return (
             f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, so nothing is routed"

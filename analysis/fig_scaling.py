@@ -51,7 +51,7 @@ def exponent(points: list[dict], key: str) -> float:
 
 
 def table(records: list[dict]) -> list[str]:
-    """Markdown."""
+    """Return markdown."""
     rows = [
         "| curve | threads | x | s/step | rollout | update | microseconds/token | MiB | exponent of s/step |",
         "|---|---|---|---|---|---|---|---|---|",

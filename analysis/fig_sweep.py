@@ -61,14 +61,15 @@ def main() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
-def measure(data: Data, x: str, by: str) -> pd.DataFrame:
-    """A row per run that has finished or collapsed: by, x, arm, seed, and the numbers of `measured`.
+def measure(data: Data, x: str, row_setting: str) -> pd.DataFrame:
+    """Return a row per run that has finished or collapsed: row, x, arm, seed, and the numbers of `measured`.
 
-    Ends the program with one line if the runs have no such setting, or differ in others too."""
+    Ends the program with one line if the runs have no such setting, or differ in others too.
+    """
     runs = [run for run in data.runs if run.last >= run.planned or collapse(rewards(run).tolist()) is not None]
-    check(runs, x, by)
-    numbers = pd.DataFrame([measured(run, x, by) for run in runs])
-    twice = numbers[numbers.duplicated(["by", "x", "arm", "seed"])]
+    check(runs, x, row_setting)
+    numbers = pd.DataFrame([measured(run, x, row_setting) for run in runs])
+    twice = numbers[numbers.duplicated(["row", "x", "arm", "seed"])]
     if len(twice):
         load.die(
             f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, {x}={twice.iloc[0]['x']}: give one"
@@ -78,15 +79,15 @@ def measure(data: Data, x: str, by: str) -> pd.DataFrame:
     return numbers
 
 
-def check(runs: list[Run], x: str, by: str) -> None:
-    for key in filter(None, (x, by)):
+def check(runs: list[Run], x: str, row_setting: str) -> None:
+    for key in filter(None, (x, row_setting)):
         if not runs or any(key not in run.settings for run in runs):
             load.die(f"no finished run has a setting {key}" if not runs else f"not all runs have a setting {key}")
     if len({run.planned for run in runs}) > 1:
         load.die(
             f"the runs are of {', '.join(sorted({str(run.planned) for run in runs}))} steps: give those of one length"
         )
-    meant = {x, by, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(by, ())}
+    meant = {x, row_setting, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(row_setting, ())}
     others = [key for key in load.differing(runs) if key not in meant and not key.startswith("objective.")]
     for name in {
         run.settings["objective.name"] for run in runs
@@ -103,15 +104,15 @@ def rewards(run: Run) -> pd.Series:
     return run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
 
 
-def measured(run: Run, x: str, by: str) -> dict[str, object]:
-    """One run's numbers."""
+def measured(run: Run, x: str, row_setting: str) -> dict[str, object]:
+    """Return one run's numbers."""
     rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), rewards(run)
     smooth, peak, _ = levels(reward.tolist())
     start, end = reward.head(START).mean(), reward.tail(WINDOW).mean()
     return {
-        "by": run.settings[by] if by else "",
+        "row": run.settings[row_setting] if row_setting else "",
         "x": run.settings[x],
-        "arm": arm(run, x, by),
+        "arm": arm(run, x, row_setting),
         "seed": run.seed,
         "start": start,
         "end": end,
@@ -122,16 +123,16 @@ def measured(run: Run, x: str, by: str) -> dict[str, object]:
     }
 
 
-def arm(run: Run, x: str, by: str) -> str:
-    """The objective, with its replay unless that is what is swept."""
+def arm(run: Run, x: str, row_setting: str) -> str:
+    """Return the objective, with its replay unless that is what is swept."""
     name = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"])
     replay = run.settings.get(REPLAY, "none")
-    return name if REPLAY in (x, by) or replay == "none" else f"{name} + Routing Replay ({replay.upper()})"
+    return name if REPLAY in (x, row_setting) or replay == "none" else f"{name} + Routing Replay ({replay.upper()})"
 
 
-def table(numbers: pd.DataFrame, x: str, by: str) -> list[str]:
-    """A row per setting and arm; GSPO - GRPO with its 95 % t interval over the seeds that both have."""
-    head = [NAMES.get(by, by)] if by else []
+def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
+    """Return a row per setting and arm; GSPO - GRPO with its 95 % t interval over the seeds that both have."""
+    head = [NAMES.get(row_setting, row_setting)] if row_setting else []
     head += [
         NAMES.get(x, x),
         "objective",
@@ -145,10 +146,10 @@ def table(numbers: pd.DataFrame, x: str, by: str) -> list[str]:
         "GSPO - GRPO",
     ]
     rows = []
-    for group, value in itertools.product(ordered(numbers["by"]), ordered(numbers["x"])):
-        cell = numbers[(numbers["by"] == group) & (numbers["x"] == value)]
+    for group, value in itertools.product(ordered(numbers["row"]), ordered(numbers["x"])):
+        cell = numbers[(numbers["row"] == group) & (numbers["x"] == value)]
         for name, runs in cell.groupby("arm"):
-            row = [group, f"{value}"] if by else [f"{value}"]
+            row = [group, f"{value}"] if row_setting else [f"{value}"]
             row += [name, str(len(runs)), f"{runs['start'].mean():.3f}", f"{runs['end'].mean():.3f}"]
             row += [f"{runs['end'].min():.2f}-{runs['end'].max():.2f}", f"{runs['collapsed'].sum()} of {len(runs)}"]
             row += [f"{runs['clipped'].mean():.2g}", f"{runs['length'].mean():.0f}", difference(cell) * (name == GSPO)]
@@ -165,17 +166,19 @@ def difference(cell: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- figure
-def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path, view: View | None = None) -> list[Path]:
-    """Rows: values of `by`; columns: PANELS."""
-    values, groups = ordered(numbers["x"]), ordered(numbers["by"])
+def draw(
+    data: Data, numbers: pd.DataFrame, x: str, row_setting: str, out: Path, view: View | None = None
+) -> list[Path]:
+    """Rows: values of `row_setting`; columns: PANELS."""
+    values, groups = ordered(numbers["x"]), ordered(numbers["row"])
     drawn, view = looks(sorted(numbers["arm"].unique())), view or View()
     figure = style.canvas(0.4 + 2.1 * len(groups), view)
     axes = figure.subplots(len(groups), len(PANELS), squeeze=False, sharex=True, sharey="col")
     for line, group in zip(axes, groups, strict=True):
-        rows = numbers[numbers["by"] == group]
+        rows = numbers[numbers["row"] == group]
         for ax, column in zip(line, PANELS, strict=True):
             panel(ax, rows, column, values, drawn)
-        line[0].set_ylabel(f"{group} {NAMES.get(by, by)}" if by else "")
+        line[0].set_ylabel(f"{group} {NAMES.get(row_setting, row_setting)}" if row_setting else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
         least = 0.35 if column == "fall" else 1e-3  # the collapse rule's 0.3 is in view: smaller falls are noise
         room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
@@ -190,11 +193,11 @@ def draw(data: Data, numbers: pd.DataFrame, x: str, by: str, out: Path, view: Vi
         ax.set_xlabel(NAMES.get(x, x))
     style.key(axes[0, -1], dict(sorted(drawn.items(), reverse=True)), loc="best")
     study = Path(data.runs[0].settings["study"]).name
-    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, by), view)
+    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x, row_setting), view)
 
 
 def ordered(column: pd.Series) -> list:
-    """The values, numbers by size before words."""
+    """Return the values, numbers by size before words."""
     return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, Real) else (1, 0, str(v)))
 
 
@@ -216,10 +219,10 @@ def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, drawn: dict[s
         ax.set_yscale("symlog", linthresh=1e-4)
 
 
-def caption(data: Data, numbers: pd.DataFrame, x: str, by: str) -> str:
+def caption(data: Data, numbers: pd.DataFrame, x: str, row_setting: str) -> str:
     """What was run and what is drawn."""
     run = data.runs[0]
-    seeds = numbers.groupby(["by", "x", "arm"])["seed"].count()
+    seeds = numbers.groupby(["row", "x", "arm"])["seed"].count()
     counted = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
     words = f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Marks: seeds; crosses: "
     words += "seeds that collapsed by the registered rule; lines: means; dashed: reward of the first batches. "

@@ -36,14 +36,14 @@ class History:
     scores: dict[str, np.ndarray]
 
     def highest(self, signal: str, end: int | None = None) -> float:
-        """The largest score from the warm-up to before `end`; NaN if there is none."""
+        """Return the largest score from the warm-up to before `end`; NaN if there is none."""
         part = self.scores[signal][WARM_UP:end]
         part = part[np.isfinite(part)]
         return float(part.max()) if len(part) else math.nan
 
 
 def histories(frame: pd.DataFrame) -> list[History]:
-    """The runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
+    """Return the runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
     found = []
     for name, rows in frame.sort_values("step").groupby("run", sort=True):
         scores = {s: signal.score(_series(rows, signal.metric)) for s, signal in SIGNALS.items()}
@@ -115,14 +115,14 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
 
 # ---------------------------------------------------------------------------------------------------------- warning
 def fitted(runs: list[History], signal: str) -> float:
-    """The lowest threshold above which at most 5 % of the healthy ones of these runs ever score."""
+    """Return the lowest threshold above which at most 5 % of the healthy ones of these runs ever score."""
     tops = [run.highest(signal) for run in runs if run.collapsed is None]
     tops = sorted(top for top in tops if not math.isnan(top))
     return tops[math.ceil((1 - RATE) * len(tops)) - 1] if tops else math.nan
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
-    """The steps at which a warning begins; it is over when the score falls below 0.8 x a positive threshold."""
+    """Return the steps at which a warning begins; it is over when the score falls below 0.8 x a positive threshold."""
     steps, active = [], False
     clear = CLEARED * threshold if threshold > 0 else threshold
     for step, score in enumerate(scores[WARM_UP:], start=WARM_UP):
@@ -147,7 +147,7 @@ class Verdict:
 
 
 def judged(run: History, thresholds: dict[str, float]) -> Verdict:
-    """The warnings of these signals together."""
+    """Return the warnings of these signals together."""
     steps = sorted(s for name, threshold in thresholds.items() for s in warnings(run.scores[name], threshold))
     return Verdict(steps[0] if steps else None, len(steps), run.collapsed)
 
@@ -181,7 +181,7 @@ def worth(verdicts: list[Verdict]) -> Alarm:
 
 
 def share(hits: list[bool]) -> Value:
-    """A proportion with Wilson's interval."""
+    """Return a proportion with Wilson's interval."""
     n, z = len(hits), 1.959964
     if not n:
         return NOTHING
@@ -192,7 +192,7 @@ def share(hits: list[bool]) -> Value:
 
 
 def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
-    """A statistic with its percentile interval."""
+    """Return a statistic with its percentile interval."""
     numbers = np.array(values, float)
     if not len(numbers):
         return NOTHING

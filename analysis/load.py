@@ -59,8 +59,8 @@ MAKES_THE_ARM = ("objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str]) -> Data:
-    """All runs of these sources, labelled, in the order of the sources and within each by path. Raises Refused if there
-    are none, if a source cannot be read, and if two runs are the same arm and seed."""
+    """Return all runs of these sources, labelled, in the order of the sources and within each by path. Raises Refused
+    if there are none, if a source cannot be read, and if two runs are the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -84,14 +84,15 @@ def load(paths: list[Path | str]) -> Data:
 
 
 def lost_steps(run: Run) -> str:
-    """The rollout batches before the last that have no row: "batch 7", "batches 7, 8"; empty if there are none."""
+    """Return the rollout batches before the last that have no row: "batch 7", "batches 7, 8"; empty if there are
+    none."""
     lost = sorted(set(range(1, run.last)) - set(run.rows["step"]))
     some = ", ".join(map(str, lost[:3])) + (f", ... ({len(lost)} in all)" if len(lost) > 3 else "")
     return f"batch{'es' if len(lost) > 1 else ''} {some}" if lost else ""
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:
-    """A record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
+    """Return a record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
     notes += record.notes
     missing = [key for key in NEEDED if record.settings.get(key) is None]
     if missing:
@@ -111,7 +112,7 @@ def as_run(record: Record, notes: list[str]) -> Run | None:
 
 
 def fits(key: str, value: object) -> bool:
-    """Whether a setting may have this value: of the kind that the setting is of, and no book."""
+    """Return whether a setting may have this value: of the kind that the setting is of, and no book."""
     if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
         return False
     if key == "study" and value is not None:
@@ -143,13 +144,13 @@ def label(runs: list[Run], notes: list[str]) -> None:
 
 
 def differing(runs: list[Run] | list[Record]) -> list[str]:
-    """The settings in which these runs differ, without those that may differ between runs of one arm."""
+    """Return the settings in which these runs differ, without those that may differ between runs of one arm."""
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
 
 
 def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
-    """Why these arms cannot be compared, or None if they can."""
+    """Return why these arms cannot be compared, or None if they can."""
     if any(arm not in data.arms for arm in arms):
         return f"needs arms {' and '.join(arms)}; found: {', '.join(data.arms)}"
     if not data.seeds(*arms):
@@ -162,7 +163,7 @@ def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
 
 
 def not_compared(data: Data, arms: tuple[str, ...]) -> str:
-    """The runs that a comparison of these arms leaves out, and why; empty if there are none."""
+    """Return the runs that a comparison of these arms leaves out, and why; empty if there are none."""
     runs, seeds = data.left_out(*arms), data.seeds(*arms)
     texts = []
     for run in runs:
@@ -204,7 +205,7 @@ def describe(data: Data, arms: list[str]) -> str:
 
 
 def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
-    """The values that a setting has in these runs: "4", "4 or 16"."""
+    """Return the values that a setting has in these runs: "4", "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
     return " or ".join(str(value) for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v))))
 

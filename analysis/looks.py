@@ -28,7 +28,7 @@ class Look:
     line: str | tuple = "-"
 
     def plot(self) -> dict[str, object]:
-        """Arguments of `Axes.plot`."""
+        """Return arguments of `Axes.plot`."""
         return {"color": self.colour, "marker": self.marker, "ls": self.line, "mec": "white", "mew": 0.5}
 
 
@@ -53,18 +53,18 @@ VARIANTS = ("-", DASHES, CHAIN, DOTS)
 
 
 def look(arm: str) -> Look:
-    """An arm's look. Appended settings ("GRPO [optim.lr=0.001]") keep the arm's; a replay without a look of its own
-    has the colour and marker of its objective and the line of replays."""
+    """Return an arm's look. Appended settings ("GRPO [optim.lr=0.001]") keep the arm's; a replay without a look of its
+    own has the colour and marker of its objective and the line of replays."""
     name = arm.split(" [")[0]
     if name in LOOKS:
         return LOOKS[name]
     base, replay, _ = name.partition(" + Routing Replay")
-    known = LOOKS.get(base, OTHER)
-    return replace(known, line=REPLAYED) if replay else known
+    base_look = LOOKS.get(base, OTHER)
+    return replace(base_look, line=REPLAYED) if replay else base_look
 
 
 def looks(arms: list[str]) -> dict[str, Look]:
-    """A look for each arm, all different: arms that would share one (the same objective at several settings) get
+    """Return a look for each arm, all different: arms that would share one (the same objective at several settings) get
     shades of its colour, from dark to pale, and kinds of line in turn."""
     sharing, seen, found = Counter(look(arm) for arm in arms), Counter(), {}
     for arm in arms:
@@ -80,5 +80,5 @@ def looks(arms: list[str]) -> dict[str, Look]:
 
 
 def tint(colour: str, strength: float) -> str:
-    """A colour mixed with white: strength 1 is the colour itself. Opaque, so that overlaps do not darken."""
+    """Return a colour mixed with white: strength 1 is the colour itself. Opaque, so that overlaps do not darken."""
     return matplotlib.colors.to_hex([1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)])

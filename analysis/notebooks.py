@@ -26,7 +26,7 @@ SCORES = ("/avg@", "/pass@", "/maj@")
 
 
 def load_runs(*sources: str | Path) -> Recorded:
-    """The runs of these sources, from wherever the figures read theirs. Raises Refused (a ValueError)."""
+    """Return the runs of these sources, from wherever the figures read theirs. Raises Refused (a ValueError)."""
     if not sources:
         die("load_runs(): name folders with runs, offline W&B files, or wandb:ENTITY/PROJECT[/GROUP]")
     return Recorded(load(list(sources)))
@@ -45,7 +45,8 @@ class Recorded:
         return f"{len(self.runs)} runs of {', '.join(self.arms)}; {len(self.metrics)} metrics"
 
     def metric(self, name: str, arm: str = "") -> pd.DataFrame:
-        """One metric, NaN where a run has not reported it: index step, columns (arm, seed); of one arm the seeds."""
+        """Return one metric, NaN where a run has not reported it: index step, columns (arm, seed); of one arm the
+        seeds."""
         if name not in self.metrics:
             die(f"no run has recorded a metric {name!r}{nearest(name, self.metrics)}")
         first = 0 if name.startswith("eval/") else 1

@@ -30,11 +30,12 @@ def curve(
     band: bool = True,
     least: float = -np.inf,
 ) -> float:
-    """One arm: `values` (index step, a column per seed) against `x` (alike) or the step. Returns where the mean ends.
+    """Return one arm: `values` (index step, a column per seed) against `x` (alike) or the step. Returns where the mean
+    ends.
 
     Thick: mean over seeds as far as all have come, smoothed. Band: its pointwise 95 % t interval, from 3 seeds on.
-    Thin: every seed smoothed likewise if asked for, or if there are two; of a single seed the batches themselves.
-    On a logarithmic axis, where `least` is the smallest value, 0 is a gap and bands end at that value.
+    Thin: every seed smoothed likewise if asked for, or if there are two; of a single seed the batches themselves. On a
+    logarithmic axis, where `least` is the smallest value, 0 is a gap and bands end at that value.
     """
     reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
     for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
@@ -94,8 +95,10 @@ def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     at = len(each) + 0.6
     ax.plot([at, at], [mean.low, mean.high], color=style.INK, lw=2, zorder=2)
     ax.plot(at, mean.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
-    few = len(each) <= 8
-    ax.set_xticks([*range(len(each)), at] if few else [at], [*map(str, each.index), "mean"] if few else ["mean"])
+    names_fit = len(each) <= 8
+    ax.set_xticks(
+        [*range(len(each)), at] if names_fit else [at], [*map(str, each.index), "mean"] if names_fit else ["mean"]
+    )
     ax.set_xlim(-0.7, at + 0.9)
     ax.tick_params(axis="x", labelsize=8)
     ax.set_xlabel("seed")
@@ -145,7 +148,7 @@ def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> N
 
 
 def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
-    """Why these arms cannot be compared, or None; of models without experts it says so."""
+    """Return why these arms cannot be compared, or None; of models without experts it says so."""
     why = load.lacking(data, arms)
     if why and GRPO_R2 in arms and not data.metrics("routing/"):
         return why.replace("; found:", " (these runs route nothing: dense models have no Routing Replay); found:")

@@ -16,7 +16,7 @@ CLIP_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0
 
 
 def series(figure: str, name: str) -> pd.Series:
-    """Values of one series (an arm's label) of one figure, by marker number; NaN where a marker was hidden."""
+    """Return values of one series (an arm's label) of one figure, by marker number; NaN where a marker was hidden."""
     points = pd.read_csv(CSV, comment="#")
     points = points[(points["figure"] == figure) & (points["series"] == name)].set_index("marker")["value"]
     if points.empty:

@@ -54,7 +54,7 @@ def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path
 
 
 def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
-    """The whole text, in Markdown that also reads well in a terminal."""
+    """Return the whole text, in Markdown that also reads well in a terminal."""
     notes = [in_markdown(f"Note: {note}") for note in data.notes]
     lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
     lines += [
@@ -80,7 +80,7 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
 
 
 def table(data: Data) -> list[str]:
-    """The table's lines, columns aligned: a row per quantity, a column per arm."""
+    """Return the table's lines, columns aligned: a row per quantity, a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
     cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
     cells = [[in_markdown(cell) for cell in row] for row in cells]
@@ -90,7 +90,7 @@ def table(data: Data) -> list[str]:
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
-    """One arm's column: what it reached, what it clipped, what it cost. "-" where nothing was reported."""
+    """Return one arm's column: what it reached, what it clipped, what it cost. "-" where nothing was reported."""
     reward = data.table(arm, "reward/mean")
     start, end = reward.head(START).mean().mean(), reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean()
     runs = data.of(arm)

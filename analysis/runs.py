@@ -81,7 +81,7 @@ class Run:
         return None if at is None else int(rewards.index[at])
 
     def column(self, metric: str, first_step: int = 1) -> pd.Series:
-        """A metric by step, NaN left out; empty where it was not reported."""
+        """Return a metric by step, NaN left out; empty where it was not reported."""
         rows = self.rows[self.rows["step"] >= first_step].sort_values("step").set_index("step")
         return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
 
@@ -107,43 +107,43 @@ class Data:
         return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
 
     def of(self, *arms: str) -> list[Run]:
-        """The runs of these arms, by arm and seed."""
+        """Return the runs of these arms, by arm and seed."""
         return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
 
     def seeds(self, *arms: str) -> list[int]:
-        """The seeds that all of these arms have."""
+        """Return the seeds that all of these arms have."""
         return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
 
     def compared(self, *arms: str) -> list[Run]:
-        """The runs by which these arms are compared: of the seeds whose runs have finished in all of them; while there
-        is no such seed, of the seeds that all of them have begun."""
+        """Return the runs by which these arms are compared: of the seeds whose runs have finished in all of them; while
+        there is no such seed, of the seeds that all of them have begun."""
         runs = self.of(*arms)
         begun = self.seeds(*arms)
         finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
         return [run for run in runs if run.seed in (finished or begun)]
 
     def left_out(self, *arms: str) -> list[Run]:
-        """The runs of these arms that are not among the compared."""
+        """Return the runs of these arms that are not among the compared."""
         compared = self.compared(*arms)
         return [run for run in self.of(*arms) if not any(run is other for other in compared)]
 
     def common_step(self, *arms: str) -> int:
-        """The last rollout batch that every run of these arms has reached."""
+        """Return the last rollout batch that every run of these arms has reached."""
         return min(run.last for run in self.of(*arms))
 
     def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """One metric of one arm: index every step from the first to the arm's last, a column per seed; NaN where the
-        metric was not reported. Raises Refused for an arm that is not there and a metric that nobody knows."""
+        """Return one metric of one arm: index every step from the first to the arm's last, a column per seed; NaN where
+        the metric was not reported. Raises Refused for an arm that is not there and a metric that nobody knows."""
         if arm not in self.arms:
             die(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
         rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
         if metric not in rows:
-            self.known(metric)
+            self.check_metric(metric)
             rows = rows.assign(**{metric: float("nan")})
         steps = pd.RangeIndex(first_step, rows["step"].max() + 1, name="step")
         return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
 
-    def known(self, metric: str) -> None:
+    def check_metric(self, metric: str) -> None:
         """Raises Refused for a metric that no run has recorded and that is not in the registry either."""
         try:
             lookup(metric)
@@ -152,14 +152,14 @@ class Data:
                 die(f"no metric {metric!r}{nearest(metric, self.metrics(''))}")
 
     def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
-        """The metric's tables of these arms, cut to the compared runs and the rollout batches that all of these have:
-        rows are the same steps in each. A step that a run lost is NaN in its column alone."""
+        """Return the metric's tables of these arms, cut to the compared runs and the rollout batches that all of these
+        have: rows are the same steps in each. A step that a run lost is NaN in its column alone."""
         runs = self.compared(*arms)
         seeds, last = sorted({run.seed for run in runs}), min(run.last for run in runs)
         return [self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms]
 
     def metrics(self, prefix: str) -> list[str]:
-        """Names of the reported metrics that start so."""
+        """Return names of the reported metrics that start so."""
         names = (c for c in self.rows.columns if c not in NOT_METRICS)
         return [c for c in names if c.startswith(prefix) and self.rows[c].notna().any()]
 
@@ -168,7 +168,7 @@ def die(message: str) -> NoReturn:
     raise Refused(message)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     """What may have been meant, for the end of an error message; all that is known if nothing is near."""
-    close = get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
+    close = get_close_matches(name, list(candidates), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(candidates)}"

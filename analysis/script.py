@@ -25,8 +25,8 @@ class DoesNothing(argparse.Action):
 
 
 def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None) -> argparse.ArgumentParser:
-    """The options that all scripts of this folder share; the script's docstring is its help. `refused`: those that
-    can do nothing in this figure, and why."""
+    """Return the options that all scripts of this folder share; the script's docstring is its help. `refused`: those
+    that can do nothing in this figure, and why."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
@@ -62,12 +62,12 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
 
 
 def view(args: argparse.Namespace) -> View:
-    """How to draw, from the command line."""
+    """Return how to draw, from the command line."""
     return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width)
 
 
 def folder(name: str) -> Path:
-    """A folder that is there, or is made."""
+    """Return a folder that is there, or is made."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -100,8 +100,8 @@ def inches(text: str) -> float:
 
 
 def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = True) -> load.Data:
-    """The runs named on the command line; prints what was amiss with them. Dies where an option finds nothing to do,
-    and, unless a figure is of several studies, where one of the names holds more than one."""
+    """Return the runs named on the command line; prints what was amiss with them. Dies where an option finds nothing to
+    do, and, unless a figure is of several studies, where one of the names holds more than one."""
     for path in () if several_studies else args.runs:
         one_study(path)
     data = load.load(args.runs)
@@ -113,7 +113,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
 
 
 def one_study(path: str) -> None:
-    """Runs of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
+    """Run of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
     try:
         found = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):

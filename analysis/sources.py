@@ -42,7 +42,7 @@ class Record:
 
 
 def records(path: Path | str) -> list[Record]:
-    """All runs of one source. Raises FileNotFoundError, ValueError with one line."""
+    """Return all runs of one source. Raises FileNotFoundError, ValueError with one line."""
     if str(path).startswith(SERVER):
         return server(str(path).removeprefix(SERVER))
     path = Path(path)
@@ -65,7 +65,7 @@ def records(path: Path | str) -> list[Record]:
 
 
 def _a_copy(file: Path) -> bool:
-    """Whether this is W&B's link to the latest run, made a folder by a copy that followed links."""
+    """Return whether this is W&B's link to the latest run, made a folder by a copy that followed links."""
     return file.parent.name == "latest-run" and any(file.parent.parent.glob(f"*-run-*/{file.name}"))
 
 
@@ -76,7 +76,7 @@ def stamp(files: list[Path]) -> list:
 
 # ---------------------------------------------------------------------------------------------------- run directories
 def from_folder(folder: Path) -> Record:
-    """A run directory. Raises nothing for what is in its files: what can be read is read, the rest is noted."""
+    """Return a run directory. Raises nothing for what is in its files: what can be read is read, the rest is noted."""
     notes: list[str] = []
     settings, rows = read_settings(folder / "settings.yaml", notes), read_rows(folder / "metrics.jsonl", notes)
     return Record(folder, flatten(settings), pd.DataFrame(rows), notes)
@@ -91,8 +91,8 @@ def read_settings(file: Path, notes: list[str]) -> dict:
 
 
 def read_rows(file: Path, notes: list[str]) -> list[dict]:
-    """The rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines that are
-    none, cut or damaged, are left out."""
+    """Return the rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines
+    that are none, cut or damaged, are left out."""
     try:
         rows, damaged = untrusted.read_rows(file)
     except (OSError, untrusted.Unreadable) as error:
@@ -117,7 +117,7 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
 
 # ------------------------------------------------------------------------------------------------------- W&B's files
 def from_file(file: Path) -> Record:
-    """One offline file: a run, or a segment of it."""
+    """Return one offline file: a run, or a segment of it."""
     segment = wandb_files.read(file)
     rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
     notes = [f"{file}: {what}" for what in segment.damage]
@@ -125,8 +125,8 @@ def from_file(file: Path) -> Record:
 
 
 def joined(segments: list[Record]) -> list[Record]:
-    """One per run, of segments in the order of their start. Those of one id are joined, the later rows count; of runs
-    of one study and name with different ids (one that was rolled back goes on as a new run) the newest counts."""
+    """Return one per run, of segments in the order of their start. Those of one id are joined, the later rows count; of
+    runs of one study and name with different ids (one that was rolled back goes on as a new run) the newest counts."""
     runs: dict[tuple[object, Path], Record] = {}
     for segment in segments:
         key = (segment.settings.get("study"), segment.path)
@@ -145,7 +145,7 @@ def joined(segments: list[Record]) -> list[Record]:
 
 # ------------------------------------------------------------------------------------------------------ W&B's server
 def server(address: str) -> list[Record]:
-    """Runs of entity/project[/group] through W&B's API, with all rows. Raises ValueError without an account."""
+    """Run of entity/project[/group] through W&B's API, with all rows. Raises ValueError without an account."""
     import wandb  # here, for it takes a second to import
     from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 
@@ -172,7 +172,7 @@ def server(address: str) -> list[Record]:
 
 
 def signed_in() -> bool:
-    """Whether a W&B account is configured; without one W&B would ask for a key at the terminal."""
+    """Return whether a W&B account is configured; without one W&B would ask for a key at the terminal."""
     import wandb
     from requests.utils import get_netrc_auth
 
@@ -180,7 +180,7 @@ def signed_in() -> bool:
 
 
 def from_server(run: object) -> Record:
-    """A run of the API: `scan_history` gives every row, where `history` gives 500 sampled ones."""
+    """Return a run of the API: `scan_history` gives every row, where `history` gives 500 sampled ones."""
     rows: dict[int, dict[str, float]] = {}
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)

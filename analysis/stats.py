@@ -196,7 +196,7 @@ def sign_flip_p(differences_S: np.ndarray) -> float:
 
 
 def signed_sums(values_S: np.ndarray) -> np.ndarray:
-    """The sums of all 2^S sign patterns."""
+    """Return the sums of all 2^S sign patterns."""
     sums = np.zeros(1)
     for value in values_S:
         sums = np.concatenate([sums + value, sums - value])

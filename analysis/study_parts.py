@@ -21,7 +21,7 @@ FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # sett
 
 
 def opening(data: Data, baseline: str) -> list[Block]:
-    """The report's first part: what was run, its settings, statistics, differences, and the paper's claims."""
+    """Return the report's first part: what was run, its settings, statistics, differences, and the paper's claims."""
     notes = [Items(tuple(data.notes))] if data.notes else []
     found = claims.all_claims(data)
     judged = [Heading("The paper's claims"), Items(tuple(claim.sentence() for claim in found))] if found else []
@@ -35,7 +35,7 @@ def opening(data: Data, baseline: str) -> list[Block]:
 
 
 def settings(data: Data) -> Table:
-    """The settings in which arms differ, a row per arm."""
+    """Return the settings in which arms differ, a row per arm."""
     keys = [key for key in load.differing(data.runs) if key not in ("seed",)]
     rows = []
     for arm in data.arms:
@@ -46,7 +46,7 @@ def settings(data: Data) -> Table:
 
 
 def common(data: Data) -> str:
-    """A line per setting that all runs have alike."""
+    """Return a line per setting that all runs have alike."""
     first = data.runs[0].settings
     alike = (key for key in first if all(run.settings.get(key) == first[key] for run in data.runs))
     return "\n".join(f"{key}: {first[key]}" for key in sorted(alike) if key.split(".")[0] not in FOLLOWS)
@@ -62,7 +62,7 @@ def statistics(data: Data) -> Table:
 
 
 def differences(data: Data, baseline: str) -> list[Block]:
-    """The reward of arms against their rivals', paired by seed and batch."""
+    """Return the reward of arms against their rivals', paired by seed and batch."""
     rows, alone, pairs = [], [], rivals(data.arms, baseline)
     for arm, rival in pairs.items():
         if (why := load.lacking(data, (arm, rival))) is not None:
@@ -95,7 +95,7 @@ def rivals(arms: list[str], baseline: str) -> dict[str, str]:
 
 
 def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
-    """A row per run; `link(run)` is where it is to be seen."""
+    """Return a row per run; `link(run)` is where it is to be seen."""
     rows = []
     for run in data.of(*data.arms):
         how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")

@@ -78,12 +78,12 @@ matplotlib.rcParams.update(
 
 
 def short(arm: str) -> str:
-    """The arm's name on two lines where it is long, for labels beside lines and bars."""
+    """Return the arm's name on two lines where it is long, for labels beside lines and bars."""
     return arm.replace("GRPO + Routing Replay (R2)", "GRPO +\nRouting Replay").replace(" [", "\n[")
 
 
 def canvas(height: float, view: View) -> Figure:
-    """An empty figure; `height` in inches, the caption not counted."""
+    """Return an empty figure; `height` in inches, the caption not counted."""
     return Figure(figsize=(view.width, height), layout="constrained")
 
 
@@ -131,7 +131,7 @@ def training_axis(ax: Axes, largest: float, view: View) -> None:
 
 
 def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
-    """Whether every run of these arms has recorded its compute; if not, batches are the x axis."""
+    """Return whether every run of these arms has recorded its compute; if not, batches are the x axis."""
     return all(data.table(arm, COMPUTE).notna().any().all() for arm in arms)
 
 
@@ -177,7 +177,7 @@ def write_under(figure: Figure, caption: str) -> None:
 
 
 def finite_max(*values: np.ndarray) -> float:
-    """The largest finite number of several arrays, 0 if there is none."""
+    """Return the largest finite number of several arrays, 0 if there is none."""
     flat = np.concatenate([np.ravel(np.asarray(v, float)) for v in values])
     flat = flat[np.isfinite(flat)]
     return float(flat.max()) if len(flat) else 0.0

@@ -22,7 +22,7 @@ LEVEL, FEWEST = 0.05, 6
 
 
 def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
-    """Verdict on "above the line"; with a margin also on "the same as the line within ±margin"."""
+    """Return verdict on "above the line"; with a margin also on "the same as the line within ±margin"."""
     if math.isnan(interval.low):
         return "undecided (no interval)"
     same = alike(interval, line, margin) if margin else ""
@@ -34,7 +34,7 @@ def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> st
 
 
 def between(interval: Interval, low: float, high: float, name: str) -> str:
-    """Verdict on "lies between low and high"; `name` says what these are."""
+    """Return verdict on "lies between low and high"; `name` says what these are."""
     if math.isnan(interval.low):
         return "undecided (no interval)"
     if low < interval.low and interval.high < high:
@@ -56,7 +56,7 @@ def alike(interval: Interval, line: float, margin: float) -> str:
 
 
 def certainty(p: float, seeds: int) -> str:
-    """The exact p, and what it lacks for a verdict."""
+    """Return the exact p, and what it lacks for a verdict."""
     if math.isnan(p):
         return f"no p from one seed: a verdict needs {FEWEST}"
     text = f"exact p = {p:.2g}"

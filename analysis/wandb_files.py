@@ -69,7 +69,7 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """One file. Raises nothing for what is in it, nor for what it is."""
+    """Return one file. Raises nothing for what is in it, nor for what it is."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # here, for wandb takes a second to import
 
@@ -125,18 +125,18 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
 
 
 def recorded_name(config: dict[str, object]) -> str:
-    """The run directory's name, which the configuration holds beside the settings; taken out of it."""
+    """Return the run directory's name, which the configuration holds beside the settings; taken out of it."""
     record = config.pop("record", None)
     name = record.get("run") if isinstance(record, dict) else None
     return name if isinstance(name, str) and may_be_a_name(name) else ""
 
 
 def may_be_a_name(text: str) -> bool:
-    """Whether a file or folder could be called so: others make every question about the path fail."""
+    """Return whether a file or folder could be called so: others make every question about the path fail."""
     return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not untrusted.HALVES.search(text)
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
-    """A row without W&B's own keys and without tables; what is not finite becomes NaN."""
+    """Return a row without W&B's own keys and without tables; what is not finite becomes NaN."""
     kept = {key: untrusted.finite(value) for key, value in row.items() if key[:1] != "_" and untrusted.is_number(value)}
     return {key: math.nan if value is None else value for key, value in kept.items()}

@@ -84,11 +84,11 @@ def report(
     drawn_by: str,
     pictures: list[str],
 ) -> wr.Report:
-    """The report, not saved yet; `pictures` are what the run named `drawn_by` holds."""
+    """Return the report, not saved yet; `pictures` are what the run named `drawn_by` holds."""
     shown = wr.Runset(entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by))
     chosen = expr.And(expr.Metric("Group").isin(studies(data)), expr.Metric("JobType") == "train")
     live = wr.Runset(entity, project, name="runs", filters=chosen)
-    by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
+    grouped_by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
     at = addresses(entity, project)
     return wr.Report(
         entity=entity,
@@ -108,25 +108,25 @@ def report(
                 ],
             ),
             wr.H2("The runs, live"),
-            wr.P("Mean and range of the runs, by objective." if by else "A line per run."),
-            wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, by) for i, metric in enumerate(LIVE)]),
+            wr.P("Mean and range of the runs, by objective." if grouped_by else "A line per run."),
+            wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, grouped_by) for i, metric in enumerate(LIVE)]),
             wr.H2("Runs"),
             *as_wandb(study_parts.runs(data, lambda run: linked(run, at))),
         ],
     )
 
 
-def live_panel(metric: str, place: int, by: str) -> wr.LinePlot:
-    """A line per run, or the mean of those that are alike in the setting `by`."""
+def live_panel(metric: str, place: int, grouped_by: str) -> wr.LinePlot:
+    """A line per run, or the mean of those that are alike in the setting `grouped_by`."""
     where = wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8)
     panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=where, max_runs_to_show=100)
-    if by:
-        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(by), "mean", "minmax"
+    if grouped_by:
+        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(grouped_by), "mean", "minmax"
     return panel
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
-    """One of our parts as theirs, but for figures. Tables are Markdown: W&B's own show runs alone."""
+    """Return one of our parts as theirs, but for figures. Tables are Markdown: W&B's own show runs alone."""
     match block:
         case Heading(text):
             return [wr.H2(text)]
@@ -146,13 +146,13 @@ def addresses(entity: str, project: str) -> dict[str, str]:
 
 
 def linked(run: Run, at: dict[str, str]) -> Link | str:
-    """The run's name, and its page if the project has it."""
+    """Return the run's name, and its page if the project has it."""
     file = run.path / "wandb_id"
     identity = file.read_text(encoding="utf-8").strip() if file.exists() else run.id
     return Link(run.path.name, at[identity]) if identity in at else run.path.name
 
 
 def saved_before(made: wr.Report) -> str:
-    """The id of the report of this title that was made here, empty if there is none."""
+    """Return the id of the report of this title that was made here, empty if there is none."""
     there = wandb.Api().reports(f"{made.entity}/{made.project}")
     return next((each.id for each in there if (each.display_name, each.description) == (made.title, MADE)), "")

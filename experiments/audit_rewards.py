@@ -66,7 +66,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
-    """Every part that was asked for, printed as it is done."""
+    """Return every part that was asked for, printed as it is done."""
     slots, weak, parts = int(options["slots"]), options["weak"] == "yes", {}
     if options["suite"] == "yes":
         parts["attacks on the sandbox"] = attacks(weak)
@@ -106,7 +106,7 @@ def attacks(weak: bool) -> list[Outcome]:
 
 
 def hostile(workers: int) -> list[Outcome]:
-    """Answers that make other verifiers hang, crash or give in: none may be judged correct, nor take long."""
+    """Answer that make other verifiers hang, crash or give in: none may be judged correct, nor take long."""
     boxed = [*hacks(), *poisons(POISONS)]
     cases = [(f"{answer} for {gold}", rf"\boxed{{{answer}}}", gold) for gold, answer in boxed]
     cases += [(f"{len(text)} characters: {text[:20]!r}", text, "7") for text in HOSTILE_RESPONSES]

@@ -85,7 +85,8 @@ def draw_curves(command: BenchmarkCommand) -> None:
 
 
 def prepared(command: BenchmarkCommand) -> Settings:
-    """The workload as the settings of a run that starts from a model folder; the folder is made if it is not there."""
+    """Return the workload as the settings of a run that starts from a model folder; the folder is made if it is not
+    there."""
     workload = WORKLOADS[command.workload].resized(command.size)
     own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]
     settings = to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))

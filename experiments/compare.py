@@ -65,7 +65,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def results(runs: list[Run]) -> list[list[str]]:
-    """A row per quantity, a cell per run; "-" where a run has not reported it."""
+    """Return a row per quantity, a cell per run; "-" where a run has not reported it."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("ended", ended),
         ("batches", lambda run: f"{run.last}/{run.planned}"),
@@ -95,14 +95,15 @@ def ended(run: Run) -> str:
 
 
 def best(run: Run) -> str:
-    """The highest point of the smoothed reward and its step."""
+    """Return the highest point of the smoothed reward and its step."""
     rewards = reward(run)
     smooth = levels(rewards.tolist())[0]
     return f"{smooth.max():.3f} at step {rewards.index[smooth.argmax()]}" if len(smooth) else "-"
 
 
 def held_out(run: Run, name: str) -> str:
-    """The last score with its 95 % interval over problems, and the best of all evaluations: chosen after the fact."""
+    """Return the last score with its 95 % interval over problems, and the best of all evaluations: chosen after the
+    fact."""
     if name not in run.rows:
         return "-"
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
@@ -120,7 +121,7 @@ def mean(run: Run, metric: str, form: str) -> str:
 
 
 def total(run: Run, metric: str, form: str) -> str:
-    """The last value of a running total; seconds as hours."""
+    """Return the last value of a running total; seconds as hours."""
     values = run.column(metric)
     return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
 

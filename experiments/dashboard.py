@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def options(arguments: list[str]) -> dict[str, str]:
-    """The command line over DEFAULTS. Raises ValueError for what it does not know."""
+    """Return the command line over DEFAULTS. Raises ValueError for what it does not know."""
     chosen, _ = key_values(arguments, DEFAULTS)
     if not chosen["project"]:
         raise ValueError("project=: name a W&B project")
@@ -83,8 +83,9 @@ def options(arguments: list[str]) -> dict[str, str]:
     return chosen
 
 
-def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
-    """The views, checked against the registry and against what runs have recorded; and what is to be said of that."""
+def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
+    """Return the views, checked against the registry and against what runs have recorded; and what is to be said of
+    that."""
     if unplaced():
         raise ValueError(f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
@@ -94,18 +95,21 @@ def arranged(runs: str, by: str, study: str) -> tuple[tuple[View, ...], list[str
     notes += [f"left out: {record.path} has recorded {name}, which is on no panel" for record, name in strange]
     where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
-        return VIEWS, [*notes, f"no run under {where}: by={by} and the panels are checked against the registry alone"]
-    for key in by.split(","):
+        return VIEWS, [
+            *notes,
+            f"no run under {where}: by={grouped_by} and the panels are checked against the registry alone",
+        ]
+    for key in grouped_by.split(","):
         if not any(key in record.settings for record in found):
-            raise ValueError(f"by={by}: no run under {where} has the setting {key!r}")
+            raise ValueError(f"by={grouped_by}: no run under {where} has the setting {key!r}")
     views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
     if missing:
         notes.append(f"left out, for no run under {where} has recorded them: {', '.join(missing)}")
-    return views, notes + mixed(found, by)
+    return views, notes + mixed(found, grouped_by)
 
 
 def of_this_version(found: list[Record]) -> tuple[list[Record], list[tuple[Record, str]]]:
-    """The runs whose metrics are all in the registry, and the others with one that is not."""
+    """Return the runs whose metrics are all in the registry, and the others with one that is not."""
     strange = [(record, name) for record in found for name in unknown(reported(record))[:1]]
     others = {id(record) for record, _ in strange}
     return [record for record in found if id(record) not in others], strange
@@ -115,18 +119,18 @@ def reported(record: Record) -> list[str]:
     return list(record.rows.columns[record.rows.notna().any()])
 
 
-def mixed(found: list[Record], by: str) -> list[str]:
+def mixed(found: list[Record], grouped_by: str) -> list[str]:
     """What a group's mean would go over beside seeds."""
     groups: dict[object, list[Record]] = {}
     for record in found:
-        groups.setdefault(tuple(record.settings.get(key) for key in by.split(",")), []).append(record)
+        groups.setdefault(tuple(record.settings.get(key) for key in grouped_by.split(",")), []).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
     studies = {str(record.settings.get("study")) for record in found}
     several = [f"{len(studies)} studies"] if len(studies) > 1 else []
     if not several and not keys:
         return []
     over = ", ".join([*several, *keys[:6]]) + (", ..." if len(keys) > 6 else "")
-    return [f"by={by} draws means over {over} beside seeds: study= chooses one study, by= other settings"]
+    return [f"by={grouped_by} draws means over {over} beside seeds: study= chooses one study, by= other settings"]
 
 
 if __name__ == "__main__":

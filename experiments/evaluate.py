@@ -97,8 +97,9 @@ def main(config: DictConfig) -> None:
 
 
 def within_positions(held_out: HeldOut, engine: LocalEngine) -> HeldOut:
-    """The set with as much of its own response length as the model has positions for, beside the longest prompt; half
-    of the positions at least, so that one long prompt does not shorten all responses. Says so where that is less."""
+    """Return the set with as much of its own response length as the model has positions for, beside the longest prompt;
+    half of the positions at least, so that one long prompt does not shorten all responses. Says so where that is
+    less."""
     room = engine.room(held_out.problems, held_out.limit)
     if room == held_out.limit:
         return held_out
@@ -152,7 +153,7 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], fold
 
 
 def of_run(command: EvaluateCommand) -> Subject:
-    """A run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
+    """Return a run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
@@ -174,7 +175,7 @@ def of_run(command: EvaluateCommand) -> Subject:
 
 
 def of_model(command: EvaluateCommand, device: str) -> Subject:
-    """A model on benchmarks."""
+    """Return a model on benchmarks."""
     sets = all_sets(command, command.tasks)
     model, tokenizer = command.model.make()
     policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
@@ -185,15 +186,16 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
 
 
 def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[HeldOut]:
-    """The chosen sets of all tasks, each with its responses' limit: the command's, the benchmark's own, or `limit`.
+    """Return the chosen sets of all tasks, each with its responses' limit: the command's, the benchmark's own, or
+    `limit`.
 
     Raises ValueError for a set that no task has, or two have.
     """
-    known = [name for task in tasks.values() for name in task.evaluation_sets()]
-    unknown = [name for name in command.sets if name not in known]
+    available = [name for task in tasks.values() for name in task.evaluation_sets()]
+    unknown = [name for name in command.sets if name not in available]
     if unknown:
-        raise ValueError(f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(known)}")
-    twice = [name for name in known if known.count(name) > 1]
+        raise ValueError(f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}")
+    twice = [name for name in available if available.count(name) > 1]
     if twice:
         raise ValueError(f"benchmark={list(tasks)}: more than one of them has the set {twice[0]}")
     sets = []
@@ -207,8 +209,9 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONG
 
 
 def with_benchmarks(arguments: list[str]) -> list[str]:
-    """The command line with one option file for each name of benchmark=[...]: `+task@tasks.NAME=NAME` makes Hydra put
-    conf/task/NAME.yaml at tasks.NAME, so that it composes, types and refuses tasks.NAME.KEY=... like any setting.
+    """Return the command line with one option file for each name of benchmark=[...]: `+task@tasks.NAME=NAME` makes
+    Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes, types and refuses tasks.NAME.KEY=... like any
+    setting.
 
     Raises ValueError for a name without option file.
     """

@@ -169,8 +169,8 @@ class Page:
         return len(new)
 
     def place(self, record: Record) -> tuple[str, str]:
-        """The project and the name under which the page has a run. trackio takes names for the same that differ in
-        punctuation, and runs of one name for one: where it would, a few digits keep them apart."""
+        """Return the project and the name under which the page has a run. trackio takes names for the same that differ
+        in punctuation, and runs of one name for one: where it would, a few digits keep them apart."""
         study, name = line(record.settings.get("study", "runs")), line(record.path.name)
         if not self.takes(study):
             study = f"study-{study[:LONGEST]}-{digits(study)}"
@@ -180,7 +180,7 @@ class Page:
         return study, name
 
     def takes(self, study: str) -> bool:
-        """Whether trackio keeps this name as it is."""
+        """Return whether trackio keeps this name as it is."""
         try:
             self.store.validate_project_name(study)
         except ValueError:  # reserved

@@ -30,7 +30,7 @@ class Outcome:
 
 
 def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Raises ValueError naming the file, the line and what is wrong with it."""
+    """Return the objects of a JSONL file. Raises ValueError naming the file, the line and what is wrong with it."""
     if not path.is_file():
         raise ValueError(f"{key}={path} is not a file")
     rows = []
@@ -49,7 +49,7 @@ def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, 
 
 
 def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]:
-    """Judges every pair. `verifiers` has one for "hash" and one for "boxed"."""
+    """Judge every pair. `verifiers` has one for "hash" and one for "boxed"."""
     rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
     outcomes: dict[int, Outcome] = {}
     for form, verifier in verifiers.items():
@@ -67,7 +67,7 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
 
 
 def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:
-    """Runs every program on its tests."""
+    """Run every program on its tests."""
     rows = read_lines(path, ("id", "kind", "code", "tests", "expected_verdict"), "programs")
     grades = grader.grade([_submission(row, path) for row in rows])
     outcomes = []
@@ -94,7 +94,7 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
 
 
 def confusion(outcomes: list[Outcome]) -> str:
-    """A table of counts: rows what was expected, columns what was said."""
+    """Return a table of counts: rows what was expected, columns what was said."""
     counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
     return _table(counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts}))
 

@@ -175,7 +175,7 @@ def rewrites(answer: str) -> Iterator[str]:
 
 
 def changes(answer: str) -> Iterator[str]:
-    """Answers near to one that are not it: one of its numbers one more or less, the sign turned."""
+    """Answer near to one that are not it: one of its numbers one more or less, the sign turned."""
     for match in re.finditer(r"(?<![\d.])\d{1,15}(?![\d.])", answer):
         for step in (1, -1):
             yield answer[: match.start()] + str(int(match.group()) + step) + answer[match.end() :]

@@ -62,7 +62,8 @@ def verl(counts: Counts) -> dict[str, float]:
 
 
 def trl(counts: Counts) -> dict[str, float]:
-    """One vote per row where the loss of a row is one number: with a sequence ratio, or T = 1; empty rows vote too."""
+    """Return one vote per row where the loss of a row is one number: with a sequence ratio, or T = 1; empty rows vote
+    too."""
     objective = counts.peer.objective
     if isinstance(objective, SAPO):
         return {}

@@ -128,17 +128,17 @@ def compare(entry: Entry) -> Comparison:
 
 
 def check(pair: Pair, result: Comparison) -> bool:
-    """Whether a value is within its tolerance where the peer's is finite; notes its difference in the result."""
+    """Return whether a value is within its tolerance where the peer's is finite; notes its difference in the result."""
     if pair.ours.shape != pair.expected.shape:
         result.remarks.append(f"{pair.name} has shape {list(pair.expected.shape)}, ours {list(pair.ours.shape)}")
         return False
-    known = pair.known
-    setattr(result, pair.kind, largest(getattr(result, pair.kind), relative(pair.ours, pair.expected)[known]))
+    numeric = pair.numeric
+    setattr(result, pair.kind, largest(getattr(result, pair.kind), relative(pair.ours, pair.expected)[numeric]))
     if pair.exact is not None:
-        result.epsilon = largest(result.epsilon, relative(pair.exact, pair.expected)[known])
-    if bool((close(pair, result) | ~known).all()):
+        result.epsilon = largest(result.epsilon, relative(pair.exact, pair.expected)[numeric])
+    if bool((close(pair, result) | ~numeric).all()):
         return True
-    if pair.exact is not None and bool((exactly(pair, result) | ~known).all()):
+    if pair.exact is not None and bool((exactly(pair, result) | ~numeric).all()):
         result.remarks.append(f"{pair.name}: within the tolerance with the peer's 1e-8 in our denominators only")
         return True
     result.remarks.append(f"{pair.name} differs")
@@ -149,7 +149,7 @@ def judge(result: Comparison, pairs: list[Pair], within: bool) -> None:
     """Verdict and remarks. Ours must be finite; a stated reason excuses a difference, it does not replace a check."""
     same_shape = [pair for pair in pairs if pair.ours.shape == pair.expected.shape]
     sound = all((pair.ours.isfinite() | ~pair.where).all() for pair in same_shape)
-    finite = all((pair.known == pair.where).all() for pair in same_shape)
+    finite = all((pair.numeric == pair.where).all() for pair in same_shape)
     unread = any(note.startswith(UNREAD) for note in result.ours.notes)
     if not pairs:
         result.verdict = UNTRANSLATED
@@ -180,7 +180,7 @@ class Pair:
     exact: Tensor | None = None  # ours with the peer's 1e-8
 
     @property
-    def known(self) -> Tensor:
+    def numeric(self) -> Tensor:
         """Where the peer gives a number."""
         return self.where & self.expected.isfinite()
 
@@ -218,14 +218,14 @@ def tolerance_of(entry: Entry, ours: Ours) -> Tolerance:
 
 
 def close(pair: Pair, result: Comparison) -> Tensor:
-    """Whether ours is within the tolerance, elementwise; NaN is not."""
+    """Return whether ours is within the tolerance, elementwise; NaN is not."""
     tolerance = counter_tolerance(result.entry, result.ours) if pair.kind == "metrics" else result.tolerance
     atol = tolerance.atol_grad if pair.kind == "grad" else tolerance.atol
     return (pair.ours - pair.expected).abs() <= atol + pair.slack + tolerance.rtol * pair.expected.abs()
 
 
 def exactly(pair: Pair, result: Comparison) -> Tensor:
-    """The same with the peer's 1e-8 put into ours, by the tolerance of the same formula."""
+    """Return the same with the peer's 1e-8 put into ours, by the tolerance of the same formula."""
     same = tolerance_of(result.entry, replace(result.ours, epsilon=False))
     return (pair.exact - pair.expected).abs() <= same.atol + same.rtol * pair.expected.abs()
 

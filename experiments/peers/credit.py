@@ -61,7 +61,8 @@ def group_ids(entry: Entry) -> Tensor:
 
 
 def of_responses(estimator: Advantage, entry: Entry, options: Options) -> Ours:
-    """An estimator that knows a response only by its reward: [B], spread over the tokens if the peer gives [B, T]."""
+    """Return an estimator that knows a response only by its reward: [B], spread over the tokens if the peer gives [B,
+    T]."""
     options.take("groups")
     rewards_B, groups_B = entry.inputs["rewards"], group_ids(entry)
     adv_B = estimator(Credit(rewards_B[:, None], torch.ones(len(rewards_B), 1, dtype=torch.bool), groups_B)).squeeze(1)
@@ -126,11 +127,11 @@ def verl_reinforce_pp_baseline(options: Options, entry: Entry) -> Ours:
 
 
 def openrlhf(options: Options, entry: Entry) -> Ours:
-    known = {"rloo": LeaveOneOut(), "dr_grpo": GroupMean(), "group_norm": GroupNormalized(eps=1e-9)}
-    named = [name for name in known if options.take(name)]
+    estimators = {"rloo": LeaveOneOut(), "dr_grpo": GroupMean(), "group_norm": GroupNormalized(eps=1e-9)}
+    named = [name for name in estimators if options.take(name)]
     if len(named) != 1:
         raise Untranslated("an advantage estimator other than rloo, dr_grpo and group_norm")
-    return of_responses(known[named[0]], entry, options)
+    return of_responses(estimators[named[0]], entry, options)
 
 
 def roll_advantage(options: Options, entry: Entry) -> Ours:
@@ -148,7 +149,8 @@ def roll_advantage(options: Options, entry: Entry) -> Ours:
 
 
 def token_credit(entry: Entry) -> Credit:
-    """The rewards of single tokens; with no more than a response's reward, it is on the last token of the mask."""
+    """Return the rewards of single tokens; with no more than a response's reward, it is on the last token of the
+    mask."""
     mask_BT = entry.mask_BT
     token_rewards_BT = entry.inputs.get("token_level_rewards")
     if token_rewards_BT is None:

@@ -106,7 +106,7 @@ def band(options: Options) -> tuple[float, float]:
 
 
 def cut_by_delta(options: Options) -> bool:
-    """A delta inside the band hides the upper clip from the peers' counters, which look at the clamped ratio."""
+    """Return a delta inside the band hides the upper clip from the peers' counters, which look at the clamped ratio."""
     delta = options.take("delta")
     return delta is not None and delta <= 1 + band(options)[1]
 
@@ -140,7 +140,7 @@ def everything(mask_BT) -> Totals:
 
 
 def trl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
-    """A response without tokens has the ratio 1 and so the constant loss -A_i / B, without gradient."""
+    """Return a response without tokens has the ratio 1 and so the constant loss -A_i / B, without gradient."""
     low, high = options.take("epsilon_low", "epsilon", default=0.4), options.take("epsilon_high", default=0.4)
     peer = PolicyLoss(
         row="gmpo",
@@ -165,15 +165,15 @@ def trl_correction(mode: str, options: Options) -> Correction:
 def ms_swift_correction(mode: str, options: Options) -> Correction:
     """ "sequence" is the geometric mean; sequence_mask keeps the token weights of the responses it keeps."""
     high = options.take("threshold", "rollout_importance_sampling_threshold")
-    known = {
+    by_mode = {
         "token_truncate": TIS(level="token", high=high),
         "token_mask": MIS(level="token", high=high),
         "sequence_truncate": TIS(level="geometric", high=high),
         "sequence_mask": MIS(level="token", judged_by="geometric", high=high),
     }
-    if mode not in known:
+    if mode not in by_mode:
         raise Untranslated(f"rollout_importance_sampling_mode={mode}")
-    return known[mode]
+    return by_mode[mode]
 
 
 HUGGING_LOSSES = {

@@ -28,7 +28,7 @@ TOKEN_OBJECTIVE = {"seq-mean-token-sum-norm": DrGRPO, "token-mean": PPO}  # else
 
 
 def per_token(entry: Entry) -> bool:
-    """Whether the case's advantages are [B, T]."""
+    """Return whether the case's advantages are [B, T]."""
     return entry.inputs["advantages"].ndim == 2
 
 
@@ -42,16 +42,16 @@ def clipped(kind: type[Clipped], low: float, high: float, dual: float | None, bo
 def verl_aggregation(mode: str, options: Options) -> Aggregation:
     """verl's agg_loss. Its token-sum is a sum, its -norm divides by the responses and by T (or loss_scale_factor)."""
     length = options.take("loss_scale_factor")
-    known = {
+    by_mode = {
         "token-mean": Aggregation("token-mean"),
         "token-sum": Aggregation("seq-mean-token-sum", rows="one"),
         "seq-mean-token-sum": Aggregation("seq-mean-token-sum"),
         "seq-mean-token-mean": Aggregation("seq-mean-token-mean"),
         "seq-mean-token-sum-norm": Aggregation("seq-mean-token-sum-norm", length=int(length or 0)),
     }
-    if mode not in known:
+    if mode not in by_mode:
         raise Untranslated(f"loss_agg_mode={mode}")
-    return known[mode]
+    return by_mode[mode]
 
 
 def verl_epsilon(mode: str) -> Epsilon | None:
@@ -187,7 +187,7 @@ def openrlhf(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def slime(options: Options, entry: Entry) -> PolicyLoss:
-    """The three losses; slime averages over the samples' means outside of them."""
+    """Return the three losses; slime averages over the samples' means outside of them."""
     reduction = options.take("reduction", default="mean over B samples")
     if not reduction.startswith("mean over B samples"):
         raise Untranslated(f"reduction={reduction}")

@@ -19,7 +19,7 @@ class Options:
         self.read: set[str] = set(REMARKS)
 
     def take(self, *names: str, default: object = None) -> object:
-        """The value of the first of these names that is given and not None; else the default."""
+        """Return the value of the first of these names that is given and not None; else the default."""
         self.read |= set(names)
         for source in (self.config, self.labels):
             for name in names:

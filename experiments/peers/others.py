@@ -68,7 +68,7 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
 
 
 def kl_bounds(peer: str, name: str) -> tuple[float, float | None]:
-    """The bounds on d and on the value; d unbounded where nothing is exponentiated, else up to ours."""
+    """Return the bounds on d and on the value; d unbounded where nothing is exponentiated, else up to ours."""
     k3 = ESTIMATORS[name] == "k3"
     free = UNBOUNDED if k3 else FREE
     if peer in ("verl", "ms-swift"):
@@ -86,7 +86,7 @@ def kl_bounds(peer: str, name: str) -> tuple[float, float | None]:
 
 
 def kl_controller(options: Options, entry: Entry) -> Ours:
-    """Values after each update. Where n > horizon the peers' factor leaves [0.8, 1.2], ours does not."""
+    """Return values after each update. Where n > horizon the peers' factor leaves [0.8, 1.2], ours does not."""
     settings = {**entry.settings, **entry.config}
     options.read |= set(settings)
     kl = KLInReward(coef=settings["init_kl_coef"], target=settings["target_kl"], horizon=settings["horizon"])
@@ -176,7 +176,7 @@ def roll_weights(options: Options, entry: Entry) -> Ours:
 
 
 def weights(correction: Correction, entry: Entry, bounded: bool = False, runs: bool = False) -> Ours:
-    """The correction's weights; `bounded` if the peer too keeps the exponent within +-20."""
+    """Return the correction's weights; `bounded` if the peer too keeps the exponent within +-20."""
     old_BT, behaviour_BT, mask_BT = entry.inputs["old_logp"], entry.inputs["rollout_logp"], entry.mask_BT
     m_BT = log_ratio(old_BT, behaviour_BT, mask_BT)
     if runs:

@@ -123,7 +123,7 @@ def shrunk(count: Tensor | float) -> Tensor | float:
 
 
 def with_exponents_shrunk(peer: PolicyLoss, inputs: LossInputs, share_B1: Tensor) -> LossOutputs:
-    """The objective with every log-ratio of a response multiplied by n_i / (n_i + 1e-8), and so their mean."""
+    """Return the objective with every log-ratio of a response multiplied by n_i / (n_i + 1e-8), and so their mean."""
     objective = peer.objective
     if isinstance(objective, GMPO):  # clips the log-ratios first, so its bounds shrink with them
         objective = copy(objective)
@@ -133,7 +133,7 @@ def with_exponents_shrunk(peer: PolicyLoss, inputs: LossInputs, share_B1: Tensor
 
 
 def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
-    """The entry's tensors, prepared as the peer prepares them."""
+    """Return the entry's tensors, prepared as the peer prepares them."""
     given, mask_BT = entry.inputs, entry.mask_BT
     adv = given["advantages"]
     adv_BT = (adv if adv.ndim == 2 else adv.unsqueeze(-1)).expand_as(logp_BT)
@@ -174,7 +174,7 @@ def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) 
 
 
 def exponents(objective: Objective, inputs: LossInputs) -> Tensor:
-    """The log-ratio of the objective at every token, before any bound; 0 where masked. [B, T]"""
+    """Return the log-ratio of the objective at every token, before any bound; 0 where masked. [B, T]"""
     log_BT = log_ratio(inputs.logp_BT.detach(), inputs.old_logp_BT, inputs.mask_BT)
     if by_sequence(objective):
         return torch.where(inputs.mask_BT, masked_mean(log_BT, inputs.mask_BT).unsqueeze(-1), 0.0)
@@ -189,7 +189,8 @@ def by_sequence(objective: Objective) -> bool:
 
 
 def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_BT: Tensor) -> str:
-    """Why the values may differ: log-ratios beyond a bound of ours that the peer does not have. Empty: none are."""
+    """Return why the values may differ: log-ratios beyond a bound of ours that the peer does not have. Empty: none
+    are."""
     outside_BT = outputs.bounded_BT & inputs.mask_BT
     if peer.bound == "same":
         outside_BT = torch.zeros_like(outside_BT)
@@ -207,7 +208,7 @@ def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_
 
 
 def described(settings: object) -> str:
-    """A dataclass of settings as `Name(what differs from its defaults)`."""
+    """Return a dataclass of settings as `Name(what differs from its defaults)`."""
     if not is_dataclass(settings):
         return str(settings)
     plain = {f.name: f for f in fields(settings)}

@@ -30,7 +30,7 @@ listed apart and enter no cell."""
 
 
 def page(command: str, comparisons: list[Comparison], unreadable: list[Unreadable]) -> str:
-    """The whole page, ending in a newline."""
+    """Return the whole page, ending in a newline."""
     parts = [
         f"# Numerical parity with other frameworks\n\n    {command}",
         INTRODUCTION,
@@ -75,7 +75,7 @@ def section(name: str, comparisons: list[Comparison]) -> str:
 
 
 def row_order(row: str) -> tuple[int, str]:
-    """The project's order of objectives, a variant after its objective; other rows by name."""
+    """Return the project's order of objectives, a variant after its objective; other rows by name."""
     names = [o.name for o in OBJECTIVES]
     first = row.split(",")[0].split(" ")[0]
     return (names.index(first) if first in names else len(names), row)
@@ -101,8 +101,8 @@ def cell(entries: list[Comparison]) -> str:
 
 
 def most(comparisons: list[Comparison], of: Callable[[Comparison], float | None]) -> float | None:
-    known = [of(c) for c in comparisons if of(c) is not None]
-    return (math.nan if any(math.isnan(x) for x in known) else max(known)) if known else None
+    given = [of(c) for c in comparisons if of(c) is not None]
+    return (math.nan if any(math.isnan(x) for x in given) else max(given)) if given else None
 
 
 def default_table() -> str:
@@ -134,7 +134,7 @@ def missing_list(comparisons: list[Comparison], unreadable: list[Unreadable]) ->
 
 
 def counters_left(comparisons: list[Comparison]) -> str:
-    """The peers' metrics that are no clip counters, or that our outputs cannot give."""
+    """Return the peers' metrics that are no clip counters, or that our outputs cannot give."""
     left: dict[str, set[str]] = {}
     for c in comparisons:
         left.setdefault(c.entry.peer, set()).update(set(c.entry.metrics) - set(c.ours.metrics if c.ours else {}))

@@ -61,7 +61,7 @@ class Unreadable:
 
 
 def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
-    """All entries of a folder, by file name. Raises ValueError if there is no folder or no entry in it."""
+    """Return all entries of a folder, by file name. Raises ValueError if there is no folder or no entry in it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"vectors={folder}: no such folder")
@@ -80,7 +80,7 @@ def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
 
 
 def read(case: dict) -> tuple[list[Entry], list[Unreadable]]:
-    """The entries of one file. Raises KeyError, TypeError or ValueError for something else than a case."""
+    """Return the entries of one file. Raises KeyError, TypeError or ValueError for something else than a case."""
     inputs = {name: values(value) for name, value in case["inputs"].items()}
     if isinstance(inputs.get("mask"), Tensor):
         inputs["mask"] = inputs["mask"] != 0
@@ -116,7 +116,7 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
 
 
 def values(nested: object) -> object:
-    """A float64 tensor of nested lists of numbers; anything else (names of groups) as it is."""
+    """Return a float64 tensor of nested lists of numbers; anything else (names of groups) as it is."""
     try:
         return torch.tensor(numbers(nested), dtype=torch.float64)
     except (ValueError, TypeError):

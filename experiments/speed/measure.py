@@ -63,7 +63,7 @@ def measure(settings: Settings, batches: int) -> dict:
 def row(
     metrics: dict[str, float], rollout: Rollout, trainer: Trainer, total: float, tracking: float
 ) -> dict[str, float]:
-    """One batch: seconds of every phase, FLOPs of those that compute, tokens, rewards."""
+    """Return one batch: seconds of every phase, FLOPs of those that compute, tokens, rewards."""
     policy = trainer.policy
     old, diagnosing = metrics["time/old_logprobs_s"], metrics["time/diagnostics_s"]
     lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in rollout.responses])
@@ -117,12 +117,12 @@ def peak_memory(policy: Policy) -> float:
 
 
 def resident_mib() -> float:
-    """The largest resident set of this process so far; the kernel counts in KiB, macOS in bytes."""
+    """Return the largest resident set of this process so far; the kernel counts in KiB, macOS in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def table(record: dict) -> str:
-    """The record in words and columns."""
+    """Return the record in words and columns."""
     active = record["active_parameters"] / 1e6
     lines = [
         f"{record['workload']}: {record['parameters'] / 1e6:.2f} M parameters ({active:.2f} M active), "

@@ -120,7 +120,7 @@ class EvenText(ChainArithmetic):
 
 
 def made_folder(shape: Shape, parent: Path) -> Path:
-    """The folder of a shape's model with its tokenizer, made if it is not there yet."""
+    """Return the folder of a shape's model with its tokenizer, made if it is not there yet."""
     key = hashlib.sha256(json.dumps(asdict(shape)).encode()).hexdigest()[:10]
     folder = parent / f"hidden{shape.hidden}-layers{shape.layers}-experts{shape.experts}-{key}"
     if not (folder / "config.json").exists():
@@ -129,7 +129,7 @@ def made_folder(shape: Shape, parent: Path) -> Path:
 
 
 def made(shape: Shape) -> PreTrainedModel:
-    """The model, in float32, the same in every process."""
+    """Return the model, in float32, the same in every process."""
     tokenizer = character_tokenizer()
     common = {
         "vocab_size": shape.vocabulary or len(tokenizer), "hidden_size": shape.hidden,

@@ -29,7 +29,7 @@ class Task(Protocol):
         ...
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """A worked response, without end of sequence. Each step is wrong with probability `wrong_step_rate`.
+        """Return a worked response, without end of sequence. Each step is wrong with probability `wrong_step_rate`.
 
         A response with at least one wrong step scores 0, so its chance to score 1 is (1 - wrong_step_rate)^steps.
         """
@@ -43,7 +43,7 @@ class Task(Protocol):
         ...
 
     def evaluation_sets(self) -> list[str]:
-        """Names of the held-out sets; each is also a split of `problem`."""
+        """Return names of the held-out sets; each is also a split of `problem`."""
         ...
 
     def size(self, split: str) -> int | None:
@@ -58,12 +58,13 @@ class Task(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the task's processes, if it has any. The task can be used again afterwards."""
+        """End the task's processes, if it has any. The task can be used again afterwards."""
         ...
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation: 1 in 8 do, decided by its text alone, hence the same for every seed."""
+    """Return whether a prompt belongs to evaluation: 1 in 8 do, decided by its text alone, hence the same for every
+    seed."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 

@@ -65,7 +65,8 @@ class Benchmark(Ranged):
         self._orders: dict[tuple[int, str, int], list[int]] = {}
 
     def item(self, row: Row, training: bool) -> Item | None:
-        """A record as an item; None if it does not belong to this set. Raises ValueError for a record that is wrong."""
+        """Return a record as an item; None if it does not belong to this set. Raises ValueError for a record that is
+        wrong."""
         raise NotImplementedError
 
     def evaluation_sets(self) -> list[str]:
@@ -122,14 +123,14 @@ class Benchmark(Ranged):
         return items
 
     def _nothing(self) -> str:
-        """Why an evaluation set may be empty."""
+        """Return why an evaluation set may be empty."""
         return f"there is no problem of {self.name} in it"
 
     def _training_items(self) -> list[Item]:
-        known = {fingerprint(item.text) for item in self._items(self.name)}
+        evaluation_texts = {fingerprint(item.text) for item in self._items(self.name)}
         rows = self._training_source().rows()
         items = [item for row in rows if (item := self.item(row, training=True))]
-        kept = without(items, known)
+        kept = without(items, evaluation_texts)
         if not kept:
             raise ValueError(
                 f"{self.key}.train_path={self.train_path or self.path or self.hub}: of {len(items)} training "
@@ -160,9 +161,9 @@ def fingerprint(text: str) -> str:
     return SEPARATORS.sub("", text.casefold())
 
 
-def without(items: Iterable[Item], known: set[str]) -> list[Item]:
-    """The items whose text is not among the known fingerprints, each text once."""
-    kept, seen = [], set(known)
+def without(items: Iterable[Item], excluded: set[str]) -> list[Item]:
+    """Return the items whose text is not among the excluded fingerprints, each text once."""
+    kept, seen = [], set(excluded)
     for item in items:
         mark = fingerprint(item.text)
         if mark not in seen:

@@ -64,7 +64,7 @@ class ChainArithmetic(Ranged):
         )
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """The worked chain. After a wrong step the following ones are right sums of the wrong value."""
+        """Return the worked chain. After a wrong step the following ones are right sums of the wrong value."""
         terms = _terms(problem.prompt)
         truth = value = terms[0]
         steps = []
@@ -103,12 +103,12 @@ class ChainArithmetic(Ranged):
 
 
 def _terms(prompt: str) -> list[int]:
-    """The signed numbers of a prompt: "7+5-3=?" gives [7, 5, -3]."""
+    """Return the signed numbers of a prompt: "7+5-3=?" gives [7, 5, -3]."""
     return [int(term) for term in SIGNED.findall(prompt)]
 
 
 def _score(problem: Problem, text: str) -> Score:
-    """Judges what follows the only `#`. Numbers are compared as text: a million digits cost nothing."""
+    """Judge what follows the only `#`. Numbers are compared as text: a million digits cost nothing."""
     if "#" not in text:
         return Score(0.0, "no_answer")
     answer = text.partition("#")[2]

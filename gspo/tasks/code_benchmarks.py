@@ -108,7 +108,7 @@ class Mbpp(CodeBenchmark):
         return f"{self._shots()}{question}[BEGIN]\n" if self.completes() else question + BLOCK
 
     def _shots(self) -> str:
-        """The three worked examples. Raises ValueError if the file does not have them."""
+        """Return the three worked examples. Raises ValueError if the file does not have them."""
         if not self._examples:
             source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
             rows = {row.get("task_id", int): row for row in source.rows()}
@@ -164,7 +164,7 @@ class RatedPrograms(CodeBenchmark):
 
 
 def apps_cases(row: Row) -> tuple[StdinCase, ...]:
-    """The tests of `input_output` in the form of APPS and TACO; none if they call a function."""
+    """Return the tests of `input_output` in the form of APPS and TACO; none if they call a function."""
     try:
         both = json.loads(row.text("input_output"))
         if both.get("fn_name"):
@@ -178,7 +178,7 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
 
 
 def called_function(row: Row, asserts: list[str], code: str) -> str:
-    """The function of the reference solution that the asserts call. Raises ValueError if there is none."""
+    """Return the function of the reference solution that the asserts call. Raises ValueError if there is none."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in texts that are no raw strings
             top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]

@@ -77,7 +77,8 @@ class FunctionWriting(Ranged):
         raise RuntimeError(f"no function with two different outputs in {MAX_DRAWS} draws")
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """The body of the function. A wrong step is another operation or another parameter; the tests catch it."""
+        """Return the body of the function. A wrong step is another operation or another parameter; the tests catch
+        it."""
         variable, steps = _parse(problem.prompt)
         wrong = [rng.random() < wrong_step_rate for _ in steps]
         if not any(wrong):
@@ -89,7 +90,7 @@ class FunctionWriting(Ranged):
         raise RuntimeError(f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws")
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Runs the programs; the expected outputs never leave this process."""
+        """Run the programs; the expected outputs never leave this process."""
         scores = [Score(0.0, "no-answer" if ended else "truncated") for _, _, ended in answers]
         to_run = [i for i, (_, text, ended) in enumerate(answers) if ended and text.strip()]
         grades = self._grader.grade([submission(*answers[i][:2]) for i in to_run])
@@ -99,16 +100,16 @@ class FunctionWriting(Ranged):
         return scores
 
     def ready(self) -> dict[str, str]:
-        """The layers of the sandbox; the first call in a process runs a few attacks on it."""
+        """Return the layers of the sandbox; the first call in a process runs a few attacks on it."""
         return self._grader.layers()
 
     def close(self) -> None:
-        """Ends the processes that run programs."""
+        """End the processes that run programs."""
         self._grader.close()
 
 
 def submission(problem: Problem, response: str) -> Submission:
-    """The signature and the response, and the hidden tests."""
+    """Return the signature and the response, and the hidden tests."""
     signature = problem.prompt.split("\n")[1]
     cases = tuple(FunctionCase(arguments, expected) for arguments, expected in problem.answer)
     return Submission(f"{signature}\n{response}", "f", cases)
@@ -122,7 +123,7 @@ def _prompt(family: Family, rng: random.Random) -> str:
 
 
 def _parse(prompt: str) -> tuple[str, list[Step]]:
-    """The variable and the steps that a prompt describes."""
+    """Return the variable and the steps that a prompt describes."""
     description, signature, _ = prompt.split("\n")
     variable = signature[len("def f(")]
     return variable, [_step(variable, words) for words in description[1:].split(", ")]

@@ -111,8 +111,8 @@ class GymProblems(Ranged):
         super().__post_init__()
         if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
             reason = REFUSED.get(self.dataset, "is unknown, or has not been examined for holes in its scoring")
-            known = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
-            raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {known}")
+            examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
+            raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
         if self.form not in INSTRUCTIONS:
             raise ValueError(f"form={self.form!r}: choose tags or boxed")
         for key in {"seed", "size"} & set(self.config):
@@ -175,7 +175,7 @@ class GymProblems(Ranged):
         return Score(float(right), "correct" if right else "wrong", normal_form(answer))
 
     def _accepted(self, entry: Entry, answer: str) -> bool:
-        """Whether the library's scorer gives the full score."""
+        """Return whether the library's scorer gives the full score."""
         if self._scorer is None:
             self._scorer = self._make(0)
         try:
@@ -185,7 +185,7 @@ class GymProblems(Ranged):
         return score >= 1.0
 
     def _make(self, seed: int) -> Any:
-        """A dataset of one problem."""
+        """Return a dataset of one problem."""
         try:
             import reasoning_gym  # optional: an extra of the installation
         except ImportError:
@@ -197,7 +197,7 @@ class GymProblems(Ranged):
 
 
 def final_answer(text: str, form: str) -> str:
-    """The answer in the last box or between the last tags. Raises Refused, with the verdict as its message."""
+    """Return the answer in the last box or between the last tags. Raises Refused, with the verdict as its message."""
     if form == "boxed":
         return extract(text, "boxed").strip()
     found = TAG.findall(text)
@@ -210,7 +210,8 @@ def final_answer(text: str, form: str) -> str:
 
 
 def has_shape(family: str, answer: str) -> bool:
-    """Whether an answer has the form of its family, whole, and gives no key two values: the last one would count."""
+    """Return whether an answer has the form of its family, whole, and gives no key two values: the last one would
+    count."""
     keys = KEY.findall(answer)
     return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
 
@@ -223,7 +224,7 @@ def normal_form(answer: str) -> str:
 
 
 def reaches(expression: str, numbers: list[int], target: int) -> bool:
-    """Whether an expression of + - * / and brackets uses exactly these numbers and has exactly this value."""
+    """Return whether an expression of + - * / and brackets uses exactly these numbers and has exactly this value."""
     if len(expression) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
     used: list[int] = []
@@ -236,7 +237,7 @@ def reaches(expression: str, numbers: list[int], target: int) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The exact value; notes the numbers it meets. Raises ValueError for anything but the four operations."""
+    """Return the exact value; notes the numbers it meets. Raises ValueError for anything but the four operations."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)

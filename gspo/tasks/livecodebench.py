@@ -98,7 +98,7 @@ class LiveCodeBench(CodeBenchmark):
         return Item(text, prompt, packed, family)
 
     def tests(self, answer: Packed) -> Tests:
-        """The decoded tests. Raises ValueError naming the record if they cannot be decoded."""
+        """Return the decoded tests. Raises ValueError naming the record if they cannot be decoded."""
         tests = read_tests(answer.public, answer.where, "public_test_cases")
         tests += read_tests(answer.private, answer.where, "private_test_cases")
         row = Row(answer.where, {})
@@ -120,11 +120,11 @@ class LiveCodeBench(CodeBenchmark):
         return f"no problem has a contest_date from {self.start_date or 'ever'} to {self.end_date or 'ever'}"
 
     def _function(self, row: Row) -> str:
-        """The function that functional tests call; "" for standard input."""
+        """Return the function that functional tests call; "" for standard input."""
         metadata = row.get("metadata", str, dict, default="")
         try:
-            known = json.loads(metadata or "{}") if isinstance(metadata, str) else metadata
-            name = known.get("func_name") or ""
+            fields = json.loads(metadata or "{}") if isinstance(metadata, str) else metadata
+            name = fields.get("func_name") or ""
         except (ValueError, AttributeError, RecursionError):
             raise row.wrong("metadata", "must be a JSON object") from None
         if not isinstance(name, str) or (name and not name.isidentifier()):
@@ -133,7 +133,8 @@ class LiveCodeBench(CodeBenchmark):
 
 
 def read_tests(text: str, where: str, key: str) -> list[Any]:
-    """The tests in JSON, or in base64 of zlib of a pickled JSON text. Raises ValueError naming record and key."""
+    """Return the tests in JSON, or in base64 of zlib of a pickled JSON text. Raises ValueError naming record and
+    key."""
     try:
         tests = _loads(text if "[" in text else unpacked(text))  # which base64 does not have
     except (ValueError, RecursionError) as error:
@@ -157,14 +158,15 @@ def _values(text: str) -> int:
 
 
 def _parts(test: Any) -> int:
-    """The values in a functional test, whose input and output are JSON in turn."""
+    """Return the values in a functional test, whose input and output are JSON in turn."""
     if not isinstance(test, dict) or test.get("testtype") != "functional":
         return 1
     return sum(_values(text) for key in ("input", "output") if isinstance(text := test.get(key), str))
 
 
 def unpacked(text: str) -> str:
-    """The text in base64 of zlib of its pickle. Raises ValueError if it is too large, or anything but one text."""
+    """Return the text in base64 of zlib of its pickle. Raises ValueError if it is too large, or anything but one
+    text."""
     try:
         decoder = zlib.decompressobj()
         data = decoder.decompress(base64.b64decode(text, validate=True), LARGEST)
@@ -186,7 +188,7 @@ def unpacked(text: str) -> str:
 
 
 def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
-    """One test. Raises ValueError if it is wrong."""
+    """Return one test. Raises ValueError if it is wrong."""
     if not isinstance(test, dict):
         raise row.wrong("private_test_cases", "or 'public_test_cases' holds a test that is no object")
     inner = Row(f"{row.where}, a test", test)
@@ -209,14 +211,14 @@ def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
 
 
 def _integer(digits: str) -> int:
-    """An integer that may be longer than the 4,300 digits which int() reads, as a few tests are."""
+    """Return an integer that may be longer than the 4,300 digits which int() reads, as a few tests are."""
     if len(digits) > LONGEST_INTEGER:
         raise ValueError(f"an integer of more than {LONGEST_INTEGER} digits")
     return int(Decimal(digits))
 
 
 def _json_text(row: Row, key: str) -> str:
-    """A value as text: hub readers may have parsed the JSON."""
+    """Return a value as text: hub readers may have parsed the JSON."""
     value = row.get(key, str, list)
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -59,11 +59,11 @@ class MathBenchmark(Benchmark):
         return Item(text, WORDINGS[self.form].format(text), gold, self.family(row))
 
     def read(self, row: Row) -> tuple[str, str]:
-        """The problem and its gold. Raises ValueError for a record that is wrong."""
+        """Return the problem and its gold. Raises ValueError for a record that is wrong."""
         return row.first("problem", "question"), gold_of(row)
 
     def family(self, row: Row) -> str:
-        """The kind of problem, where the records say it."""
+        """Return the kind of problem, where the records say it."""
         return ""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
@@ -84,7 +84,7 @@ class MathBenchmark(Benchmark):
         return {}
 
     def close(self) -> None:
-        """Ends the processes that compare formulas."""
+        """End the processes that compare formulas."""
         self._verifier.close()
 
 
@@ -181,7 +181,7 @@ class AMC23(Competition):
 
 
 def gold_of(row: Row) -> str:
-    """The gold of a record: `answer` as text or number, else what the last box of `solution` holds."""
+    """Return the gold of a record: `answer` as text or number, else what the last box of `solution` holds."""
     if "answer" in row.values:
         answer = row.get("answer", str, int, float)
         if isinstance(answer, float):

@@ -66,5 +66,5 @@ class Mixture(Ranged):
         self.code.close()
 
     def _owner(self, problem: Problem) -> ChainArithmetic | FunctionWriting:
-        """The task that made a problem. Raises KeyError for a problem of neither."""
+        """Return the task that made a problem. Raises KeyError for a problem of neither."""
         return {self.math.name: self.math, self.code.name: self.code}[problem.task]

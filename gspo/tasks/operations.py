@@ -114,7 +114,7 @@ def wrong_step(variable: str, step: Step, rng: random.Random) -> Step:
 
 
 def reference(steps: list[Step], value: Any) -> Any:
-    """The output that the composition must give for one input."""
+    """Return the output that the composition must give for one input."""
     for operation, parameter in steps:
         value = operation.apply(value, parameter)
     return value

@@ -64,11 +64,11 @@ class CodeBenchmark(Benchmark):
         )
 
     def completes(self) -> bool:
-        """Whether responses continue the prompt."""
+        """Return whether responses continue the prompt."""
         return False
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """All tests or nothing. A program that could not be run, by no fault of its own, has no reward."""
+        """Return all tests or nothing. A program that could not be run, by no fault of its own, has no reward."""
         scores: list[Score | None] = []
         submissions, places = [], []
         tests: dict[int, Tests] = {}
@@ -78,8 +78,8 @@ class CodeBenchmark(Benchmark):
             if not verdict:
                 if id(problem.answer) not in tests:  # once for all responses to a problem
                     tests[id(problem.answer)] = self.tests(problem.answer)
-                known = tests[id(problem.answer)]
-                submissions.append(Submission(code, self.entry_point(known, code), known.cases))
+                decoded = tests[id(problem.answer)]
+                submissions.append(Submission(code, self.entry_point(decoded, code), decoded.cases))
                 places.append(place)
         for place, grade in zip(places, self._grader.grade(submissions), strict=True):
             reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
@@ -87,7 +87,7 @@ class CodeBenchmark(Benchmark):
         return scores
 
     def program(self, answer: Tests, text: str, ended: bool) -> tuple[str, str]:
-        """The program of a response, and "" or the verdict if there is none."""
+        """Return the program of a response, and "" or the verdict if there is none."""
         text = text.replace("\r\n", "\n")
         if self.completes():
             places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
@@ -101,7 +101,7 @@ class CodeBenchmark(Benchmark):
         return (with_preamble(answer.preamble, code), "") if code.strip() else ("", "no-answer")
 
     def tests(self, answer: Tests) -> Tests:
-        """The tests of a problem."""
+        """Return the tests of a problem."""
         return answer
 
     def entry_point(self, tests: Tests, code: str) -> str:
@@ -109,11 +109,11 @@ class CodeBenchmark(Benchmark):
         return tests.entry_point
 
     def ready(self) -> dict[str, str]:
-        """The layers of the sandbox; the first call in a process runs a few attacks on it."""
+        """Return the layers of the sandbox; the first call in a process runs a few attacks on it."""
         return self._grader.layers()
 
     def close(self) -> None:
-        """Ends the processes that run programs."""
+        """End the processes that run programs."""
         self._grader.close()
 
 
@@ -124,7 +124,7 @@ def check_wording(wording: str) -> None:
 
 
 def last_code_block(text: str) -> str:
-    """The last closed fenced block whose language is Python or not given; "" if there is none."""
+    """Return the last closed fenced block whose language is Python or not given; "" if there is none."""
     found, block = "", []
     language: str | None = None  # of the block that is open
     for line in text.split("\n"):
@@ -143,5 +143,5 @@ def last_code_block(text: str) -> str:
 
 
 def with_preamble(preamble: str, code: str) -> str:
-    """The code after the preamble; imports from __future__ go first, as Python demands."""
+    """Return the code after the preamble; imports from __future__ go first, as Python demands."""
     return "".join(FUTURE.findall(code)) + preamble + FUTURE.sub("", code) if preamble else code

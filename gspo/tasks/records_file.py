@@ -39,7 +39,7 @@ class Row:
     values: dict[str, Any]
 
     def get(self, key: str, *kinds: type, default: Any = NOTHING) -> Any:
-        """The value of a key, of one of the given types. Raises ValueError naming file, line and key."""
+        """Return the value of a key, of one of the given types. Raises ValueError naming file, line and key."""
         if key not in self.values:
             if default is not NOTHING:
                 return default
@@ -51,21 +51,21 @@ class Row:
         return value
 
     def text(self, key: str, default: Any = NOTHING) -> str:
-        """A text, with Windows' line ends made plain ones. Empty only where there is a default."""
+        """Return a text, with Windows' line ends made plain ones. Empty only where there is a default."""
         value = self.get(key, str, default=default).replace("\r\n", "\n")
         if default is NOTHING and not value.strip():
             raise self.wrong(key, "is empty")
         return value
 
     def texts(self, key: str, default: Any = NOTHING) -> list[str]:
-        """A list of texts."""
+        """Return a list of texts."""
         values = self.get(key, list, tuple, default=default)
         if not all(isinstance(value, str) for value in values):
             raise self.wrong(key, "must be a list of texts")
         return [value.replace("\r\n", "\n") for value in values]
 
     def first(self, *keys: str) -> str:
-        """The text of the first of these keys that is there. Raises ValueError if none is."""
+        """Return the text of the first of these keys that is there. Raises ValueError if none is."""
         for key in keys:
             if key in self.values:
                 return self.text(key)
@@ -74,7 +74,7 @@ class Row:
         )
 
     def wrong(self, key: str, what: str) -> ValueError:
-        """The error to raise about a key."""
+        """Return the error to raise about a key."""
         return ValueError(f"{self.where}: the key {key!r} {what}")
 
 
@@ -159,7 +159,8 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 def checked(where: str, values: dict[str, Any]) -> Row:
-    """The record. Raises ValueError for a key or value that cannot be written again, as a run's files would have to."""
+    """Return the record. Raises ValueError for a key or value that cannot be written again, as a run's files would have
+    to."""
     row = Row(where, values)
     for key, value in values.items():
         try:
@@ -172,7 +173,7 @@ def checked(where: str, values: dict[str, Any]) -> Row:
 
 
 def writable(value: Any) -> bool:
-    """Whether all texts in a value can be written as UTF-8. JSON's escapes can make some that cannot."""
+    """Return whether all texts in a value can be written as UTF-8. JSON's escapes can make some that cannot."""
     if isinstance(value, str):
         try:
             return value.isascii() or bool(value.encode())

@@ -28,10 +28,10 @@ SUITE_LIMITS = Limits(cpu_seconds=0.5, total_cpu_seconds=1.0, wall_seconds=0.5, 
 
 
 def run_attacks(runner: Any, names: tuple[str, ...] = ()) -> list[AttackResult]:
-    """Runs the suite, or the named attacks, on a CodeRunner that nobody else uses: its servers are started anew.
+    """Run the suite, or the named attacks, on a CodeRunner that nobody else uses: its servers are started anew.
 
-    With SUITE_LIMITS it takes about 20 seconds; programs that wait take as long as the runner's limits let them.
-    Raises ValueError for a name that no attack has.
+    With SUITE_LIMITS it takes about 20 seconds; programs that wait take as long as the runner's limits let them. Raises
+    ValueError for a name that no attack has.
     """
     if unknown := set(names) - {attack.name for attack in ATTACKS}:
         raise ValueError(f"names: no attack is called {sorted(unknown)[0]!r}")

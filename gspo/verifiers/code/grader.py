@@ -130,7 +130,7 @@ class CodeGrader:
         self.close()
 
     def grade(self, submissions: list[Submission]) -> list[Grade]:
-        """Grades in order. Identical submissions are graded once; what may be the machine's fault is tried twice.
+        """Grade in order. Identical submissions are graded once; what may be the machine's fault is tried twice.
 
         Raises ValueError for a submission without tests, for a function case without entry point, and for expected
         values or arguments that are not plain data.
@@ -154,12 +154,12 @@ class CodeGrader:
         return self._runner.layers()
 
     def close(self) -> None:
-        """Ends the processes. The grader can be used again; they then start anew."""
+        """End the processes. The grader can be used again; they then start anew."""
         self._runner.close()
 
 
 def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[list[Any], bytes]:
-    """The tests with values in JSON form, and a digest that is the same for the same tests."""
+    """Return the tests with values in JSON form, and a digest that is the same for the same tests."""
     if not tests:
         raise ValueError("tests=(): a program without tests would pass")
     prepared, texts = [], []
@@ -175,7 +175,7 @@ def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[lis
 
 
 def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
-    """Runs the tests until one does not pass; all once more if that may be the machine's fault."""
+    """Run the tests until one does not pass; all once more if that may be the machine's fault."""
     for attempt in range(ATTEMPTS):
         cases = []
         with contextlib.closing(_outcomes(slot, *job)) as outcomes:
@@ -231,7 +231,7 @@ def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> It
 
 
 def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outcome:
-    """Carries calls from the test's process to the program's, and results back."""
+    """Carry calls from the test's process to the program's, and results back."""
     with slot.open("function", {"code": submission.code, "objects": True}) as program:
         _, failed = _result(program.exchange(None), -1)
         if failed:
@@ -256,21 +256,21 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
 def _call(
     session: Session, index: int, name: str, arguments: Any, keywords: Any, pause: bool = True
 ) -> tuple[dict[str, Any], _Outcome | None]:
-    """Asks a program for one call: its answer {"value"} or {"object"}, or how it failed."""
+    """Ask a program for one call: its answer {"value"} or {"object"}, or how it failed."""
     message = {"index": index, "call": name, "arguments": arguments, "keywords": keywords}
     return _result(session.exchange(message, pause), index)
 
 
 def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], _Outcome | None]:
-    """Takes from an untrusted answer just what was asked for; anything else is a breach of protocol."""
+    """Take from an untrusted answer just what was asked for; anything else is a breach of protocol."""
     if isinstance(reply, Ended):
         return {}, _ended(reply)
     detail = reply.get("detail", "")
     if type(reply.get("index")) is not int or reply["index"] != index or not isinstance(detail, str):
         return {}, _Outcome("protocol", "not the answer that was asked for")
     if "status" in reply:
-        known = reply["status"] in FAILURES
-        return {}, _Outcome(reply["status"], detail) if known else _Outcome("protocol", "no known status")
+        is_failure = reply["status"] in FAILURES
+        return {}, _Outcome(reply["status"], detail) if is_failure else _Outcome("protocol", "no known status")
     if type(reply.get("object")) is int:
         return {"object": reply["object"]}, None
     try:
@@ -290,7 +290,7 @@ def _compare(expected: Any, reply: dict[str, Any]) -> _Outcome:
 
 
 def _ended(ended: Ended) -> _Outcome:
-    """The outcome of a case in which the process ended (and which did not end well)."""
+    """Return the outcome of a case in which the process ended (and which did not end well)."""
     if ended.why == "exit":
         return _Outcome("runtime-error", f"ended with {ended.code}")
     detail = ended.detail or ("waiting" if ended.waited else "")

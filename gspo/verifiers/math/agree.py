@@ -30,7 +30,8 @@ Equal = Callable[[str, str, str], bool]  # (kind, gold, answer) -> whether two f
 
 
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Whether an answer agrees with a gold. `equal` is asked about formulas and equations of different spelling."""
+    """Return whether an answer agrees with a gold. `equal` is asked about formulas and equations of different
+    spelling."""
     if squeeze(gold.text) == squeeze(answer.text):
         return True
     if gold.kind == "words" or re.fullmatch(r"[A-E]", gold.text):
@@ -63,7 +64,7 @@ def _all(pairs: Any, equal: Equal) -> bool:
 
 
 def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """The two in the form in which they can be compared."""
+    """Return the two in the form in which they can be compared."""
     kinds = {gold.kind, answer.kind}
     if kinds == {"several", "number"} and gold.kind == "several" and "," in answer.text:  # 100,200 is no number here
         return gold, Node("several", answer.text, tuple(map(structure, answer.text.split(","))))
@@ -99,8 +100,8 @@ def _by_name(node: Node) -> Node:
 
 
 def _as_besides(node: Node) -> Node:
-    r"""A union of intervals by what it leaves out: (-\infty,2)\cup(2,\infty) by 2. They are taken from left to right as
-    they are written, but for the endless ones."""
+    r"""Return a union of intervals by what it leaves out: (-\infty,2)\cup(2,\infty) by 2. They are taken from left to
+    right as they are written, but for the endless ones."""
     parts = node.parts if node.kind == "several" else (node,)
     if len({part.parts[:2] if part.kind == "named" else "" for part in parts}) == 1:  # x<2 or x>3
         parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
@@ -134,7 +135,7 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Multiples of each other. A gold that gives a variable its value is not answered by another equation."""
+    """Return multiples of each other. A gold that gives a variable its value is not answered by another equation."""
     if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
         return False
     sides = [side for text in (gold.text, answer.text) for side in text.split("=")]
@@ -165,13 +166,14 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
 
 
 def _plain(gold: str) -> bool:
-    """Whether a gold is a formula that can be computed at all: no words, relations or bases of number systems."""
+    """Return whether a gold is a formula that can be computed at all: no words, relations or bases of number
+    systems."""
     number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
     return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", gold) and not number_system
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:
-    """A partner for every element, each used once."""
+    """Return a partner for every element, each used once."""
     left = list(answers)
     for gold in golds:
         partner = next((place for place, answer in enumerate(left) if agree(gold, answer, equal)), None)

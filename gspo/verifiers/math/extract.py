@@ -36,7 +36,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def extract(text: str, form: str) -> str:
-    """The answer as it was written. Raises Refused."""
+    """Return the answer as it was written. Raises Refused."""
     text = text[-TEXT_CHARACTERS:]
     if form == "boxed":
         return _unwrap(_last_box(text))
@@ -84,7 +84,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _unwrap(content: str) -> str:
-    """The content of a box, out of any box that is all of it. More boxes inside are guesses side by side."""
+    """Return the content of a box, out of any box that is all of it. More boxes inside are guesses side by side."""
     while (box := BOX.match(content.strip())) and content.strip()[box.end() :][:1] == "{":
         content = content.strip()
         if _closing(content, box.end()) != len(content) - 1:
@@ -194,7 +194,7 @@ FONT = re.compile(r"\\text\{([^{}]*)\}\Z")
 
 
 def normal(answer: str) -> str:
-    r"""The normal form. Words stay in \text{}; spaces between words, numbers and letters stay, one at a time."""
+    r"""Return the normal form. Words stay in \text{}; spaces between words, numbers and letters stay, one at a time."""
     if PLAIN.fullmatch(answer):
         return answer
     answer = _with_powers_of_ten(answer)

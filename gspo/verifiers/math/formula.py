@@ -33,27 +33,27 @@ def commands(formula: str) -> set[str]:
 
 
 def letters(formula: str) -> set[str]:
-    """The variables: single letters, case counts."""
+    """Return the variables: single letters, case counts."""
     return set(re.findall(r"[A-Za-z]", COMMAND.sub(" ", formula)))
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Whether an answer may be compared with a gold that is a formula. If not, it is wrong."""
-    known = BASIC | commands(gold)
+    """Return whether an answer may be compared with a gold that is a formula. If not, it is wrong."""
+    allowed = BASIC | commands(gold)
     for family in FAMILIES:
-        if family & known:
-            known |= family
+        if family & allowed:
+            allowed |= family
     names = letters(gold)
     if "i" in names:  # a complex number, in either of its two forms
-        known |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
+        allowed |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
         names |= set() if re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)) else {"e"}
     return (
         ALLOWED.fullmatch(answer) is not None
-        and commands(answer) <= known
+        and commands(answer) <= allowed
         and letters(answer) <= names
         and answer.count("!") <= gold.count("!")
         and not re.search(rf"\d{{{FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!|[)}}]\s*!", answer)
-        and not ("binom" in known and re.search(rf"binom.*\d{{{FACTORIAL_DIGITS + 1},}}", answer))
+        and not ("binom" in allowed and re.search(rf"binom.*\d{{{FACTORIAL_DIGITS + 1},}}", answer))
         and not re.search(rf"\d{{{DIGITS + 1},}}", answer)
         and not re.search(rf"\^\s*[({{]*\s*[-+]?\s*\d{{{EXPONENT_DIGITS + 1},}}", answer)
         and (not _tower(answer) or (_tower(gold) and not re.search(r"\^\s*[({]?\s*\d{3}", answer)))
@@ -65,7 +65,7 @@ def comparable(gold: str, answer: str) -> bool:
 
 
 def _tower(formula: str) -> bool:
-    """Whether there is a power in an exponent."""
+    """Return whether there is a power in an exponent."""
     depths: list[str] = []
     exponent = False
     for character in formula:
@@ -81,7 +81,7 @@ def _tower(formula: str) -> bool:
 
 
 def power(formula: str) -> int:
-    """The largest product of numeric exponents that lie on each other: 6 for (x^2+1)^3."""
+    """Return the largest product of numeric exponents that lie on each other: 6 for (x^2+1)^3."""
     stack, last = [1], 1
     for token in re.finditer(r"\^\s*[({]?\s*[-+]?\s*(\d{0,9})|[({]|[)}]|[^\s]", formula):
         sign = token.group()
@@ -112,10 +112,10 @@ def _balanced(formula: str) -> bool:
 
 
 def rewrite(formula: str) -> str:
-    r"""The formula as the parser of math-verify reads it rightly.
+    r"""Return the formula as the parser of math-verify reads it rightly.
 
-    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and
-    decimals as rounded: they become products, subscripted variables and fractions. It does not know \lg.
+    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and decimals as
+    rounded: they become products, subscripted variables and fractions. It does not know \lg.
     """
     formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
     formula = re.sub(r"(\d|\})\s*\(", r"\1\\cdot (", formula)

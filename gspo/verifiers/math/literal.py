@@ -51,7 +51,7 @@ PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|%)\s*\}|percent)\Z")
 
 
 def literal(text: str) -> Literal | None:
-    """The value of a number in normal form without its unit; None if it is not evaluated, or no number."""
+    """Return the value of a number in normal form without its unit; None if it is not evaluated, or no number."""
     text = text.strip()
     shorter = PERCENT.sub("", text)
     percent = shorter != text
@@ -67,7 +67,7 @@ def literal(text: str) -> Literal | None:
 
 
 def _magnitude(text: str) -> Fraction | None:
-    """The value of an unsigned number. Everything is bounded by the length of an answer and LARGEST_EXPONENT."""
+    """Return the value of an unsigned number. Everything is bounded by the length of an answer and LARGEST_EXPONENT."""
     if DECIMAL_PATTERN.fullmatch(text):
         return Fraction(_plain(text))
     if match := SLASH.fullmatch(text) or FRAC.fullmatch(text):
@@ -125,7 +125,7 @@ SIGNS = {"dollar": "$", "euro": "€", "pounds": "£", "yen": "¥"}
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""The text without its unit, and the unit ("" if there is none), both in normal form.
+    r"""Return the text without its unit, and the unit ("" if there is none), both in normal form.
 
     Units are a currency sign on either side, a degree sign, words in \text{} and, after a number that stands alone,
     words without it.
@@ -145,19 +145,19 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _sign(found: re.Match[str]) -> str:
-    """A degree or currency sign after the number."""
+    """Return a degree or currency sign after the number."""
     sign = found.group(2)
     return SIGNS[sign[1:]] if sign.startswith("\\") else "°" + sign.lower()
 
 
 def _is_unit(words: str) -> bool:
-    """Whether words may follow a number as its unit. A single letter is a variable unless it is a known unit."""
+    """Return whether words may follow a number as its unit. A single letter is a variable unless it is a known unit."""
     names = re.findall(r"[A-Za-z]+", words)
     return all(name in LETTERS if len(name) == 1 else name.lower() not in NO_UNITS for name in names)
 
 
 def _unit(words: str, power: str) -> str:
-    """One spelling for a unit: cm, centimeters and "square cm", cm^2."""
+    """Return one spelling for a unit: cm, centimeters and "square cm", cm^2."""
     names = []
     for word in re.findall(r"[a-z]+", words.lower()):
         single = word if word in ("s", "g", "cents") else word[:-1] if word.endswith("s") else word

@@ -45,7 +45,7 @@ def tight(side: str) -> str:
 
 
 def names_a_value(side: str) -> bool:
-    """Whether a side is one name: a letter, f(3), AB, an angle, words, the cosine of an angle."""
+    """Return whether a side is one name: a letter, f(3), AB, an angle, words, the cosine of an angle."""
     name = tight(side)
     if CONSTANT.match(name):
         return False
@@ -58,7 +58,7 @@ def names_a_value(side: str) -> bool:
 
 
 def combines_values(side: str) -> bool:
-    """Whether a side is put together of two names or more: m+n, xy, x^2+y^2, AB/BC. One unknown alone, or a
+    """Return whether a side is put together of two names or more: m+n, xy, x^2+y^2, AB/BC. One unknown alone, or a
     coefficient, make it an equation to be solved."""
     side = tight(side)
     names = re.findall(LETTER + INDEX, re.sub(r"\\(?:frac|cdot|times|overline|vec|overrightarrow|widehat)", "", side))
@@ -66,7 +66,8 @@ def combines_values(side: str) -> bool:
 
 
 def tuple_of_names(side: str) -> tuple[str, ...]:
-    """The names of (x,y); none if it is no such tuple, or turned round: (y,x) is not the point that was asked for."""
+    """Return the names of (x,y); none if it is no such tuple, or turned round: (y,x) is not the point that was asked
+    for."""
     found = TUPLE.fullmatch(tight(side))
     names = tuple(re.split(r"[,;](?![^()]*\))", found.group(1))) if found else ()
     return names if len(set(names)) == len(names) and usual_order(names) in ((), names) else ()

@@ -66,7 +66,7 @@ def squeeze(text: str) -> str:
 
 
 def fold(text: str) -> str:
-    """The letters of a text answer: without \\text{}, brackets round a choice, quotes, spaces, case."""
+    r"""Return the letters of a text answer: without \text{}, brackets round a choice, quotes, spaces, case."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"[\s\"'`\\]+", "", text).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
@@ -125,7 +125,7 @@ def _several(text: str, parts: list[str]) -> Node:
 
 
 def _single(text: str) -> Node:
-    """A text without separators at its top."""
+    """Return a text without separators at its top."""
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
@@ -157,7 +157,8 @@ def _single(text: str) -> Node:
 
 
 def _equation(text: str, left: str, right: str) -> Node:
-    """A name and what it is worth, on either side; else an equation. A name whose worth has it in is to be solved."""
+    """Return a name and what it is worth, on either side; else an equation. A name whose worth has it in is to be
+    solved."""
     if names_a_value(right) and not names_a_value(left):
         left, right = right, left
     if names := tuple_of_names(left):
@@ -173,7 +174,7 @@ def _equation(text: str, left: str, right: str) -> Node:
 
 
 def worth(node: Node) -> Node | None:
-    """The value that an equation gives for several names together, as in m+n = 16; None if there is none."""
+    """Return the value that an equation gives for several names together, as in m+n = 16; None if there is none."""
     for names, value in (node.parts, node.parts[::-1]) if node.kind == "equation" else ():
         if combines_values(names) and not letters(value):
             return structure(value)
@@ -181,7 +182,7 @@ def worth(node: Node) -> Node | None:
 
 
 def _besides(text: str, left_out: str | None) -> Node:
-    """The real numbers but those."""
+    """Return the real numbers but those."""
     node = structure(left_out) if left_out else Node("several", "")
     parts = node.parts if node.kind == "several" else (node,)
     return Node(
@@ -190,7 +191,7 @@ def _besides(text: str, left_out: str | None) -> Node:
 
 
 def _inequality(text: str, sides: list[str]) -> Node:
-    """An interval for x < b, a < x or a < x < b; otherwise a formula, which only its own spelling equals."""
+    """Return an interval for x < b, a < x or a < x < b; otherwise a formula, which only its own spelling equals."""
     terms, signs = sides[::2], [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]]
     if signs and all(sign[0] == ">" for sign in signs):  # read it from right to left
         terms, signs = terms[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
@@ -208,7 +209,7 @@ def _inequality(text: str, sides: list[str]) -> Node:
 
 
 def split(text: str, separators: tuple[str, ...]) -> list[str]:
-    r"""The text cut at separators that stand in no bracket, brace or \begin...\end."""
+    r"""Return the text cut at separators that stand in no bracket, brace or \begin...\end."""
     parts, start, depth = [], 0, 0
     for token in TOKEN.finditer(text):
         sign = token.group()
@@ -223,7 +224,7 @@ def split(text: str, separators: tuple[str, ...]) -> list[str]:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
+    """Return whether the first bracket is closed by the last character."""
     depth = 0
     for token in TOKEN.finditer(text):
         depth += token.group() in ("(", "[", "{", "\\{")
@@ -234,7 +235,7 @@ def _encloses(text: str) -> bool:
 
 
 def spelling(node: Node) -> str:
-    """One spelling for answers that are the same number, list of numbers or text, for majority votes."""
+    """Return one spelling for answers that are the same number, list of numbers or text, for majority votes."""
     if node.kind == "number":
         return node.parts[0].text()
     if node.kind == "words":

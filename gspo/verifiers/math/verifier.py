@@ -116,7 +116,7 @@ class MathVerifier:
         return verdicts
 
     def close(self) -> None:
-        """Ends the workers. The verifier can be used again."""
+        """End the workers. The verifier can be used again."""
         if self._owner == os.getpid():
             with self._lock:
                 for worker in self._pool:
@@ -134,14 +134,14 @@ class MathVerifier:
         self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
 
     def _judge(self, gold: Node, answer: Node) -> MathVerdict:
-        """The verdict by the answers so far. Raises _Asked."""
+        """Return the verdict by the answers so far. Raises _Asked."""
         try:
-            verdict = "correct" if agree(gold, answer, self._known) else "wrong"
+            verdict = "correct" if agree(gold, answer, self._answered) else "wrong"
         except _Unsettled:
             verdict = "timeout"
         return MathVerdict(verdict, spelling(answer))
 
-    def _known(self, *question: str) -> bool:
+    def _answered(self, *question: str) -> bool:
         if question not in self._recent:
             if question not in self._answers:
                 raise _Asked(question)
@@ -152,7 +152,7 @@ class MathVerifier:
         return self._recent[question]
 
     def _answer(self, questions: list[Question]) -> None:
-        """Keeps the workers busy until every question has an answer, a string where there is none.
+        """Keep the workers busy until every question has an answer, a string where there is none.
 
         A lost worker's question is asked once more.
         """
@@ -177,7 +177,7 @@ class MathVerifier:
 
 
 def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
-    """The pieces of gold and answer, or the verdict where there is nothing to compare."""
+    """Return the pieces of gold and answer, or the verdict where there is nothing to compare."""
     if (wanted := gold_structure(gold)) is None:
         return MathVerdict("unreadable-gold")
     try:
@@ -193,7 +193,7 @@ def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
 
 @lru_cache(maxsize=16384)
 def gold_structure(gold: str) -> Node | None:
-    """The pieces of a gold; None if there are none."""
+    """Return the pieces of a gold; None if there are none."""
     try:
         text = normal(extract(gold, "boxed") if "\\boxed" in gold else gold)
         return structure(text) if text else None
@@ -210,7 +210,7 @@ class _Worker:
         self.cpu, self.since = 0.0, 0.0  # CPU time when it was last seen to change, and the time of day then
 
     def send(self, question: Question) -> None:
-        """Hands over a question; starts the worker if it is not there."""
+        """Hand over a question; starts the worker if it is not there."""
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
@@ -231,14 +231,14 @@ class _Worker:
         return "timeout" if timed_out else "lost"
 
     def hangs(self) -> bool:
-        """Whether it has used no CPU time for long: stopped, or waiting for what will not come."""
+        """Return whether it has used no CPU time for long: stopped, or waiting for what will not come."""
         cpu, now = _cpu_time(self.process.pid), time.monotonic()
         if cpu != self.cpu:
             self.cpu, self.since = cpu, now
         return now - self.since > PATIENCE * self.seconds
 
     def start(self) -> None:
-        """Starts the worker and waits until it has loaded math-verify. Raises RuntimeError if it cannot."""
+        """Start the worker and waits until it has loaded math-verify. Raises RuntimeError if it cannot."""
         limits = map(str, (os.getpid(), self.memory_mb, CPU_SHARE * self.seconds))
         environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = subprocess.Popen(
@@ -255,7 +255,7 @@ class _Worker:
             raise RuntimeError(f"the math worker did not start (exit status {status}): is math-verify installed?")
 
     def stop(self) -> None:
-        """Ends the worker and collects it, so that no zombie stays."""
+        """End the worker and collects it, so that no zombie stays."""
         if self.process is None:
             return
         self.process.kill()
@@ -267,7 +267,7 @@ class _Worker:
 
 
 def _ready(workers: list[_Worker]) -> list[_Worker]:
-    """The workers that answered, ended or hang; waits until there is one."""
+    """Return the workers that answered, ended or hang; waits until there is one."""
     while True:
         answered = wait([worker.process.stdout for worker in workers], timeout=0.5)
         ready = [worker for worker in workers if worker.process.stdout in answered or worker.hangs()]

@@ -29,8 +29,8 @@ LONGEST_LINE = 65536
 
 
 def serve(parent: int, seconds: float) -> None:
-    """Answers until the input ends or the parent is gone. It asks who its parent is, since a forked copy of the
-    parent may hold the other end of the input open."""
+    """Answer until the input ends or the parent is gone. It asks who its parent is, since a forked copy of the parent
+    may hold the other end of the input open."""
     print("ready", flush=True)
     pending = b""
     while os.getppid() == parent:
@@ -51,7 +51,7 @@ def serve(parent: int, seconds: float) -> None:
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
-    """Whether they are equal. What cannot be parsed or computed is not."""
+    """Return whether they are equal. What cannot be parsed or computed is not."""
     try:
         return same_equation(gold, answer) if kind == "equation" else same_formula(gold, answer)
     except MemoryError:
@@ -91,7 +91,7 @@ def same_formula(gold_text: str, answer_text: str) -> bool:
 
 
 def same_equation(gold_text: str, answer_text: str) -> bool:
-    """Whether left minus right is in constant proportion, at more than two points."""
+    """Return whether left minus right is in constant proportion, at more than two points."""
     gold, answer = ([parsed(side) for side in text.split("=")] for text in (gold_text, answer_text))
     one, other = gold[0] - gold[1], answer[0] - answer[1]
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)

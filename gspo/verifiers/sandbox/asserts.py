@@ -56,7 +56,7 @@ for _name in OPERATIONS.split():
 
 
 def run(channel: Channel) -> None:
-    """Runs the test of the first message and says how it went."""
+    """Run the test of the first message and says how it went."""
     first = channel.read()
     tester = Tester(channel, first["entry_point"])
     random.seed(SEED)
@@ -65,7 +65,7 @@ def run(channel: Channel) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a few words."""
+    """Return an exception in a few words."""
     try:
         return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
     except Exception:  # untrusted: its own __str__, or an integer of too many digits
@@ -157,7 +157,7 @@ def _by_number(value: Any) -> Any:
 
 
 def _defines_check(test: ast.Module) -> bool:
-    """Whether the test defines check(candidate) and leaves the call to us."""
+    """Return whether the test defines check(candidate) and leaves the call to us."""
     defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in test.body)
     calls = (node.value.func for node in test.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
     return defined and not any(isinstance(called, ast.Name) and called.id == "check" for called in calls)

@@ -72,7 +72,7 @@ class AttackResult(NamedTuple):
 
 
 def run_attack(slot: Any, attack: Attack, decoys: Scene) -> AttackResult:
-    """Runs one attack in a slot, then an honest program, and looks for effects."""
+    """Run one attack in a slot, then an honest program, and looks for effects."""
     if attack.before:
         slot.run_program(decoys.fill(attack.before, slot.limits), decoys.token)
     program = decoys.fill(PRELUDE + attack.program, slot.limits)

@@ -33,7 +33,7 @@ class Missing(Exception):
 
 
 def run(kind: str, channel: Channel) -> None:
-    """Serves one program (kind "function") or one test (kind "tester") until the harness has had enough."""
+    """Serve one program (kind "function") or one test (kind "tester") until the harness has had enough."""
     sys.argv[:] = ["program.py"]
     try:
         if kind == "tester":
@@ -83,7 +83,7 @@ class Candidate:
             return failure(index, "runtime-error", describe(error))
 
     def load(self, code: str) -> dict[str, Any]:
-        """Runs the program from top to bottom."""
+        """Run the program from top to bottom."""
         try:
             program = compile(code, "program.py", "exec", dont_inherit=True)
         except COMPILE_ERRORS as error:
@@ -93,7 +93,7 @@ class Candidate:
         return {"value": None}
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Calls a function with arguments that nobody else has; "Solution.name" on a new Solution()."""
+        """Call a function with arguments that nobody else has; "Solution.name" on a new Solution()."""
         arguments = decode(message["arguments"], self.objects.__getitem__)
         keywords = decode(message["keywords"], self.objects.__getitem__)
         result = self.find(message["call"])(*arguments, **keywords)
@@ -108,7 +108,7 @@ class Candidate:
         return {"object": len(self.objects) - 1}
 
     def find(self, name: str) -> Any:
-        """The function of that name. Raises Missing."""
+        """Return the function of that name. Raises Missing."""
         owner, _, method = name.partition(".")
         found = self.module.__dict__.get(owner)
         if not callable(found) or (method and not callable(getattr(found, method, None))):

@@ -83,7 +83,7 @@ def checked(result: int, what: str) -> int:
 
 
 def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
-    """Puts on every layer of the plan, in the order in which each is still possible. Raises OSError, ValueError."""
+    """Put on every layer of the plan, in the order in which each is still possible. Raises OSError, ValueError."""
     limit_resources(bounds)
     if not LINUX:
         return
@@ -121,7 +121,7 @@ def limit_resources(bounds: Bounds) -> None:
 
 
 def limit(name: str, value: int) -> None:
-    """Lowers the soft and the hard limit; a lower one that we inherited stays."""
+    """Lower the soft and the hard limit; a lower one that we inherited stays."""
     number = getattr(resource, f"RLIMIT_{name}", None)
     if number is not None:
         hard = resource.getrlimit(number)[1]
@@ -142,7 +142,7 @@ def change_user(plan: Plan) -> None:
 
 
 def set_capabilities(wanted: int) -> None:
-    """Keeps only the wanted capabilities, and none to inherit."""
+    """Keep only the wanted capabilities, and none to inherit."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     low, high = wanted & 0xFFFFFFFF, wanted >> 32
     data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
@@ -157,12 +157,13 @@ def drop_bounding_set() -> None:
 
 
 def landlock_abi() -> int:
-    """The version of landlock that the kernel offers; 0: none."""
+    """Return the version of landlock that the kernel offers; 0: none."""
     return max(0, LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)) if LINUX else 0
 
 
 def landlock_rules(abi: int, readable: list[str]) -> int:
-    """A rule set that refuses all it can but reading `readable`; a file descriptor for many processes to apply."""
+    """Return a rule set that refuses all it can but reading `readable`; a file descriptor for many processes to
+    apply."""
     rights = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     attributes = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)  # files, TCP, scopes
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -191,7 +192,7 @@ def grants(path: str) -> Iterator[tuple[str, int]]:
 
 
 def install(program: bytes) -> None:
-    """Installs a seccomp filter for good."""
+    """Install a seccomp filter for good."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
@@ -201,7 +202,7 @@ def install(program: bytes) -> None:
 
 
 def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
-    """The strongest plan that works here, found by trying in children that end at once, and its layers in words.
+    """Return the strongest plan that works here, found by trying in children that end at once, and its layers in words.
 
     `uid`: a user that nobody else is; used by root. `readable`: what programs may read beside the system's libraries.
     """
@@ -256,7 +257,7 @@ def attempt(plan: Plan, readable: list[str]) -> int:
 
 
 def threads_possible() -> int:
-    """Starts threads until that fails, at most eight beyond what should be possible."""
+    """Start threads until that fails, at most eight beyond what should be possible."""
     for count in range(THREADS + 8):
         try:
             threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
@@ -266,7 +267,7 @@ def threads_possible() -> int:
 
 
 def describe(plan: Plan) -> dict[str, str]:
-    """The layers of a plan in words."""
+    """Return the layers of a plan in words."""
     covered = ["files", *["TCP"] * (plan.landlock_abi >= 4), *["signals, abstract sockets"] * (plan.landlock_abi >= 6)]
     if plan.uid is not None:
         user = f"user id {plan.uid}"

@@ -25,7 +25,7 @@ class TooLong(ProtocolError):
 
 
 def encode(message: dict[str, Any], limit: int = TO_CHILD_BYTES) -> bytes:
-    """The frame of a message. TooLong beyond `limit` bytes; ValueError/TypeError for what is not JSON."""
+    """Return the frame of a message. TooLong beyond `limit` bytes; ValueError/TypeError for what is not JSON."""
     body = json.dumps(message, allow_nan=False).encode("ascii")  # lone surrogates stay escaped
     if len(body) > limit:
         raise TooLong(f"a message of {len(body)} bytes; at most {limit}")
@@ -43,7 +43,7 @@ class Decoder:
         self.buffer += data
 
     def message(self) -> dict[str, Any] | None:
-        """The next whole message; None if more bytes are needed. Raises ProtocolError, TooLong."""
+        """Return the next whole message; None if more bytes are needed. Raises ProtocolError, TooLong."""
         if len(self.buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self.buffer)
@@ -80,7 +80,7 @@ class Channel:
         self.decoder = Decoder(read_limit)
 
     def write(self, message: dict[str, Any]) -> None:
-        """Sends one message. Too long: raises TooLong, after telling the other end, which refuses it."""
+        """Send one message. Too long: raises TooLong, after telling the other end, which refuses it."""
         try:
             data = memoryview(encode(message, self.write_limit))
         except TooLong:
@@ -90,7 +90,8 @@ class Channel:
             data = data[os.write(self.fd, data) :]
 
     def read(self) -> dict[str, Any] | None:
-        """The next message; None at the end of the stream. Raises ProtocolError also when cut off in the middle."""
+        """Return the next message; None at the end of the stream. Raises ProtocolError also when cut off in the
+        middle."""
         while (message := self.decoder.message()) is None:
             data = os.read(self.fd, 1 << 16)
             if not data:

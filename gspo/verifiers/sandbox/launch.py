@@ -53,7 +53,7 @@ class Server:
         self.layers = {"bubblewrap": "on" if boxed else _why_not(bubblewrap), **self.layers}
 
     def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
-        """Asks for a child that gets the descriptors. Raises ServerFailure if the server is not there."""
+        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is not there."""
         self.programs += 1
         request = json.dumps({"kind": kind, "limits": limits}).encode() + b"\n"
         try:
@@ -67,7 +67,8 @@ class Server:
             self.control.send(op + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """The answer about a child's end if it is there; waits for any message. Raises ServerFailure at the end."""
+        """Return the answer about a child's end if it is there; waits for any message. Raises ServerFailure at the
+        end."""
         if not self.lines:
             try:
                 data = self.control.recv(1 << 16)
@@ -85,7 +86,7 @@ class Server:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server and collects it. Its child dies with it."""
+        """End the server and collects it. Its child dies with it."""
         self.control.close()
         self.process.kill()
         self.process.wait()
@@ -133,7 +134,7 @@ def readable(connection: socket.socket, seconds: float) -> bool:
 
 
 def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Starts a process from a thread that lives as long as this process: Linux's death signal follows the thread."""
+    """Start a process from a thread that lives as long as this process: Linux's death signal follows the thread."""
     pid = os.getpid()
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))

@@ -36,7 +36,7 @@ class Slot:
         self._servers: dict[str, Server] = {}
 
     def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
-        """Runs a whole program on an input. What it wrote (at most output_bytes) and how it ended.
+        """Run a whole program on an input. What it wrote (at most output_bytes) and how it ended.
 
         Ended.why is also "compile-error" here: the program did not start.
         """
@@ -67,7 +67,7 @@ class Slot:
         return [server.process.pid for server in self._servers.values()]
 
     def close(self) -> None:
-        """Ends the servers; they start again when needed."""
+        """End the servers; they start again when needed."""
         for role in list(self._servers):
             self._servers.pop(role).stop()
 
@@ -144,7 +144,7 @@ class CodeRunner:
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
     def close(self) -> None:
-        """Ends the servers. The runner can be used again. Not while another thread uses it."""
+        """End the servers. The runner can be used again. Not while another thread uses it."""
         if self._owner == os.getpid():
             for slot in self._slots:
                 slot.close()

@@ -27,7 +27,7 @@ LINUX = sys.platform == "linux"
 
 
 def long_seconds(limits: Any) -> float:
-    """How long programs go on that would go on for ever: well beyond the limits."""
+    """Return how long programs go on that would go on for ever: well beyond the limits."""
     return 2 * (limits.cpu_seconds + limits.wall_seconds) + 2
 
 
@@ -79,7 +79,7 @@ class Scene:
         return process
 
     def fill(self, program: str, limits: Any) -> str:
-        """The program with the addresses of the decoys in place of @NAMES@."""
+        """Return the program with the addresses of the decoys in place of @NAMES@."""
         values = {
             "SECRET": lambda: self.secret,
             "FOLDER": lambda: self.folder,
@@ -147,14 +147,14 @@ class Scene:
 
 
 def temporary_folder() -> str:
-    """The usual one, unless a socket's path in it would be too long."""
+    """Return the usual one, unless a socket's path in it would be too long."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
 
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Sets the scene in a temporary folder, and clears it away."""
+    """Set the scene in a temporary folder, and clears it away."""
     with tempfile.TemporaryDirectory(prefix="decoys-", dir=temporary_folder()) as folder:
         decoys = Scene(Path(folder))
         try:
@@ -226,7 +226,7 @@ class Watch(threading.Thread):
 
 
 def named(name: str) -> list[int]:
-    """Processes of a name, in whatever namespace; zombies do not count."""
+    """Return processes of a name, in whatever namespace; zombies do not count."""
     found = []
     for entry in os.listdir("/proc") if LINUX else ():
         if entry.isdigit():
@@ -238,7 +238,7 @@ def named(name: str) -> list[int]:
 
 
 def left_over(name: str, seconds: float = 0.5) -> list[int]:
-    """Processes of a name that are still there after some time; they are killed."""
+    """Return processes of a name that are still there after some time; they are killed."""
     deadline = time.monotonic() + seconds
     while (pids := named(name)) and time.monotonic() < deadline:
         time.sleep(0.02)

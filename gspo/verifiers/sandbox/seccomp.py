@@ -61,7 +61,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def supported() -> bool:
-    """Whether there is a table for this machine (64-bit interpreters only)."""
+    """Return whether there is a table for this machine (64-bit interpreters only)."""
     return platform.machine() in MACHINES and struct.calcsize("P") == 8
 
 
@@ -72,7 +72,8 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 def template(threads: bool, machine: str = "") -> bytes:
-    """The filter as struct sock_filter[], with OWN_PID still to be filled in. Without `threads` clone is refused."""
+    """Return the filter as struct sock_filter[], with OWN_PID still to be filled in. Without `threads` clone is
+    refused."""
     machine = machine or platform.machine()
     table = numbers(machine)
     refused = REFUSED if threads else REFUSED | {"clone"}
@@ -92,7 +93,8 @@ def template(threads: bool, machine: str = "") -> bytes:
 
 
 def _check(argument: int, test: str, values: tuple[int, ...]) -> list[Instruction]:
-    """Instructions that go on if the argument passes and return EPERM if not. The kernel reads 32 bits of these too."""
+    """Return instructions that go on if the argument passes and return EPERM if not. The kernel reads 32 bits of these
+    too."""
     low = 16 + 8 * argument
     refuse = (RETURN, 0, 0, EPERM)
     if test == "null":  # a pointer: both halves
@@ -110,5 +112,5 @@ def _check(argument: int, test: str, values: tuple[int, ...]) -> list[Instructio
 
 
 def for_process(filter_template: bytes, pid: int) -> bytes:
-    """The filter of one process."""
+    """Return the filter of one process."""
     return filter_template.replace(struct.pack("<I", OWN_PID), struct.pack("<I", pid))

@@ -9,11 +9,12 @@ from gspo.verifiers.sandbox.attack import run_attack
 from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
 from gspo.verifiers.sandbox.scene import scene
 
-_known: dict[tuple[Any, ...], dict[str, str]] = {}  # what came out, by user and layers, in this process or its parent
+_results: dict[tuple[Any, ...], dict[str, str]] = {}  # what came out, by user and layers, in this process or its parent
 
 
 def self_test(runner: Any) -> dict[str, str]:
-    """The layers of a CodeRunner, and "stopped" or what came through for each of the quick attacks; for `report`.
+    """Return the layers of a CodeRunner, and "stopped" or what came through for each of the quick attacks; for
+    `report`.
 
     Raises ValueError naming the layer or the attack unless the runner has `allow_weak_sandbox`.
     """
@@ -36,7 +37,7 @@ def require(slot: Any, allow_weak: bool) -> None:
 
 
 def weakness(layers: dict[str, str]) -> str:
-    """Why the layers are too few; "" if they are enough: landlock and seccomp, or bubblewrap."""
+    """Return why the layers are too few; "" if they are enough: landlock and seccomp, or bubblewrap."""
     missing = [name for name in ("landlock", "seccomp") if layers[name].startswith("off")]
     if not missing or layers["bubblewrap"] == "on":
         return ""
@@ -44,14 +45,14 @@ def weakness(layers: dict[str, str]) -> str:
 
 
 def attack(slot: Any) -> dict[str, str]:
-    """Runs the quick attacks, once per user and kind of confinement."""
+    """Run the quick attacks, once per user and kind of confinement."""
     layers = {name: state for name, state in slot.layers().items() if name != "user"}  # "user" has a number of its own
     key = (os.geteuid(), *sorted(layers.items()))
-    if key not in _known:
+    if key not in _results:
         with scene() as decoys:
             results = [run_attack(slot, attack, decoys) for attack in QUICK_ATTACKS]
-        _known[key] = {result.name: "stopped" if result.stopped else result.seen for result in results}
-    return _known[key]
+        _results[key] = {result.name: "stopped" if result.stopped else result.seen for result in results}
+    return _results[key]
 
 
 def report(states: dict[str, str]) -> str:

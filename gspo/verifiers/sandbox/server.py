@@ -87,7 +87,7 @@ def main() -> NoReturn:
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next request and its descriptors. Ends the server when the harness is gone."""
+    """Return the next request and its descriptors. Ends the server when the harness is gone."""
     data, fds = b"", array.array("i")
     while True:
         part, extra, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(3 * fds.itemsize))
@@ -105,7 +105,7 @@ def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def start(request: dict[str, Any], fds: list[int], plan: confine.Plan) -> int:
-    """Forks the child of a request; returns its process id."""
+    """Fork the child of a request; returns its process id."""
     server = os.getpid()
     child = os.fork()
     if child == 0:
@@ -152,7 +152,7 @@ def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
 
 
 def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[str, Any]:
-    """Waits for the child's end, or brings it about; then says how it ended."""
+    """Wait for the child's end, or brings it about; then says how it ended."""
     clock = Clock(child, limits)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -208,7 +208,7 @@ class Clock:
         self.time = time.monotonic()
 
     def patience(self) -> float:
-        """Seconds until the next look: when a limit may be reached, or to tell waiting from queueing."""
+        """Return seconds until the next look: when a limit may be reached, or to tell waiting from queueing."""
         cpu_left = min(self.limits["cpu_seconds"] + self.renewed, self.limits["total_cpu_seconds"]) - self.cpu
         return max(0.001, min(TICK / 4, self.limits["wall_seconds"] / 8, cpu_left))
 
@@ -221,7 +221,7 @@ class Clock:
             self.active = said.rfind(b"r") > said.rfind(b"p")
 
     def measure(self) -> None:
-        """Brings cpu, waited and time up to date."""
+        """Bring cpu, waited and time up to date."""
         now, cpu, queued = time.monotonic(), self.cpu_now(), self.queue_times()
         delay = max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0) / 1e9
         if self.active:
@@ -237,7 +237,7 @@ class Clock:
         return "waited" if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run() else "exit"
 
     def ready_to_run(self) -> bool:
-        """Whether a thread runs or stands in the queue just now."""
+        """Return whether a thread runs or stands in the queue just now."""
         with contextlib.suppress(OSError):
             for task in os.listdir(self.tasks):
                 with open(f"{self.tasks}/{task}/stat", encoding="utf-8") as file:
@@ -252,7 +252,7 @@ class Clock:
             return self.cpu
 
     def queue_times(self) -> dict[str, int]:
-        """Nanoseconds that each thread spent ready to run but not running."""
+        """Return nanoseconds that each thread spent ready to run but not running."""
         times = {}
         with contextlib.suppress(OSError):  # not Linux
             for task in os.listdir(self.tasks):

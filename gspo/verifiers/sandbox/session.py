@@ -78,11 +78,11 @@ class Session:
             theirs.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queues a message; it goes out with the next exchange."""
+        """Queue a message; it goes out with the next exchange."""
         self._out += encode(message)
 
     def exchange(self, message: dict[str, Any] | None, pause: bool = True) -> dict[str, Any] | Ended:
-        """Renews the allowances, sends the message (if any), and waits for one message or the program's end.
+        """Renew the allowances, sends the message (if any), and waits for one message or the program's end.
 
         A message that came before it was asked for is a breach of protocol. `pause`: we have something else to do
         before the next exchange, so the program's waiting does not count until then. Without pause, exchanges that
@@ -112,7 +112,7 @@ class Session:
         return reply
 
     def wait(self) -> Ended:
-        """Renews the allowances and waits for the program's end; what it still sends is ignored."""
+        """Renew the allowances and waits for the program's end; what it still sends is ignored."""
         if self.ended is None:
             self.server.say(b"r")
         return self._wait()
@@ -128,13 +128,13 @@ class Session:
         return self.ended
 
     def close(self) -> None:
-        """Kills the program if it still runs."""
+        """Kill the program if it still runs."""
         if self.ended is None:
             self._kill()
         self._channel.close()
 
     def _next_message(self) -> dict[str, Any] | None:
-        """The next message of the program; None at the end of its channel or of itself."""
+        """Return the next message of the program; None at the end of its channel or of itself."""
         channel, control = self._channel.fileno(), self.server.control.fileno()
         poll = select.poll()
         poll.register(control, select.POLLIN)
@@ -161,7 +161,7 @@ class Session:
                 return self._decoder.message() if self._ready else None
 
     def _transfer(self, event: int) -> bool:
-        """Moves bytes both ways; False at the end of the channel."""
+        """Move bytes both ways; False at the end of the channel."""
         try:
             if event & select.POLLOUT and self._out:
                 del self._out[: self._channel.send(self._out)]
@@ -189,7 +189,7 @@ class Session:
             self.ended = self._judge(report)
 
     def _judge(self, report: dict[str, Any]) -> Ended:
-        """The server's report in the words of Ended."""
+        """Return the server's report in the words of Ended."""
         code = os.waitstatus_to_exitcode(report["status"])
         why, cpu, memory = report["why"], report["cpu"], report["memory_mb"]
         if why == "exit" and not self._ready and not self._decoder.buffer and not readable(self._channel, 0):
@@ -260,7 +260,7 @@ def _seal(fd: int) -> None:
 
 
 def read_bounded(fd: int, limit: int) -> bytes:
-    """The first `limit` bytes of a file."""
+    """Return the first `limit` bytes of a file."""
     parts, at = [], 0
     while at < limit and (part := os.pread(fd, limit - at, at)):
         parts.append(part)

@@ -25,7 +25,7 @@ COMPILE_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, Memory
 
 
 def run(channel: Channel) -> None:
-    """Reads the program, runs it, and ends the process."""
+    """Read the program, runs it, and ends the process."""
     leave = os._exit  # the program may replace it
     code = channel.read()["code"]
     try:
@@ -86,7 +86,7 @@ def execute(program: types.CodeType, main: types.ModuleType) -> int:
 
 
 def finish(status: int) -> int:
-    """Waits for threads, runs exit handlers, writes what is buffered; 120 where that fails, as Python does."""
+    """Wait for threads, runs exit handlers, writes what is buffered; 120 where that fails, as Python does."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

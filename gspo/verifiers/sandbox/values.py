@@ -44,7 +44,7 @@ class Malformed(ValueError):
 
 
 def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None = None) -> Any:
-    """The JSON form of a value. `other` gives that of an object that is not plain, instead of Unserialisable.
+    """Return the JSON form of a value. `other` gives that of an object that is not plain, instead of Unserialisable.
 
     `limit`: characters; more than that in JSON raises Unserialisable, in time proportional to the limit (not to the
     value: a list of the same list 10^8 times is refused early). The JSON text may still be longer, by escapes.
@@ -105,7 +105,7 @@ class _Encoder:
 
 
 def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = DEPTH) -> Any:
-    """The value, with everything in it new. `handle` gives the object behind ["h", number]. Raises Malformed."""
+    """Return the value, with everything in it new. `handle` gives the object behind ["h", number]. Raises Malformed."""
     if type(form) is not list:
         return unpack(form)[1]
     kind, content = unpack(form)
@@ -186,7 +186,7 @@ def require_shallow(form: Any) -> None:
 
 
 def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
-    """Whether a result equals the expected one; both as JSON forms. Raises Malformed. The rules:
+    """Return whether a result equals the expected one; both as JSON forms. Raises Malformed. The rules:
 
     - a tuple equals a list, a frozenset a set; otherwise kinds differ: True is not 1, b"a" is not "a", (1+0j) is not 1;
     - numbers: `close`; complex numbers: both parts; text and bytes exactly; None only None;
@@ -236,7 +236,7 @@ def _equal_sets(expected: list[Any], actual: list[Any]) -> bool:
 
 
 def _split(elements: list[Any]) -> tuple[list[float], list[bytes]]:
-    """The numbers of a set in order, and the digests of its other elements in order."""
+    """Return the numbers of a set in order, and the digests of its other elements in order."""
     numbers, others = [], []
     for element in elements:
         kind, content = unpack(element)
@@ -255,7 +255,7 @@ def _by_key(parts: list[Any]) -> dict[bytes, Any]:
 
 
 def _digest(form: Any, depth: int) -> bytes:
-    """The same for equal values and for no others: numbers by value, tuple as list, sets in any order."""
+    """Return the same for equal values and for no others: numbers by value, tuple as list, sets in any order."""
     kind, content = unpack(form)
     if kind in ("sequence", "set", "dict"):
         if depth == 0:

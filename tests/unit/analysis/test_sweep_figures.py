@@ -60,7 +60,7 @@ def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     with pytest.raises(load.Refused):
         fig_sweep.measure(data, "optim.lr", "")
     numbers = fig_sweep.measure(data, "optim.lr", "trainer.minibatches")
-    assert fig_sweep.ordered(numbers["by"]) == [4, 16] and len(numbers) == 13
+    assert fig_sweep.ordered(numbers["row"]) == [4, 16] and len(numbers) == 13
     with pytest.raises(load.Refused):
         fig_sweep.measure(data, "optim.momentum", "")
     write(tmp_path / "wide", "gspo", HEALTHY, objective__clip_low=0.4)

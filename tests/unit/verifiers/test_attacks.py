@@ -265,7 +265,7 @@ class Layered(WeakRunner):
 
 
 def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
-    monkeypatch.setattr(self_test, "_known", {})
+    monkeypatch.setattr(self_test, "_results", {})
     two = tuple(attack for attack in ATTACKS if attack.name in ("read a secret file", "leave early"))
     monkeypatch.setattr(self_test, "QUICK_ATTACKS", two)
     with pytest.raises(ValueError, match=r"allow_weak_sandbox=False.*'read a secret file': the secret was printed"):
@@ -288,7 +288,7 @@ def test_too_few_layers_are_refused(missing):
 
 
 def test_the_self_test_passes_here_and_runs_once(monkeypatch):
-    monkeypatch.setattr(self_test, "_known", {})
+    monkeypatch.setattr(self_test, "_results", {})
     with CodeRunner(SUITE_LIMITS) as runner:
         states = self_test.self_test(runner)
         assert all(states[attack.name] == "stopped" for attack in QUICK_ATTACKS)
