@@ -1,6 +1,6 @@
-"""A report's parts, and how they are written: as one HTML file that needs nothing else, as Markdown.
+"""The blocks that a report is made of, and how they are written as one self-contained HTML file and as Markdown.
 
-analysis/wandb_report.py writes the same parts as a W&B Report.
+analysis/wandb_report.py writes the same blocks as a W&B Report.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Link:
-    """A cell of a table that leads somewhere."""
+    """A cell of a table that links to an address."""
 
     text: str
     address: str
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG with what one would say of it to someone who cannot see it."""
+    """A PNG file, and a description of it for readers who cannot see it."""
 
     png: Path
     about: str
@@ -63,7 +63,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Folded:
-    """Text as it is, such as settings, that one opens if one wants it."""
+    """Text that is shown unchanged, such as settings, and hidden until the reader opens it."""
 
     title: str
     text: str
@@ -74,6 +74,7 @@ Block = Heading | Text | Items | Table | Figure | Folded
 
 # ---------------------------------------------------------------------------------------------------------------- HTML
 def to_html(title: str, blocks: Sequence[Block]) -> str:
+    """Return the whole page, which needs no other file."""
     body = "\n".join(map(_html, blocks))
     return f"{head(title, STYLE)}<h1>{in_html(title)}</h1>\n{body}\n</html>\n"
 
@@ -103,7 +104,7 @@ def _cell(cell: str | Link) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """Figures are named relative to `folder`, in which the text will lie."""
+    """Return the report as Markdown. Figures are linked relative to `folder`, in which the text will lie."""
     return "\n\n".join([f"# {in_markdown(title)}", *(_markdown(block, folder) for block in blocks)]) + "\n"
 
 
@@ -130,5 +131,5 @@ def _in_cell(cell: str | Link) -> str:
 
 
 def address(file: Path, folder: Path) -> str:
-    """Of a file, in a page that lies in `folder`; names that are not UTF-8 have one too."""
+    """Return the relative address of a file for a page that lies in `folder`, also where its name is not UTF-8."""
     return quote(os.fsencode(os.path.relpath(file, folder)))

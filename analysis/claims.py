@@ -1,11 +1,13 @@
-"""The paper's claims, what our runs show, and the verdict. Captions and the summary both read it from here.
+"""The paper's claims, what our runs show about each, and the verdict; captions and the summary read all three here.
 
-Every criterion is in the docstring of its function and was written before the runs it judges; verdicts.py says what the
-verdicts mean and what each takes. Intervals are 95 %: over seeds (paired, Student's t) where there are several seeds,
-otherwise within the run (blocks of batches), which the sentence then says. Compared are the finished runs of the seeds
-that both arms have, over the batches that all of these have; what is left out is named.
+The criterion of a claim stands in the docstring of its function and was written before the runs that it judges.
+verdicts.py says what the verdicts mean and what each requires. Intervals are 95 %: over seeds (paired, Student's t)
+where there are several seeds, otherwise within the run (blocks of batches), and the sentence then says so. The
+comparison takes the finished runs of the seeds that both arms have, over the batches that all of these runs have, and
+names the runs that it leaves out.
 
-GSPO's rival is GRPO with Routing Replay, as in the paper; where no run has that (dense models have no routing), GRPO.
+GSPO's rival is GRPO with Routing Replay, as in the paper. Where no run has Routing Replay (a dense model routes
+nothing), the rival is plain GRPO.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from analysis.load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
 from analysis.stats import START, WINDOW, Interval, decline, estimate, paired_difference, ratio, t_interval
 from analysis.verdicts import between, judge
 
-DECLINES = 0.3  # a run declines if its last 10 batches lie this share below the peak of its EMA(0.9)
+DECLINES = 0.3  # a run declines if the mean of its last 10 batches lies this share below the peak of its EMA(0.9)
 TENFOLD = 10.0
-CHANGED = (0.03, 0.30)  # "roughly 10 %" of experts, within a factor of about three
-SAME = 0.03  # margin of "the same within": reward, and held-out scores, whose unit is the reward's
+CHANGED = (0.03, 0.30)  # the paper's "roughly 10 %" of experts, within a factor of about three
+SAME = 0.03  # the margin of "the same within", for the reward and for held-out scores, which have the reward's unit
 SPOKEN = {GRPO_R2: "GRPO with Routing Replay", GRPO: "GRPO"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: where the paper makes it, what it says, what was found here, and the verdict."""
+    """One claim of the paper: where the paper makes it, what it says, what was found here, and the verdict."""
 
     where: str
     claim: str
@@ -39,21 +41,23 @@ class Claim:
     verdict: str
 
     def sentence(self) -> str:
+        """Return the claim, the finding and the verdict as one line for a caption."""
         return f"Claim ({self.where}): {self.claim}. Here: {self.found}. Verdict: {self.verdict}."
 
 
 def contenders(data: Data) -> tuple[str, str]:
-    """GSPO and its rival in these runs."""
+    """Return the names of the two arms that are compared: GSPO and its rival in these runs."""
     return GSPO, GRPO if GRPO_R2 not in data.arms and GRPO in data.arms else GRPO_R2
 
 
 def as_in(figure: str, rival: str) -> str:
+    """Return the paper's figure by name, and say so where our rival differs from the paper's."""
     return figure if rival == GRPO_R2 else f"as in {figure}, where the rival has Routing Replay"
 
 
 def verdict(data: Data, arms: tuple[str, str], interval: Interval, line: float, margin: float = 0.0) -> str:
-    """On a paired comparison: none where it leaves out a run that was ended because it collapsed. Those that lasted are
-    no sample of the arm."""
+    """Return the verdict on a paired comparison. It is undecided where a run was left out because it ended when it
+    collapsed: the runs that lasted are then no fair sample of the arm."""
     gone = [run for run in data.left_out(*arms) if run.collapsed is not None and not run.finished]
     if gone:
         return f"undecided (left out, for it ended when it collapsed: {gone[0].arm}, seed {gone[0].seed})"
@@ -61,14 +65,15 @@ def verdict(data: Data, arms: tuple[str, str], interval: Interval, line: float, 
 
 
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
-    """Return the training rewards of both arms over the last half of their common batches: index step, a column per
-    seed."""
+    """Return the training rewards of both arms over the last half of their common batches, each as a table with steps
+    as index and a column per seed."""
     tables = data.paired("reward/mean", a, b)
     return [table[len(table) // 2 :] for table in tables]
 
 
 def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
-    """Mean paired difference of the training reward a - b over the last half of the common batches, and in words."""
+    """Return the mean paired difference of the training reward, a - b, over the last half of the common batches, and a
+    text that states it."""
     a_TS, b_TS = last_halves(data, a, b)
     interval = paired_difference(a_TS, b_TS)
     flops_a, flops_b = (x.max().mean() for x in data.paired("compute/flops", a, b))
@@ -79,8 +84,8 @@ def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
 
 
 def reward(data: Data) -> Claim:
-    """Fig 1, top. Criterion: mean paired difference GSPO - rival of the training reward over the last half of the
-    common batches: above 0; or the same within ±0.03 reward."""
+    """Judge Fig. 1, top. Criterion: the mean paired difference GSPO - rival of the training reward over the last half
+    of the common batches is above 0, or it is the same within ±0.03."""
     arms = contenders(data)
     interval, text = last_half(data, *arms)
     claim = f"GSPO trains to a higher reward than {SPOKEN[arms[1]]} at equal compute"
@@ -89,9 +94,10 @@ def reward(data: Data) -> Claim:
 
 
 def held_out(data: Data) -> Claim | None:
-    """Fig 1, bottom. Criterion: paired difference of the held-out scores, mean over the sets, at the last evaluation
-    that all compared runs have: above 0; or the same within ±0.03. One seed: ±1.96 standard errors over problems, the
-    arms' errors taken as independent. None if nothing was evaluated."""
+    """Judge Fig. 1, bottom. Criterion: the paired difference of the held-out scores, averaged over the sets, at the
+    last evaluation that all compared runs have, is above 0, or it is the same within ±0.03. With one seed the interval
+    is ±1.96 standard errors over problems, with the arms' errors taken as independent. Returns None if nothing was
+    evaluated."""
     arms = contenders(data)
     pairs = [data.paired(name, *arms) for name in scores(data)]
     differences = [(a - b).dropna() for a, b in pairs]
@@ -112,18 +118,19 @@ def held_out(data: Data) -> Claim | None:
 
 
 def scores(data: Data) -> list[str]:
-    """Return the held-out scores: eval/<set>/avg@k."""
+    """Return the names of the held-out scores, eval/<set>/avg@k."""
     return [name for name in data.metrics("eval/") if fnmatchcase(name, "eval/*/avg@*")]
 
 
 def stderr_of(score: str) -> str:
-    """Return the metric that holds a score's standard error over problems."""
+    """Return the name of the metric that holds a score's standard error over problems."""
     return score.rsplit("/", 1)[0] + "/stderr"
 
 
 def reward_and_flops(data: Data) -> list[pd.DataFrame]:
-    """Reward and FLOPs of GSPO, then of its rival: the compared runs, each arm's own length; while these are
-    unfinished, only the batches that all have, so that a run cut short is not taken for one that fell short."""
+    """Return reward and FLOPs of GSPO, then of its rival, for the compared runs at each arm's own length. While runs
+    are unfinished only the batches that all of them have are taken, so that a run cut short is not mistaken for one
+    that fell short."""
     arms, tables = contenders(data), []
     runs = data.compared(*arms)
     for arm in arms:
@@ -134,12 +141,13 @@ def reward_and_flops(data: Data) -> list[pd.DataFrame]:
 
 
 def compute_ratio(data: Data) -> Efficiency:
-    """Return the efficiency of GSPO against its rival."""
+    """Return the compute efficiency of GSPO against its rival."""
     return efficiency(*reward_and_flops(data))
 
 
 def paper_compute_ratio() -> float:
-    """The ratio to the rival's whole run of the paper's digitised Fig 1, a marker counted as one unit of compute."""
+    """Return the ratio to the rival's whole run in the paper's digitised Fig. 1, with one unit of compute per
+    marker."""
     columns = []
     for arm in (GSPO, GRPO_R2):
         points = paper.series("fig1_reward", arm).dropna()
@@ -148,10 +156,11 @@ def paper_compute_ratio() -> float:
 
 
 def cheaper(data: Data) -> Claim:
-    """Efficiency (Fig 1). Criterion: compute at which the rival's trailing-10 reward first reaches its own final level
-    / compute at which GSPO's does (`like` in efficiency.py, which also says what counts where the level is not
-    reached, and what p is): above 1. Undecided where the rival ends no higher than it starts: then its level was
-    reached before training. The ratio to the rival's whole run is reported beside it."""
+    """Judge the efficiency shown in Fig. 1. Criterion: the compute at which the rival's trailing mean of 10 batches
+    first reaches its own final reward, divided by the compute at which GSPO's does, is above 1 (`like` in
+    efficiency.py, which also says what counts where the level is not reached, and what p is). It is undecided where the
+    rival ends no higher than it starts, since its level was then reached before training. The ratio to the rival's
+    whole run is reported beside it."""
     arms, tables = contenders(data), reward_and_flops(data)
     claim, where = (
         f"GSPO reaches the final reward of {SPOKEN[arms[1]]} with less compute",
@@ -170,9 +179,10 @@ def cheaper(data: Data) -> Claim:
 
 
 def clipping(data: Data) -> Claim:
-    """Fig 2. Criterion: share of clipped tokens (active: the clip removed the gradient), mean over the common batches,
-    GSPO / rival: at least 10, and above 1 by interval and p; against it: below 10 by these. The paper's ratio, 115,
-    is reported beside it, not tested. GSPO's own share has no verdict: a calibrated clip range has chosen it."""
+    """Judge Fig. 2. Criterion: the share of clipped tokens (active: the clip removed the gradient), averaged over the
+    common batches, divided by the rival's is at least 10, and above 1 by interval and p. It speaks against the claim if
+    the ratio is below 10 by interval and p. The paper's ratio, 115, is reported but not tested. GSPO's own share gets
+    no verdict where a calibrated clip range has chosen it."""
     arms = contenders(data)
     tables = data.paired("clip/token_active", *arms)
     result = ratio(*tables)
@@ -196,7 +206,7 @@ def clipping(data: Data) -> Claim:
 
 
 def calibrated(data: Data) -> str:
-    """Return whether GSPO's share of clipped tokens was chosen: by a clip range that is not the paper's."""
+    """Return a remark if GSPO's clip range is not the paper's, since its share of clipped tokens was then chosen."""
     settings = data.of(GSPO)[0].settings
     low, high = (settings.get(f"objective.clip_{side}") for side in ("low", "high"))
     if None in (low, high) or (low, high) == paper.CLIP_RANGES["gspo"]:
@@ -205,16 +215,16 @@ def calibrated(data: Data) -> str:
 
 
 def declines(data: Data, arm: str) -> pd.Series:
-    """Decline from peak by seed, see stats.decline: of the runs that finished or collapsed; while there are none, of
-    all."""
+    """Return each seed's decline from its peak (stats.decline) for the runs that finished or collapsed; while there are
+    none, for all runs."""
     runs = data.of(arm)
     settled = [run for run in runs if run.finished or run.collapsed is not None] or runs
     return pd.Series({run.seed: decline(run.column("reward/mean")) for run in settled})
 
 
 def collapse_without_replay(data: Data) -> Claim:
-    """Fig 3. Criterion: without Routing Replay the last 10 batches lie at least 30 % below the peak of the EMA(0.9) of
-    the reward, in the mean over seeds."""
+    """Judge Fig. 3. Criterion: without Routing Replay the mean of the last 10 batches lies at least 30 % below the peak
+    of the EMA(0.9) of the reward, in the mean over seeds."""
     falls = {arm: declines(data, arm) for arm in (GRPO, GRPO_R2)}
     found = "end against peak: " + ", ".join(f"{arm} {in_percent(f)}" for arm, f in falls.items())
     said = judge(t_interval(falls[GRPO]), DECLINES, "a decline of 30 %")
@@ -222,18 +232,18 @@ def collapse_without_replay(data: Data) -> Claim:
 
 
 def replay_helps(data: Data) -> Claim:
-    """Fig 3, where there is no decline. Criterion: mean paired difference of the reward, with - without Routing Replay,
-    over the last half of the common batches: above 0; or the same within ±0.03 reward."""
+    """Judge Fig. 3 where there is no decline. Criterion: the mean paired difference of the reward, with minus without
+    Routing Replay, over the last half of the common batches is above 0, or it is the same within ±0.03."""
     interval, text = last_half(data, GRPO_R2, GRPO)
     claim = "GRPO reaches a higher reward with Routing Replay than without"
     return Claim("Fig. 3", claim, f"reward difference {text}", verdict(data, (GRPO_R2, GRPO), interval, 0, SAME))
 
 
 def stable(data: Data) -> Claim:
-    """Sections 1 and 5.3. Criterion: GRPO without Routing Replay, the control, declines (by 30 % in the mean, as in
-    Fig 3), GSPO without it declines in no seed and gains, and the paired difference of their declines lies above 0.
-    Without a control that declines: undecided, for there was nothing to withstand. Against it: GSPO declines, or gains
-    nothing."""
+    """Judge sections 1 and 5.3. Criterion: the control, GRPO without Routing Replay, declines (by 30 % in the mean, as
+    in Fig. 3), while GSPO without Routing Replay declines in no seed and gains, and the paired difference of their
+    declines lies above 0. It is undecided without a control that declines, for then there was nothing to withstand. It
+    speaks against the claim if GSPO declines or gains nothing."""
     falls = declines(data, GSPO)
     rewards = [run.column("reward/mean") for run in data.of(GSPO) if run.seed in falls]
     gains = [reward.tail(WINDOW).mean() - reward.head(START).mean() for reward in rewards]
@@ -258,7 +268,7 @@ def stable(data: Data) -> Claim:
 
 
 def in_percent(declines_S: pd.Series) -> str:
-    """Declines as changes in percent: the mean, and the range over seeds if there are several."""
+    """Return declines as changes in percent: the mean, and the range over seeds if there are several."""
     mean, worst, best = (f"{-100 * x:+.1f} %" for x in (declines_S.mean(), declines_S.max(), declines_S.min()))
     return mean if len(declines_S) == 1 else f"{mean} (seeds {worst} to {best})"
 
@@ -268,22 +278,22 @@ def seeds(count: int) -> str:
 
 
 def experts_change(data: Data) -> Claim | None:
-    """Section 5.3. Criterion: 1 - routing/consistency (mini-batches 2..N against the step's start), mean over batches
-    and over the arms without Routing Replay, lies between 3 % and 30 %. None if no run reports it."""
+    """Judge section 5.3. Criterion: 1 - routing/consistency (mini-batches 2..N against the step's start), averaged over
+    batches and over the arms without Routing Replay, lies between 3 % and 30 %. Returns None if no run reports it."""
     tables = {arm: 1 - data.table(arm, "routing/consistency") for arm in (GRPO, GSPO, GRPO_R2) if arm in data.arms}
     tables = {arm: table for arm, table in tables.items() if table.notna().any(axis=None)}
     if not tables:
         return None
     found = "changed experts " + ", ".join(f"{arm} {100 * table.mean().mean():.1f} %" for arm, table in tables.items())
     judged = [table for arm, table in tables.items() if arm != GRPO_R2] or list(tables.values())
-    by_seed = pd.concat(judged).groupby(level="step").mean()  # of each batch and seed the mean over the arms
+    by_seed = pd.concat(judged).groupby(level="step").mean()  # the mean over the arms, for each batch and seed
     said = between(estimate(by_seed), *CHANGED, "between 3 % and 30 %")
     return Claim("section 5.3", "about 10 % of the activated experts change with an update", found, said)
 
 
 def all_claims(data: Data) -> list[Claim]:
-    """Return every claim that these runs can speak to, in the paper's order. What it says of MoE models is asked of
-    these."""
+    """Return every claim that these runs can speak to, in the paper's order. Claims about mixture-of-experts (MoE)
+    models are judged on MoE runs alone."""
     claims: list[Claim | None] = []
     if lacking(data, contenders(data)) is None:
         claims += [reward(data), held_out(data), cheaper(data), clipping(data)]

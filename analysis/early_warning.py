@@ -3,11 +3,12 @@
     python analysis/early_warning.py                          the recorded runs of analysis/data/stressors/
     python analysis/early_warning.py runs/stressors --save    runs of your own; --save: keep their metrics there
 
-Runs that collapse by the registered rule against runs that do not, under several stresses; the stress of a run is what
-its settings have apart from seed, objective and learning rate. A signal that is high because the learning rate is high
-ranks runs well and foresees nothing: hence the row of the learning rate itself, and AUROC among runs of one rate.
-Expected: the reward's own fall is hard to beat, for collapse is defined by it; what drifts with the update (ratios, KL
-to the old policy) leads it by more. Prints Markdown tables, writes early_warning.pdf and .png.
+Runs that collapse by the registered rule are compared with runs that do not, under several stresses. A run's stress is
+what its settings change apart from seed, objective and learning rate. A signal that is high only because the learning
+rate is high ranks runs well but foresees nothing, so the table also has a row for the learning rate itself and AUROC
+among runs of one rate. Expected: the reward's own fall is hard to beat, for collapse is defined by it; signals that
+drift with the update (ratios, KL to the old policy) lead it by more steps. Prints Markdown tables, and writes
+early_warning.pdf and .png.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ NAMES = {  # the stresses of sweeps/stressors.yaml
         "long responses"
     ),
 }
-FREE = ("objective.", "optim.lr")  # what varies within a stress
+FREE = ("objective.", "optim.lr")  # the settings that vary within a stress
 REFUSED = script.NO_CURVES | {"seeds": "its rows are signals, of all runs together"}
-MARKS = ("o", "s", "^")  # of LEADS
+MARKS = ("o", "s", "^")  # the marker of each of LEADS
 PAIR = (load.GSPO, load.GRPO)
 MONITOR = "any, as the monitor ships"
 
@@ -72,9 +73,10 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- data
 def from_runs(paths: list[str]) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row per run and step: run, stress, arm, seed, lr, step, METRICS, threshold/<signal>; and what was amiss.
+    """Return a row per run and step with the columns run, stress, arm, seed, lr, step, METRICS and threshold/<signal>,
+    and notes on what was left out.
 
-    Runs that are neither finished nor collapsed are left out: they may still collapse.
+    Runs that are neither finished nor collapsed are left out, since they may still collapse.
     """
     data = load.load(paths)
     keys = [key for key in load.differing(data.runs) if not key.startswith(FREE)]
@@ -95,13 +97,13 @@ def from_runs(paths: list[str]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def stress(settings: dict[str, object], usual: dict[str, str]) -> str:
-    """In what these settings differ from the usual ones."""
+    """Return the settings in which these differ from the usual ones, as the name of the stress."""
     text = ", ".join(f"{key}={settings.get(key)}" for key in usual if str(settings.get(key)) != usual[key])
     return NAMES.get(text, text)
 
 
 def keep(frame: pd.DataFrame, folder: Path) -> None:
-    """One small Parquet file per stress, in place of those that are there."""
+    """Write one small Parquet file per stress, replacing the files that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.parquet"):
         old.unlink()
@@ -110,7 +112,7 @@ def keep(frame: pd.DataFrame, folder: Path) -> None:
 
 
 def shipped(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the monitor's thresholds, as most rows have them; those that are switched off are left out."""
+    """Return the monitor's thresholds as most rows have them, without those that are switched off."""
     found = {name: float(frame[f"threshold/{name}"].mode().iloc[0]) for name in SIGNALS}
     return {name: value for name, value in found.items() if value}
 
@@ -118,16 +120,17 @@ def shipped(frame: pd.DataFrame) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------- results
 @dataclass
 class Result:
-    """What one signal is worth."""
+    """How well one signal foresees collapses."""
 
     name: str
     areas: list[Value]  # AUROC at each of LEADS
     same_lr: Value  # AUROC one step before, among runs of one learning rate
-    fit: Alarm  # at thresholds from the runs under other stresses
+    fit: Alarm  # at thresholds fitted on the runs under other stresses
     own: Alarm  # at the monitor's threshold
 
 
 def result(runs: list[History], thresholds: dict[str, float], name: str) -> Result:
+    """Measure one signal: AUROC at each lead, and the alarms it would have raised."""
     return Result(
         name,
         [foresight.auroc(runs, name, lead) for lead in LEADS],
@@ -138,7 +141,7 @@ def result(runs: list[History], thresholds: dict[str, float], name: str) -> Resu
 
 
 def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
-    """Return how many runs collapsed, by stress, objective and learning rate."""
+    """Return lines that say how many runs collapsed, by stress, objective and learning rate."""
     fell = {run.run: run.collapsed is not None for run in runs}
     each = frame.groupby("run").first()[["stress", "arm", "lr"]].assign(fell=lambda f: f.index.map(fell))
     counted = each.groupby(["stress", "arm", "lr"])["fell"].agg(["sum", "count"])
@@ -152,13 +155,14 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
 
 
 def fallen(rows: pd.DataFrame) -> bool:
-    """Return whether a run would have been called fallen by the monitor, for good or not."""
+    """Return whether the monitor would have reported a run's reward as fallen, for good or not."""
     below = pd.Series(levels(rows.sort_values("step")["reward/mean"].astype(float).tolist())[2])
     return bool((below.rolling(STEPS_FALLEN).sum() == STEPS_FALLEN).any())
 
 
 def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:
-    """Run of GSPO and GRPO under the same stress, learning rate and seed: which of the two collapsed alone."""
+    """Return a sentence on pairs of GSPO and GRPO runs with the same stress, learning rate and seed: in how many only
+    one of the two collapsed, and which."""
     each = frame.groupby("run").first().assign(fell=lambda f: f.index.map(fell)).reset_index()
     pairs = each[each["arm"].isin((load.GSPO, load.GRPO))].pivot(
         index=["stress", "lr", "seed"], columns="arm", values="fell"
@@ -176,7 +180,7 @@ def paired(frame: pd.DataFrame, fell: dict[str, bool]) -> str:
 
 
 def table(results: list[Result], together: Alarm) -> list[str]:
-    """Return a row per signal, by AUROC; the last row: the monitor's warnings together."""
+    """Return a Markdown row per signal, sorted by AUROC; the last row is for the monitor's warnings taken together."""
     counts = [area.count for area in results[0].areas]
     head = ["signal", *(f"AUROC, {lead} before (of {n})" for lead, n in zip(LEADS, counts, strict=True))]
     head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]
@@ -186,6 +190,7 @@ def table(results: list[Result], together: Alarm) -> list[str]:
 
 
 def cells(alarm: Alarm) -> list[str]:
+    """Return the cells for one alarm: collapses seen, lead and false alarms."""
     return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
 
 
@@ -196,7 +201,8 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- figure
 def draw(results: list[Result], together: Alarm, runs: list[History], out: Path, view: View) -> list[Path]:
-    """A row per signal; panels: AUROC at three leads, among runs of one rate, collapses seen, lead, false alarms."""
+    """Draw a row per signal, with panels for AUROC at three leads, AUROC among runs of one rate, collapses seen, lead,
+    and false alarms."""
     figure = style.canvas(0.9 + 0.26 * (len(results) + 1), view)
     axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.5, 1, 1, 1, 1])
     for row, r in enumerate(results):

@@ -3,8 +3,8 @@
     python analysis/fig1_stability.py runs/paper_figures            (run directories, or folders above them)
 
 Expected, if the paper is right: the GSPO curve lies above from about a quarter of the compute on, and the held-out
-scores follow. Where no run has Routing Replay (a dense model has nothing to replay) the rival is GRPO without; where
-only one of the two is there it is drawn alone. The verdict printed, and in the caption, follows the criteria in
+scores follow. Where no run has Routing Replay (a dense model has nothing to replay) the rival is GRPO without it; where
+only one of the two arms is there, it is drawn alone. The verdict, printed and in the caption, follows the criteria in
 analysis/claims.py. Writes fig1_stability.pdf and .png. Training reward: metric reward/mean; compute: compute/flops
 (gspo/tracking/metrics.py).
 """
@@ -33,19 +33,19 @@ def judged(data: Data) -> list[claims.Claim]:
 
 
 def arms_of(data: Data) -> tuple[str, ...]:
-    """GSPO and its rival, or the one of them that is there."""
+    """Return GSPO and its rival, or the one of them that is there."""
     return tuple(arm for arm in claims.contenders(data) if arm in data.arms)
 
 
 def lacking(data: Data) -> str | None:
-    """Return why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None if it can."""
     arms = arms_of(data)
     return load.lacking(data, arms[:1] or claims.contenders(data))
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Training reward, the paired difference that is judged, the paper's rewards; below, the held-out scores, and the
-    paper's."""
+    """Draw above the training reward, the paired difference that is judged, and the paper's rewards; below the held-out
+    scores and the paper's."""
     if why := lacking(data):
         load.die(f"fig1 {why}")
     arms, view = arms_of(data), view or View()
@@ -65,7 +65,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def caption(data: Data, arms: tuple[str, ...], scores: list[str], alone: str | None, view: View) -> str:
-    """What was run, what is drawn, what is judged."""
+    """Return the caption: what was run, what is drawn, and what is judged."""
     words = [load.describe(data, list(arms)), panels.named(arms), panels.how_drawn(data, arms, view)]
     words.append(f"No difference is drawn: {alone}." if alone else panels.difference_caption(data, *arms))
     if scores:
@@ -80,7 +80,7 @@ def caption(data: Data, arms: tuple[str, ...], scores: list[str], alone: str | N
 
 
 def score_row(row, data: Data, scores: list[str], arms: tuple[str, ...], view: View) -> None:
-    """Our held-out scores, a panel each."""
+    """Draw our held-out scores, a panel each."""
     axes = row.subplots(1, len(scores), squeeze=False)[0]
     for ax, name in zip(axes, scores, strict=True):
         score_panel(ax, data, name, arms, view)
@@ -91,8 +91,8 @@ def score_row(row, data: Data, scores: list[str], arms: tuple[str, ...], view: V
 
 
 def score_panel(ax: Axes, data: Data, name: str, arms: tuple[str, ...], view: View) -> None:
-    """One held-out score. Bars: 95 % over problems; the seeds share the problems, so that averaging seeds does not
-    shrink it."""
+    """Draw one held-out score. Error bars are 95 % over problems; all seeds share the problems, so averaging seeds does
+    not shorten them."""
     largest, compute = 0.0, style.has_compute(data, arms)
     error_name = "eval/elo_stderr" if name == "eval/elo" else claims.stderr_of(name)
     for place, arm in enumerate(arms):
@@ -113,7 +113,7 @@ def score_panel(ax: Axes, data: Data, name: str, arms: tuple[str, ...], view: Vi
 
 
 def paper_row(row, view: View) -> None:
-    """The paper's held-out scores, a panel each."""
+    """Draw the paper's held-out scores, a panel each."""
     axes = row.subplots(1, len(BENCHMARKS))
     for ax, (name, (title, unit)) in zip(axes, BENCHMARKS.items(), strict=True):
         panels.paper_curves(ax, f"fig1_{name}", PAPERS, view, smoothed=False)

@@ -5,8 +5,9 @@
 Expected, if the paper is right: GSPO clips about a hundred times more tokens than GRPO (0.15 against 0.0013), though
 its band is a thousand times narrower, because it clips whole responses. The first mini-batch clips nothing by
 construction: there the policy is still the old policy. The verdict follows the criterion in analysis/claims.py.
-Writes fig2_clipping.pdf and .png. Metrics: clip/token_active (the clip removed the gradient; compared with the paper,
-which does not say which it means) and clip/token_outside (the ratio left the band).
+Writes fig2_clipping.pdf and .png. Metrics: clip/token_active, where the clip removed the gradient, and
+clip/token_outside, where the ratio left the band. The paper does not say which of the two it shows; we compare it with
+the first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
-MOST = 14  # arms
+MOST = 14  # the most arms that fit into the figure
 PAPER_RANGES = paper.CLIP_RANGES
 
 
@@ -34,7 +35,7 @@ def judged(data: Data) -> list[claims.Claim]:
 
 
 def lacking(data: Data) -> str | None:
-    """Return why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None if it can."""
     if len(data.arms) > MOST:
         return f"shows {MOST} arms at most; found: {', '.join(data.arms)}"
     if not data.metrics("clip/token_active"):
@@ -43,7 +44,7 @@ def lacking(data: Data) -> str | None:
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Bars of our arms, the paper's bars, and the shares by mini-batch."""
+    """Draw the bars of our arms, the paper's bars, and the shares by mini-batch."""
     if why := lacking(data):
         load.die(f"fig2 {why}")
     view = view or View()
@@ -64,7 +65,8 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def clip_ranges(data: Data) -> str:
-    """Return the arms' clip ranges, and whether they are the paper's: the share that is clipped hangs on them."""
+    """Return a sentence with the arms' clip ranges, and say which are not the paper's: the clipped share depends on
+    them."""
     parts = []
     for arm in data.arms:
         get = data.of(arm)[0].settings.get
@@ -76,7 +78,7 @@ def clip_ranges(data: Data) -> str:
 
 
 def share_bars(ax: Axes, data: Data, view: View) -> None:
-    """Active (solid) and outside (pale) per arm, with the value written beside; axis from 0."""
+    """Draw two bars per arm, active (solid) and outside (pale), with the value beside each, on an axis from 0."""
     last, longest = data.common_step(*data.arms), 0.0
     for row, arm in enumerate(data.arms):
         for offset, name, strength in ((-0.19, "clip/token_active", 1.0), (0.19, "clip/token_outside", 0.4)):
@@ -101,7 +103,7 @@ def share_bars(ax: Axes, data: Data, view: View) -> None:
 
 
 def paper_bars(ax: Axes) -> None:
-    """The paper's two bars."""
+    """Draw the paper's two bars."""
     for row, arm in enumerate(PAPERS):
         value = paper.series("fig2_clipped", arm)[0]
         ax.barh(row, value, height=0.5, color=look(arm).colour)
@@ -112,7 +114,7 @@ def paper_bars(ax: Axes) -> None:
 
 
 def bar_axes(ax: Axes, arms: int, right: float) -> None:
-    """Horizontal bars from 0, the first arm on top."""
+    """Set up horizontal bars from 0, with the first arm on top."""
     ax.set_xlim(0, right or 1)
     ax.set_ylim(arms - 0.45, -0.55)
     ax.grid(axis="x")
@@ -124,7 +126,7 @@ def bar_axes(ax: Axes, arms: int, right: float) -> None:
 
 
 def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
-    """clip/token_active by mini-batch of the step, mean over batches and seeds."""
+    """Draw clip/token_active by mini-batch of the step, averaged over batches and seeds."""
     last, prefix = data.common_step(*data.arms), "clip/token_active_minibatch_"
     count = max((int(name.removeprefix(prefix)) for name in data.metrics(prefix)), default=1)
     looks, largest = {arm: look(arm) for arm in data.arms}, 0.0

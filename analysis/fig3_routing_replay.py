@@ -29,12 +29,13 @@ def judged(data: Data) -> list[claims.Claim]:
 
 
 def lacking(data: Data) -> str | None:
-    """Return why the figure cannot be drawn, or None: its question is of two arms."""
+    """Return why the figure cannot be drawn, or None if it can; it needs both arms."""
     return panels.lacking(data, NEEDS)
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Training reward against compute and the paper's; the paired difference; the routing consistency of both arms."""
+    """Draw the training reward against compute, the paper's curves, the paired difference, and the routing consistency
+    of both arms."""
     if why := lacking(data):
         load.die(f"fig3 {why}")
     view = view or View()
@@ -53,7 +54,8 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def consistency(ax: Axes, data: Data, view: View) -> None:
-    """Share of the step-start experts that the routers still choose, by batch; mean over layers."""
+    """Draw the share of the experts of the step's start that the routers still choose, by batch, averaged over
+    layers."""
     ends = []
     for arm in NEEDS:
         table = data.table(arm, "routing/consistency").dropna(how="all")

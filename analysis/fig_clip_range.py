@@ -2,9 +2,9 @@
 
     python analysis/fig_clip_range.py runs/clip_range
 
-Both objectives at the same ranges, from the paper's for GSPO to the paper's for GRPO. Expected: at equal ranges GSPO
-clips no more tokens than GRPO, for a mean of log-ratios varies less than each of them; at each one's own range the
-paper finds a hundred times as many. Prints a Markdown table; writes fig_clip_range.pdf and .png.
+Both objectives are run at the same ranges, from the paper's for GSPO to the paper's for GRPO. Expected: at equal ranges
+GSPO clips no more tokens than GRPO, because a mean of log-ratios varies less than each of them. With each objective at
+its own range the paper finds a hundred times as many. Prints a Markdown table; writes fig_clip_range.pdf and .png.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per finished run: arm, low, high, seed, active, outside (means of all batches), end of the
-    reward."""
+    """Return a row per finished run: arm, low, high, seed, active and outside (means over all batches), and the reward
+    at the end."""
     rows = []
     runs = [
         r for r in data.runs if OBJECTIVES.get(r.settings["objective.name"]) in (GSPO, GRPO) and r.last >= r.planned
@@ -60,13 +60,13 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def shares(numbers: pd.DataFrame, arm: str, low: float, name: str = "active") -> pd.Series:
-    """Return a share by seed, of one arm at one range."""
+    """Return one clipped share of one arm at one range, by seed."""
     rows = numbers[(numbers["arm"] == arm) & (numbers["low"] == low)]
     return rows.set_index("seed")[name].sort_index()
 
 
 def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
-    """GSPO's share over GRPO's at these ranges, with its interval over the seeds that both have."""
+    """Return GSPO's share over GRPO's at these ranges as text, with its interval over the seeds that both have."""
     a, b = shares(numbers, GSPO, gspo_low), shares(numbers, GRPO, grpo_low)
     both = a.index.intersection(b.index)
     if not len(both):
@@ -76,7 +76,7 @@ def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
-    """Return a row per range: both shares, their ratio, both rewards."""
+    """Return a Markdown row per range with both shares, their ratio and both rewards."""
     head = ["range", "GSPO clipped", "GRPO clipped", "GSPO / GRPO", "GSPO reward", "GRPO reward"]
     rows = []
     for (low, high), cell in numbers.groupby(["low", "high"]):
@@ -88,14 +88,14 @@ def table(numbers: pd.DataFrame) -> list[str]:
 
 
 def disparity(numbers: pd.DataFrame) -> str:
-    """Return the paper's comparison, each at its own range."""
+    """Return a sentence with the paper's comparison, where each objective has its own range."""
     own = {arm: PAPER_RANGES[name][0] for arm, name in ((GSPO, "gspo"), (GRPO, "grpo"))}
     both = compared(numbers, own[GSPO], own[GRPO])
     return f"Each at the paper's own range: GSPO / GRPO {both} (the paper: about 115)."
 
 
 def draw(data: Data, numbers: pd.DataFrame, out: Path, view: View | None = None) -> list[Path]:
-    """Left: clipped share against the range; right: the reward at the end."""
+    """Draw the clipped share against the range on the left, and the reward at the end on the right."""
     view = view or View()
     figure = style.canvas(3.2, view)
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
@@ -125,6 +125,7 @@ def draw(data: Data, numbers: pd.DataFrame, out: Path, view: View | None = None)
 
 
 def lines(ax: Axes, numbers: pd.DataFrame, column: str, strength: float) -> None:
+    """Draw one column against the range: the mean as a line per arm and, at full strength, each seed as a mark."""
     for arm, runs in numbers.groupby("arm"):
         own = look(arm)
         if strength == 1:

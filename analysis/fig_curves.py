@@ -1,10 +1,10 @@
-"""The curves of any study: a panel per metric, a look per arm.
+"""The curves of any study: a panel per metric, and the same look for an arm in every panel.
 
     python analysis/fig_curves.py runs/objectives
     python analysis/fig_curves.py runs/learning_rate --metrics reward/mean optim/grad_norm
 
-Reads any metric of gspo/tracking/metrics.py (a family's members by their own names); those that the runs have not
-recorded are left out. Writes fig_curves_<study>.pdf and .png.
+Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names); metrics that the runs
+have not recorded are left out. Writes fig_curves_<study>.pdf and .png.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ METRICS = (
 )
 LOGARITHMIC = ("clip/token_active", "optim/grad_norm", "mismatch/k3", "mismatch/logp_abs", "ratio/sequence_log_abs")
 PER_ROW = 3
-CROWD = 6  # with more arms than these bands would hide each other
-SPARSE = 20  # points: fewer are held-out scores, taken now and then, and are not smoothed
+CROWD = 6  # with more arms than this, bands would hide each other
+SPARSE = 20  # with fewer points than this a metric is a held-out score, measured now and then, and is not smoothed
 
 
 def main() -> None:
@@ -47,11 +47,11 @@ def main() -> None:
 
 
 def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | tuple[str, ...] = METRICS) -> list[Path]:
-    """Dies if the runs have recorded none of the metrics."""
+    """Draw the curves. Raises Refused if the runs have recorded none of the metrics."""
     shown, view = recorded(data, metrics), view or View()
     drawn = looks(data.arms)
     names = [re.sub(r"\w+\.(\w+=)", r"\1", style.short(arm).replace("\n", " ")) for arm in drawn]
-    letters = int(11.6 * view.width)  # of the legend's size are about as wide as the page
+    letters = int(11.6 * view.width)  # this many letters of the legend's size are about as wide as the page
     columns = max(1, letters // (max(map(len, names)) + 8))
     figure = style.canvas(2.3 * -(-len(shown) // PER_ROW) + 0.3 + 0.2 * -(-len(drawn) // columns), view)
     axes = figure.subplots(-(-len(shown) // PER_ROW), min(PER_ROW, len(shown)), squeeze=False)
@@ -70,7 +70,7 @@ def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | t
 
 
 def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
-    """Those of the metrics that the runs have recorded."""
+    """Return the metrics of this list that the runs have recorded."""
     for metric in metrics:
         try:
             lookup(metric)
@@ -85,7 +85,7 @@ def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
 
 
 def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View) -> None:
-    """One metric of all arms; step 0, the evaluation before training, where the axis has a 0."""
+    """Draw one metric of all arms. Step 0, the evaluation before training, is included where the axis has a 0."""
     positive = data.rows[metric][data.rows[metric] > 0]
     log = metric in LOGARITHMIC and len(positive) > 0 and positive.max() > 2 * positive.min()
     for arm, own in drawn.items():
@@ -100,7 +100,7 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
 
 
 def study(runs: list[Run]) -> str:
-    """Return the studies' names, for files and titles; of many their number."""
+    """Return the study's name, or the names of up to three studies, or their number, for file names and titles."""
     names = sorted({str(run.settings.get("study", "runs")) for run in runs})
     return "_".join(names) if len(names) < 4 else f"{len(names)}_studies"
 

@@ -30,7 +30,7 @@ def judged(data: Data) -> list[claims.Claim]:
 
 
 def lacking(data: Data) -> str | None:
-    """Return why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None if it can."""
     arms = claims.contenders(data)
     if why := panels.lacking(data, arms):
         return why
@@ -38,7 +38,7 @@ def lacking(data: Data) -> str | None:
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Left: the curves and where they reach the level. Right: the ratios with their intervals."""
+    """Draw the curves and where they reach the level on the left, and the ratios with their intervals on the right."""
     if why := lacking(data):
         load.die(f"fig_efficiency {why}")
     arms, view = claims.contenders(data), view or View()
@@ -56,7 +56,8 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def reaching(ax: Axes, data: Data, result: Efficiency, view: View) -> None:
-    """Trailing-mean rewards against compute; dots where they first reach the rival's final level."""
+    """Draw the trailing means of the rewards against compute, with a dot where each first reaches the rival's final
+    level."""
     ends, largest = [], 0.0
     reward, flops, rival, rival_flops = claims.reward_and_flops(data)
     curves = ((reward, flops, result.need), (rival, rival_flops, result.rival_need))
@@ -77,7 +78,7 @@ def reaching(ax: Axes, data: Data, result: Efficiency, view: View) -> None:
 
 
 def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
-    """The like-for-like ratio, the ratio to the rival's whole run, and the paper's, on one axis; 1 = equal."""
+    """Draw three ratios on one axis, where 1 is equal: like for like, to the rival's whole run, and the paper's."""
     published = claims.paper_compute_ratio()
     rows = [
         ("like for like\n(decides)", result.like, result.like.text()),

@@ -4,9 +4,9 @@
 
 Section 5.4 of the GSPO paper argues, without an experiment, that a sequence's likelihood tolerates the engine's
 precision, so that the engine's log-probs can be used as they are. Expected, if so: in bfloat16 GSPO loses less reward
-by them than GRPO. In float32 the two likelihoods agree to rounding: what differs there is chance, the yardstick.
-Prints Markdown tables and the verdict in words; writes fig_engine_likelihoods.pdf and .png. Runs that are missing or
-unfinished are named and left out; arms are paired by seed.
+by them than GRPO. In float32 the two likelihoods agree to rounding, so what differs there is chance, and serves as the
+yardstick. Prints Markdown tables and the verdict in words; writes fig_engine_likelihoods.pdf and .png. Runs that are
+missing or unfinished are named and left out; arms are paired by seed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from analysis.style import View
 from analysis.verdicts import LEVEL
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = "bfloat16", "float32", "no replay", "R3", "trainer", "engine"
-WORDS = {  # what makes an arm: the settings, and the words for their values
+WORDS = {  # the settings that make an arm, and the words for their values
     "rollout.dtype": {"bfloat16": COARSE, "float32": FINE},
     "objective.name": {"gspo": GSPO, "grpo": GRPO},
     "policy.routing_replay": {"none": PLAIN, "r3": REPLAY},
     "policy.old_logprobs": {"step_start": TRAINER, "engine": ENGINE},
 }
 ARMS = tuple(product(*(words.values() for words in WORDS.values())))
-CELLS = tuple(dict.fromkeys(arm[:3] for arm in ARMS))  # an arm without its log-probs: what is compared
-MEANS = {  # what is averaged over the batches of a run
+CELLS = tuple(dict.fromkeys(arm[:3] for arm in ARMS))  # arms without their log-probs, in which two are compared
+MEANS = {  # the metrics that are averaged over the batches of a run
     "outside, first": "clip/token_outside_minibatch_1",
     "outside, all": "clip/token_outside",
     "active, first": "clip/token_active_minibatch_1",
@@ -49,10 +49,11 @@ MEANS = {  # what is averaged over the batches of a run
     "agreement": "routing/engine_agreement",
     "grad norm": "optim/grad_norm",
 }
-SHARES = {"outside": "Outside the clip range", "active": "Gradient removed"}  # a panel each
-MARKS = ((ENGINE, ", first", -0.24, "D"), (ENGINE, ", all", 0.0, "o"), (TRAINER, ", all", 0.24, "o"))  # at this height
+SHARES = {"outside": "Outside the clip range", "active": "Gradient removed"}  # a panel for each
+# log-probs, column, height in the row, marker
+MARKS = ((ENGINE, ", first", -0.24, "D"), (ENGINE, ", all", 0.0, "o"), (TRAINER, ", all", 0.24, "o"))
 PAIR = ((ENGINE, "", -0.15, "o"), (TRAINER, "", 0.15, "o"))
-GAPS = {  # title of a panel, what it shows in which unit, and that unit
+GAPS = {  # title of a panel, what it shows in which unit, and that unit as a number
     "k3": ("Gap of tokens", "k3 ($10^{-4}$ nats)", 1e-4),
     "abs log s": ("Gap of sequences", "mean |log s| ($10^{-3}$ nats)", 1e-3),
     "F(2)": ("Off by a factor of 2", "share of tokens ($10^{-4}$)", 1e-4),
@@ -71,12 +72,13 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- runs
 def name(dtype: str, objective: str, *others: str) -> str:
+    """Return the name of an arm: the objective first, then the precision and the rest."""
     return ", ".join([objective, dtype, *others])
 
 
 def chosen(data: Data) -> Data:
-    """Return the finished runs of the arms, under their names here, cut to the batches that all have. Notes: what is
-    missing. Dies where there are no two arms to compare."""
+    """Return the finished runs of the arms under this figure's names, cut to the batches that all of them have, and
+    note what is missing. Raises Refused where there are no two arms to compare."""
     runs: dict[tuple[str, int], load.Run] = {}
     seeds = set()
     for run in data.runs:
@@ -92,7 +94,7 @@ def chosen(data: Data) -> Data:
     shortest = min(runs.values(), key=lambda run: run.last)
     if shortest.last < (least := START + WINDOW):
         load.die(f"fig_engine_likelihoods needs {least} batches of every run; {shortest.path} has {shortest.last}")
-    end = {"steps": shortest.last}  # then all of them have finished
+    end = {"steps": shortest.last}  # so that all of them count as finished
     cut = [replace(r, rows=r.rows[r.rows["step"] <= shortest.last], settings=r.settings | end) for r in runs.values()]
     others = [key for key in load.differing(cut) if key not in WORDS and not key.startswith("objective.")]
     notes = [f"the runs differ also in {', '.join(others)}"] if others else []
@@ -100,7 +102,7 @@ def chosen(data: Data) -> Data:
 
 
 def missing(there: set[tuple[str, int]], seeds: set[int]) -> list[str]:
-    """At most one line: the arms and seeds of the full design that have no finished run."""
+    """Return at most one line, which names the arms and seeds of the full design that have no finished run."""
     gaps = {arm: [s for s in sorted(seeds) if (arm, s) not in there] for arm in (name(*words) for words in ARMS)}
     count = sum(map(len, gaps.values()))
     texts = [f"{arm}: {', '.join(map(str, gap))}" for arm, gap in gaps.items() if gap]
@@ -110,8 +112,7 @@ def missing(there: set[tuple[str, int]], seeds: set[int]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per arm and seed: start, last, gain of the reward, then MEANS; NaN where a metric was not
-    reported."""
+    """Return a row per arm and seed: start, end and gain of the reward, then MEANS; NaN where not reported."""
     rows = data.rows[data.rows["step"] >= 1].sort_values("step")
     runs = rows.reindex(columns=["arm", "seed", "reward/mean", *MEANS.values()]).groupby(["arm", "seed"])
     start = runs["reward/mean"].apply(lambda rewards: rewards.head(START).mean())
@@ -122,13 +123,14 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def shared(data: Data, metric: str, *arms: tuple[str, ...]) -> list[pd.DataFrame] | None:
-    """Return the metric of these arms for the seeds that all have; None if there is no such seed."""
+    """Return the metric of these arms for the seeds that all have, or None if there is no such seed."""
     names = tuple(name(*arm) for arm in arms)
     return None if load.lacking(data, names) else data.paired(metric, *names)
 
 
 def effect(data: Data, *cell: str) -> tuple[Interval, pd.Series] | None:
-    """Reward of the last batches, engine's log-probs minus trainer's: interval of the mean, and each seed."""
+    """Return the interval and each seed's value of the reward with the engine's log-probs minus the trainer's, or
+    None."""
     if not (tables := shared(data, "reward/mean", (*cell, ENGINE), (*cell, TRAINER))):
         return None
     difference = (tables[0] - tables[1]).tail(WINDOW)
@@ -136,7 +138,7 @@ def effect(data: Data, *cell: str) -> tuple[Interval, pd.Series] | None:
 
 
 def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.DataFrame] | None:
-    """GSPO's effect minus GRPO's: its interval, its exact sign-flip p, and both effects of each seed."""
+    """Return GSPO's effect minus GRPO's: its interval, its exact sign-flip p, and both effects of each seed."""
     arms = [(dtype, objective, replay, old) for objective in (GSPO, GRPO) for old in (ENGINE, TRAINER)]
     if not (tables := shared(data, "reward/mean", *arms)):
         return None
@@ -146,7 +148,7 @@ def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.D
 
 
 def clip_range(data: Data) -> tuple[float, float] | None:
-    """GSPO's objective.clip_low and clip_high; None if its runs differ or have none."""
+    """Return GSPO's objective.clip_low and clip_high, or None if its runs differ or have none."""
     sides = ("objective.clip_low", "objective.clip_high")
     bands = {tuple(map(run.settings.get, sides)) for run in data.runs if run.arm.startswith(f"{GSPO},")}
     return bands.pop() if len(bands) == 1 and None not in next(iter(bands)) else None
@@ -154,7 +156,7 @@ def clip_range(data: Data) -> tuple[float, float] | None:
 
 # ------------------------------------------------------------------------------------------------------------ words
 def verdict(data: Data) -> list[str]:
-    """What the runs say: the question first, then the yardstick of chance, the clip, and the gap."""
+    """Return in words what the runs say: the question, then the yardstick of chance, the clip, and the gap."""
     lines = [answer(data, COARSE, replay) for replay in (PLAIN, REPLAY)]
     if fine := [found[1].abs().max() for cell in CELLS if cell[0] == FINE and (found := effect(data, *cell))]:
         text = f"Yardstick: in float32, where only rounding differs, single seeds differ by up to {max(fine):.3f}"
@@ -165,7 +167,7 @@ def verdict(data: Data) -> list[str]:
 
 
 def answer(data: Data, dtype: str, replay: str) -> str:
-    """Does GSPO lose less than GRPO? Told apart only if the interval over seeds excludes 0."""
+    """Return in words whether GSPO loses less than GRPO, which takes an interval over seeds that excludes 0."""
     head = f"GSPO against GRPO, {dtype}, {replay}:"
     if not (found := contrast(data, dtype, replay)):
         return f"{head} not judged, its four arms have no finished seed in common."
@@ -184,7 +186,7 @@ def answer(data: Data, dtype: str, replay: str) -> str:
 
 
 def clip_words(means: pd.DataFrame, replay: str, band: tuple[float, float] | None) -> list[str]:
-    """In bfloat16: the first mini-batch, where the trainer's log-probs cannot leave the range; the gap of sequences."""
+    """Return in words what bfloat16 does to the first mini-batch's tokens and to the likelihood of sequences."""
     parts = []
     for objective in (GSPO, GRPO):
         if (arm := name(COARSE, objective, replay, ENGINE)) in means.index:
@@ -200,7 +202,7 @@ def clip_words(means: pd.DataFrame, replay: str, band: tuple[float, float] | Non
 
 
 def routing_words(data: Data, objective: str) -> list[str]:
-    """Return how much of the gap is routing: 1 - k3 with R3 / k3 without, in bfloat16, with the trainer's log-probs."""
+    """Return in words how much of the gap is due to routing: 1 - (k3 with R3) / (k3 without), in bfloat16."""
     tables = shared(data, MEANS["k3"], *((COARSE, objective, replay, TRAINER) for replay in (REPLAY, PLAIN)))
     if not tables or any(table.isna().all(axis=None) for table in tables):
         return []
@@ -215,7 +217,7 @@ def share(value: float, form: str = ".2g") -> str:
 
 
 def arm_table(data: Data) -> list[str]:
-    """Return markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
+    """Return a Markdown row per arm with means over seeds, and the gain with its smallest and largest seed."""
     cells = [["arm", "seeds", "reward, start", f"last {WINDOW}", "gain [min, max over seeds]", *MEANS]]
     for arm, own in measure(data).groupby(level="arm", sort=False):
         mean, gains = own.mean(), own["gain"]
@@ -227,7 +229,7 @@ def arm_table(data: Data) -> list[str]:
 
 
 def effect_table(data: Data) -> list[str]:
-    """Return markdown: a line per pair of arms, the effect on the reward with its interval and each seed."""
+    """Return a Markdown row per pair of arms with the effect on the reward, its interval, and each seed."""
     cells = [["reward, engine - trainer", "mean [95 % interval]", "interval", "each seed"]]
     for dtype, objective, replay in CELLS:
         if found := effect(data, dtype, objective, replay):
@@ -244,7 +246,7 @@ def markdown(cells: list[list[str]]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Above, a row per pair of arms: reward, clip. Below, the gap in bfloat16."""
+    """Draw a row per pair of arms above (reward, clip), and the gap in bfloat16 below."""
     numbers, coarse = measure(data), [cell for cell in CELLS if cell[0] == COARSE]
     figure = style.canvas(6.2, view := view or View())
     grid = figure.add_gridspec(2, 4, height_ratios=[8, 4.6])
@@ -279,7 +281,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def reward_panel(ax: Axes, data: Data) -> None:
-    """Effect on the reward: seeds as dots, mean and interval as a bar."""
+    """Draw the effect on the reward: each seed as a dot, the mean with its interval as a bar."""
     ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     for row, cell in enumerate(CELLS):
         if found := effect(data, *cell):
@@ -291,7 +293,7 @@ def reward_panel(ax: Axes, data: Data) -> None:
 
 
 def marks(ax: Axes, numbers: pd.DataFrame, cells: Sequence[tuple], column: str, kinds: tuple) -> None:
-    """A row per pair of arms; in it, at their heights, the seeds of each kind of mark."""
+    """Draw a row per pair of arms with the seeds of each kind of mark, each kind at its own height."""
     for row, cell in enumerate(cells):
         for old, when, shift, symbol in kinds:
             if (arm := name(*cell, old)) in numbers.index:
@@ -300,7 +302,7 @@ def marks(ax: Axes, numbers: pd.DataFrame, cells: Sequence[tuple], column: str, 
 
 
 def shape(hue: str, old: str, symbol: str) -> dict:
-    """Filled: the engine's log-probs; hollow: the trainer's."""
+    """Return the marker's style: filled for the engine's log-probs, hollow for the trainer's."""
     common = {"ls": "", "marker": symbol, "ms": 4.5, "clip_on": False, "zorder": 3}
     filled = {"mfc": tint(hue, 0.75), "mec": "white", "mew": 0.4}
     return common | (filled if old == ENGINE else {"mfc": "white", "mec": hue})

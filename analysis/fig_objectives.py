@@ -1,10 +1,11 @@
-"""Objectives: what does each of them do, all else equal: what is gained, what clipped, what weight is left?
+"""Objectives: with all else equal, what does each one gain, what does it clip, and what weight does it leave?
 
     python analysis/fig_objectives.py runs/objectives
 
 Any set of arms can be compared; rows are sorted by reward gain. Expected: all of them learn. Arms that differ by less
-than their seeds are not told apart; the clip's share is a matter of each objective's range as much as of its kind, and
-the gradient norm of its average. Prints a Markdown table of the same numbers; writes fig_objectives.pdf and .png.
+than their seeds do are not told apart. The clipped share depends on an objective's range as much as on its kind, and
+the gradient norm depends on how it averages. Prints a Markdown table of the same numbers; writes fig_objectives.pdf and
+.png.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from analysis.looks import look, tint
 from analysis.stats import START, WINDOW
 from analysis.style import STRIP, View
 
-MEANS = {  # what is averaged over the batches of a run
+MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",
     "outside": "clip/token_outside",
     "weight": "clip/weight",
     "grad norm": "optim/grad_norm",
     "length": "length/mean",
 }
-WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # in the table
+WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # the number formats of the table
 REFUSED = script.DOTS | script.NO_CURVES
-LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO: times the length) are written at the edge, or they would flatten the rest
-REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}  # for never removing a gradient
+LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO weights by length) are written at the edge, or the others would look alike
+# why these never remove a gradient
+REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}
 
 
 def main() -> None:
@@ -46,9 +48,9 @@ def main() -> None:
 
 # --------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per arm and seed (the index), arms by falling mean gain; over the batches that all runs have.
+    """Return a row per arm and seed (the index) over the batches that all runs have, sorted by falling mean gain.
 
-    Columns: start, end, gain of the reward, then MEANS; NaN where a metric was not reported.
+    Columns: start, end and gain of the reward, then MEANS; a metric that was not reported is NaN.
     """
     last = data.common_step(*data.arms)
     if last < START + WINDOW:
@@ -72,7 +74,7 @@ def arms_of(numbers: pd.DataFrame) -> list[str]:
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
-    """Return markdown: a line per arm, means over seeds; the gain with its smallest and largest seed."""
+    """Return a Markdown row per arm with means over seeds, and the gain with its smallest and largest seed."""
     head = ["arm", "seeds", "reward, start", "end", "gain [min, max over seeds]", "active", "outside", "weight"]
     cells = [[*head, "grad norm", "mean length"]]
     for arm in arms_of(numbers):
@@ -97,7 +99,7 @@ def number(value: float, form: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """A row per arm, a panel per quantity."""
+    """Draw a row per arm and a panel per quantity."""
     numbers = measure(data)
     names = [name(arm) for arm in arms_of(numbers)]
     view = view or View()
@@ -121,12 +123,13 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def name(arm: str) -> str:
-    """Return the arm's name in lines of at most some 22 letters."""
+    """Return the arm's name broken into lines of at most about 22 letters."""
     return "\n".join(textwrap.fill(line, 22) for line in style.short(arm).split("\n"))
 
 
 def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None, right: float = math.inf) -> None:
-    """Each arm's seeds as pale dots, their mean as a bar; zeros go to `left` if given, arms above `right` nowhere."""
+    """Draw each arm's seeds as pale dots and their mean as a bar; zeros are drawn at `left` if it is given, and arms
+    above `right` are not drawn."""
     for row, arm in enumerate(arms_of(numbers)):
         seeds, own = numbers.loc[arm, column].dropna().to_numpy(), look(arm)
         if not len(seeds) or seeds.mean() > right:
@@ -141,7 +144,7 @@ def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None
 
 
 def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
-    """Reward gained, from 0: no gain is where the arms could be."""
+    """Draw the reward gained on an axis from 0, so that no gain is visible as such."""
     rows(ax, numbers, "gain")
     ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     ax.margins(x=0.05)
@@ -150,10 +153,11 @@ def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
 
 
 def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
-    """Shares on one logarithmic axis; exactly 0, which has no logarithm, gets a shaded strip at the left: "never"."""
+    """Draw shares on one logarithmic axis. Exactly 0, which has no logarithm, gets a shaded strip at the left,
+    "never"."""
     values = numbers[["active", "outside"]].to_numpy()
     zeros, lowest = bool((values == 0).any()), math.floor(math.log10(values[values > 0].min(initial=0.1)))
-    width = 0.4 * -lowest  # of the strip, in decades
+    width = 0.4 * -lowest  # the strip's width in decades
     edge, never, left = 10.0**lowest, 10 ** (lowest - width / 2), 10 ** (lowest - (width if zeros else 0.1))
     ticks = [10.0**d for d in range(0, lowest - (not zeros), -2 if lowest < -2 else -1)]
     for ax, column, title in zip(axes, ("active", "outside"), ("Clipped tokens", "Outside the band"), strict=True):
@@ -172,14 +176,14 @@ def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
 
 
 def weight_panel(ax: Axes, numbers: pd.DataFrame) -> None:
-    """Weight left, near 1; what is far above is written at the edge."""
+    """Draw the weight left, near 1; what is far above is written at the edge."""
     means = numbers["weight"].groupby(level="arm").mean()
     right = LARGEST_WEIGHT if (means <= LARGEST_WEIGHT).any() else math.inf
     rows(ax, numbers, "weight", right=right)
     ax.axvline(1, color=style.MUTED, lw=1, ls="--", zorder=1)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
-    ax.set_xlim(min(low, 0.9), max(high, 1.05))  # differences of a thousandth are to look small
+    ax.set_xlim(min(low, 0.9), max(high, 1.05))  # so that differences of a thousandth look small
     for row, arm in enumerate(arms_of(numbers)):
         if means[arm] > right:
             at = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8.5, "zorder": 4}
@@ -191,7 +195,7 @@ def weight_panel(ax: Axes, numbers: pd.DataFrame) -> None:
 
 
 def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
-    """Gradient norm, logarithmic, with the norm to which larger gradients are cut."""
+    """Draw the gradient norm on a logarithmic axis, with the norm to which larger gradients are cut."""
     ax.set_xscale("log")
     rows(ax, numbers, "grad norm")
     if limit is not None:
@@ -206,14 +210,14 @@ def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
 
 
 def gradient_limit(data: Data) -> float | None:
-    """Return the runs' optim.max_grad_norm, None if they differ or have none."""
+    """Return the runs' optim.max_grad_norm, or None if they differ or have none."""
     limits = {run.settings.get("optim.max_grad_norm") for run in data.runs}
     limit = limits.pop()
     return None if limits or not limit else float(limit)
 
 
 def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
-    """What the panels show, for the caption."""
+    """Return what the panels show, for the caption."""
     removed = numbers["active"].groupby(level="arm").max()
     reasons = [f"{arm}: {why}" for arm, why in REASONS.items() if removed.get(arm) == 0]
     zeros = "; never: not of one token" + (f" ({', '.join(reasons)})" if reasons else "")

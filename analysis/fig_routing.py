@@ -23,7 +23,7 @@ from analysis.stats import centred_mean, estimate
 from analysis.style import View
 
 PREFIX = "routing/consistency_layer_"
-MOST = 6  # arms: a panel each
+MOST = 6  # the most arms, since each has a panel
 PAPER = 0.9  # section 5.3: "roughly 10% of the experts" differ after an update
 
 
@@ -33,7 +33,7 @@ def judged(data: Data) -> list[claims.Claim]:
 
 
 def lacking(data: Data) -> str | None:
-    """Return why the figure cannot be drawn, or None."""
+    """Return why the figure cannot be drawn, or None if it can."""
     if not data.metrics(PREFIX):
         return (
             f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, so nothing is routed"
@@ -42,7 +42,8 @@ def lacking(data: Data) -> str | None:
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """One panel per arm: consistency by batch, a line per layer. Last panel: mean by layer, a line per arm."""
+    """Draw one panel per arm with consistency by batch and a line per layer; the last panel has the mean by layer and a
+    line per arm."""
     if why := lacking(data):
         load.die(f"fig_routing {why}")
     layers, view = sorted(int(name.removeprefix(PREFIX)) for name in data.metrics(PREFIX)), view or View()
@@ -61,7 +62,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
 
 
 def by_step(ax: Axes, data: Data, arm: str, layers: list[int], view: View) -> None:
-    """A line per layer, dark to light with depth."""
+    """Draw a line per layer, from dark to light with depth."""
     hues = matplotlib.colormaps["viridis"](np.linspace(0, 0.75, len(layers)))
     for layer, hue in zip(layers, hues, strict=True):
         table = data.table(arm, f"{PREFIX}{layer}")
@@ -78,7 +79,7 @@ def by_step(ax: Axes, data: Data, arm: str, layers: list[int], view: View) -> No
 
 
 def name_layers(ax: Axes) -> None:
-    """Names of the layers at the ends of their lines: of all if they are few, else of the first and the last."""
+    """Write the layers' names at the ends of their lines: all names if there are few, else the first and the last."""
     lines = [line for line in ax.lines if line.get_label().startswith("layer")]
     ends, named = [], lines if len(lines) <= 6 else [lines[0], lines[-1]]
     for line in named:
@@ -88,7 +89,7 @@ def name_layers(ax: Axes) -> None:
 
 
 def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
-    """Mean over batches by layer, arms side by side."""
+    """Draw the mean over batches by layer, with the arms side by side."""
     shift = np.linspace(-0.12, 0.12, len(data.arms)) if len(data.arms) > 1 else [0.0]
     for arm, offset in zip(data.arms, shift, strict=True):
         means = [estimate(data.table(arm, f"{PREFIX}{layer}")) for layer in layers]

@@ -3,10 +3,10 @@
     python experiments/benchmark.py curves=true                 measures and draws
     python analysis/fig_scaling.py runs/benchmarks/scaling.json
 
-Expected: seconds grow as the tokens do, so seconds per token stay level, until attention shows at the longest
-responses; with the width they grow more slowly than the arithmetic, which is its square; with the number of experts
-hardly, as a token visits the same few. Memory is level but for what a micro-batch holds. Prints a Markdown table of
-the same numbers with the exponents between points; writes fig_scaling.pdf and .png.
+Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at the longest
+responses. With the width, seconds grow more slowly than the arithmetic, which grows as the square. With the number of
+experts they hardly grow, since a token visits the same few. Memory stays level except for what a micro-batch holds.
+Prints a Markdown table of the same numbers with the exponents between points; writes fig_scaling.pdf and .png.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from analysis.looks import BLUE, VERMILION
 from analysis.style import View
 
 ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
-LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # threads
+LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # by number of threads
 REFUSED = script.NO_CURVES | {"seeds": "it measures time, once for each point"}
 
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
-    """Points of every curve and number of threads, by x."""
+    """Return the points of every curve and number of threads, sorted by x."""
     found: dict[tuple[str, int], list[dict]] = {}
     for record in sorted(records, key=lambda r: r["x"]):
         found.setdefault((record["curve"], record["threads"]), []).append(record)
@@ -45,13 +45,13 @@ def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
 
 
 def exponent(points: list[dict], key: str) -> float:
-    """d log y / d log x between the last two points: 1 is linear."""
+    """Return d log y / d log x between the last two points; 1 means linear growth."""
     a, b = points[-2:]
     return math.log(b[key] / a[key]) / math.log(b["x"] / a["x"])
 
 
 def table(records: list[dict]) -> list[str]:
-    """Return markdown."""
+    """Return the numbers as a Markdown table."""
     rows = [
         "| curve | threads | x | s/step | rollout | update | microseconds/token | MiB | exponent of s/step |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -67,6 +67,7 @@ def table(records: list[dict]) -> list[str]:
 
 
 def draw(records: list[dict], out: Path, view: View) -> list[Path]:
+    """Draw a column per curve, with time above and memory below."""
     found = lines(records)
     curves = list(dict.fromkeys(curve for curve, _ in found))
     figure = style.canvas(4.2, view)

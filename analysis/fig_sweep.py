@@ -4,7 +4,8 @@
     python analysis/fig_sweep.py runs/staleness --x rollout.staleness
 
 Any setting can be --x; each value of --by is a row of panels. Prints a Markdown table with the paired difference of
-GSPO and GRPO, seed by seed; writes fig_sweep_<study>.pdf and .png. What was expected: in the head of the sweep's file.
+GSPO and GRPO, seed by seed; writes fig_sweep_<study>.pdf and .png. The first lines of the sweep's own file say what was
+expected.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from analysis.style import View
 from gspo.tracking.collapse import collapse, levels
 
 REPLAY = "policy.routing_replay"
-MOST = 8  # lines that can be told apart
+MOST = 8  # the most lines that can be told apart
 REFUSED = script.DOTS | script.NO_CURVES
-PANELS = {  # column: title, what its y axis says
+PANELS = {  # column: the panel's title, and what its y axis shows
     "end": ("Reward at the end", f"last {WINDOW} batches"),
     "fall": ("Fall from the peak", "share of it lost at the end"),
     "clipped": ("Clipped tokens", "share, mean of all batches"),
@@ -40,7 +41,7 @@ NAMES = {
     "task.max_operands": "summands",
     REPLAY: "Routing Replay",
 }
-DERIVED = {  # settings that a sweep must change along with one
+DERIVED = {  # the settings that a sweep must change along with the one that it varies
     "rollout.group_size": ("rollout.prompts_per_step",),
     "task.max_operands": ("task.min_operands", "cold_start.wrong_step_rate", "rollout.max_new_tokens"),
 }
@@ -62,9 +63,10 @@ def main() -> None:
 
 # --------------------------------------------------------------------------------------------------------- numbers
 def measure(data: Data, x: str, row_setting: str) -> pd.DataFrame:
-    """Return a row per run that has finished or collapsed: row, x, arm, seed, and the numbers of `measured`.
+    """Return a row per run that has finished or collapsed: row (the value of `row_setting`), x, arm, seed, and what
+    `measured` gives.
 
-    Ends the program with one line if the runs have no such setting, or differ in others too.
+    Raises Refused if the runs lack one of the settings, or differ in others too.
     """
     runs = [run for run in data.runs if run.last >= run.planned or collapse(rewards(run).tolist()) is not None]
     check(runs, x, row_setting)
@@ -80,6 +82,7 @@ def measure(data: Data, x: str, row_setting: str) -> pd.DataFrame:
 
 
 def check(runs: list[Run], x: str, row_setting: str) -> None:
+    """Raise Refused if a setting is missing, or if the runs differ in length or in settings that are not swept."""
     for key in filter(None, (x, row_setting)):
         if not runs or any(key not in run.settings for run in runs):
             load.die(f"no finished run has a setting {key}" if not runs else f"not all runs have a setting {key}")
@@ -101,11 +104,12 @@ def check(runs: list[Run], x: str, row_setting: str) -> None:
 
 
 def rewards(run: Run) -> pd.Series:
+    """Return the run's training rewards in the order of the steps."""
     return run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
 
 
 def measured(run: Run, x: str, row_setting: str) -> dict[str, object]:
-    """Return one run's numbers."""
+    """Return one run's numbers as a row of the table."""
     rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), rewards(run)
     smooth, peak, _ = levels(reward.tolist())
     start, end = reward.head(START).mean(), reward.tail(WINDOW).mean()
@@ -124,14 +128,15 @@ def measured(run: Run, x: str, row_setting: str) -> dict[str, object]:
 
 
 def arm(run: Run, x: str, row_setting: str) -> str:
-    """Return the objective, with its replay unless that is what is swept."""
+    """Return the run's objective, with its kind of Routing Replay unless that is what the sweep varies."""
     name = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"])
     replay = run.settings.get(REPLAY, "none")
     return name if REPLAY in (x, row_setting) or replay == "none" else f"{name} + Routing Replay ({replay.upper()})"
 
 
 def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
-    """Return a row per setting and arm; GSPO - GRPO with its 95 % t interval over the seeds that both have."""
+    """Return a Markdown row per setting and arm, with GSPO - GRPO and its 95 % t interval over the seeds that both
+    have."""
     head = [NAMES.get(row_setting, row_setting)] if row_setting else []
     head += [
         NAMES.get(x, x),
@@ -158,7 +163,7 @@ def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
 
 
 def difference(cell: pd.DataFrame) -> str:
-    """End of GSPO minus end of GRPO."""
+    """Return the reward at the end of GSPO minus that of GRPO, with its interval."""
     ends = cell.pivot(index="seed", columns="arm", values="end")
     if not {GSPO, GRPO} <= set(ends):
         return ""
@@ -169,7 +174,7 @@ def difference(cell: pd.DataFrame) -> str:
 def draw(
     data: Data, numbers: pd.DataFrame, x: str, row_setting: str, out: Path, view: View | None = None
 ) -> list[Path]:
-    """Rows: values of `row_setting`; columns: PANELS."""
+    """Draw a row of panels for each value of `row_setting`, with the columns PANELS."""
     values, groups = ordered(numbers["x"]), ordered(numbers["row"])
     drawn, view = looks(sorted(numbers["arm"].unique())), view or View()
     figure = style.canvas(0.4 + 2.1 * len(groups), view)
@@ -180,9 +185,10 @@ def draw(
             panel(ax, rows, column, values, drawn)
         line[0].set_ylabel(f"{group} {NAMES.get(row_setting, row_setting)}" if row_setting else "")
     for ax, column in zip(axes[0], PANELS, strict=True):
-        least = 0.35 if column == "fall" else 1e-3  # the collapse rule's 0.3 is in view: smaller falls are noise
+        # so that the collapse rule's 0.3 is in view and smaller falls look like noise
+        least = 0.35 if column == "fall" else 1e-3
         room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
-        ax.set_ylim(0, room * max(numbers[column].max(), least))  # the rows share it
+        ax.set_ylim(0, room * max(numbers[column].max(), least))  # the rows share this axis
     for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
         ax.set_title(f"{title}\n", pad=2)
         ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
@@ -197,12 +203,13 @@ def draw(
 
 
 def ordered(column: pd.Series) -> list:
-    """Return the values, numbers by size before words."""
+    """Return the values with numbers first, by size, then words."""
     return sorted(column.unique(), key=lambda v: (0, v, "") if isinstance(v, Real) else (1, 0, str(v)))
 
 
 def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, drawn: dict[str, Look]) -> None:
-    """Seeds as pale dots, crosses where they collapsed; the mean as a line. The start of the reward is dashed."""
+    """Draw seeds as pale dots, or crosses where they collapsed, and the mean as a line. The reward of the first batches
+    is dashed."""
     for name, runs in rows.groupby("arm", sort=True):
         shift, own = 0.1 * (list(drawn).index(name) - (len(drawn) - 1) / 2), drawn[name]
         place = runs["x"].map(values.index).to_numpy() + shift
@@ -220,7 +227,7 @@ def panel(ax: Axes, rows: pd.DataFrame, column: str, values: list, drawn: dict[s
 
 
 def caption(data: Data, numbers: pd.DataFrame, x: str, row_setting: str) -> str:
-    """What was run and what is drawn."""
+    """Return the caption: what was run and what is drawn."""
     run = data.runs[0]
     seeds = numbers.groupby(["row", "x", "arm"])["seed"].count()
     counted = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"

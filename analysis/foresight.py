@@ -1,9 +1,10 @@
 """How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times, false alarms.
 
-A run is healthy or collapses at a step, by the registered rule (gspo/tracking/collapse.py). A score warns at its first
-step above a threshold. Only warnings before the collapse count as seen; the rule itself is certain 20 steps after it.
-Intervals are 95 %, by resampling runs, collapsed and healthy ones apart. They take runs as independent, which those of
-one seed and one setting are not quite. There is none for fewer than 5 runs, nor where all have the same value.
+A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py); a run that does not
+is called healthy. A score warns at its first step above a threshold. Only warnings before the collapse count as seen;
+the rule itself is certain only 20 steps after it. Intervals are 95 %, by resampling runs, with collapsed and healthy
+runs resampled apart. They treat runs as independent, which runs of one seed and one setting are not quite. No interval
+is given for fewer than 5 runs, nor where all have the same value.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import pandas as pd
 from analysis.stats import REPS
 from gspo.tracking.collapse import SIGNALS, collapse
 
-LR = "learning rate alone"  # a score that looks at no metric: what the others have to beat
-FEWEST = 5  # values for an interval
-WARM_UP = 10  # steps without warnings: the monitor's own default
-RATE = 0.05  # of the healthy runs may warn, where a threshold is fitted
-CLEARED = 0.8  # of the threshold: below it a warning is over, as in the monitor
+LR = "learning rate alone"  # a score that looks at no metric, which the others have to beat
+FEWEST = 5  # the fewest values for an interval
+WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
+RATE = 0.05  # the share of the healthy runs that may warn, where a threshold is fitted
+CLEARED = 0.8  # a warning is over when the score falls below this share of the threshold, as in the monitor
 
 
 @dataclass
 class History:
-    """One run: under what stress, the index of the step at which it collapsed (None: healthy), scores [T] by signal."""
+    """One run: its stress, its learning rate, the index of the step at which it collapsed (None if it did not), and its
+    scores [T] by signal."""
 
     run: str
     stress: str
@@ -36,7 +38,7 @@ class History:
     scores: dict[str, np.ndarray]
 
     def highest(self, signal: str, end: int | None = None) -> float:
-        """Return the largest score from the warm-up to before `end`; NaN if there is none."""
+        """Return the largest score from the warm-up to before `end`, or NaN if there is none."""
         part = self.scores[signal][WARM_UP:end]
         part = part[np.isfinite(part)]
         return float(part.max()) if len(part) else math.nan
@@ -60,10 +62,12 @@ def _series(rows: pd.DataFrame, metric: str) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------------------- ranking
 def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
-    """[collapsed, healthy] 1 where the collapsed run's largest score is above the healthy one's, 0.5 where equal.
+    """Return [collapsed, healthy]: 1 where the collapsed run's largest score is above the healthy one's, 0.5 where
+    equal.
 
-    Both over the same steps: from the warm-up until `lead` steps before the collapse. Without that a long healthy run
-    would have more chances of a high score. NaN where either has none, or, with `same_lr`, another learning rate.
+    Both are taken over the same steps, from the warm-up until `lead` steps before the collapse; otherwise a long
+    healthy run would have more chances of a high score. NaN where either has none or, with `same_lr`, where the
+    learning rates differ.
     """
     healthy = [run for run in runs if run.collapsed is None]
     rows = []
@@ -78,7 +82,7 @@ def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> 
 
 @dataclass
 class Value:
-    """An estimate, its interval (NaN where there is none), and the number of runs that it is of."""
+    """An estimate, its interval (NaN where there is none), and the number of runs behind it."""
 
     value: float
     low: float
@@ -86,7 +90,7 @@ class Value:
     count: int
 
     def text(self, form: str = ".2f") -> str:
-        """ "0.91 [0.83, 0.97]"."""
+        """Return the estimate with its interval, as in "0.91 [0.83, 0.97]"."""
         if math.isnan(self.value):
             return "-"
         interval = "" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]"
@@ -97,8 +101,9 @@ NOTHING = Value(math.nan, math.nan, math.nan, 0)
 
 
 def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
-    """P(a collapsed run scores above a healthy one, `lead` steps before its collapse or earlier). `same_lr`: among
-    pairs of one learning rate. Counts the collapsed runs that have steps so early and somebody to be compared with."""
+    """Return the probability that a collapsed run scores above a healthy one, taken `lead` steps before its collapse or
+    earlier. With `same_lr` only pairs of one learning rate are compared. The count is of the collapsed runs that have
+    steps so early and a run to be compared with."""
     table = wins(runs, signal, lead, same_lr)
     table = table[np.isfinite(table).any(axis=1)] if table.size else table
     if not table.size:
@@ -115,14 +120,14 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
 
 # ---------------------------------------------------------------------------------------------------------- warning
 def fitted(runs: list[History], signal: str) -> float:
-    """Return the lowest threshold above which at most 5 % of the healthy ones of these runs ever score."""
+    """Return the lowest threshold above which at most 5 % of the healthy ones among these runs ever score."""
     tops = [run.highest(signal) for run in runs if run.collapsed is None]
     tops = sorted(top for top in tops if not math.isnan(top))
     return tops[math.ceil((1 - RATE) * len(tops)) - 1] if tops else math.nan
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
-    """Return the steps at which a warning begins; it is over when the score falls below 0.8 x a positive threshold."""
+    """Return the steps at which a warning begins. It is over when the score falls below 0.8 x a positive threshold."""
     steps, active = [], False
     clear = CLEARED * threshold if threshold > 0 else threshold
     for step, score in enumerate(scores[WARM_UP:], start=WARM_UP):
@@ -134,7 +139,7 @@ def warnings(scores: np.ndarray, threshold: float) -> list[int]:
 
 @dataclass
 class Verdict:
-    """A run's warnings: when the first came, how many there were, and when it collapsed."""
+    """A run's warnings: when the first came, how many there were, and when the run collapsed."""
 
     first: int | None
     count: int
@@ -142,19 +147,19 @@ class Verdict:
 
     @property
     def seen(self) -> bool:
-        """Of a collapsed run: warned before."""
+        """Whether a collapsed run was warned of before its collapse."""
         return self.first is not None and self.first < self.collapsed
 
 
 def judged(run: History, thresholds: dict[str, float]) -> Verdict:
-    """Return the warnings of these signals together."""
+    """Return the warnings that these signals give together for one run."""
     steps = sorted(s for name, threshold in thresholds.items() for s in warnings(run.scores[name], threshold))
     return Verdict(steps[0] if steps else None, len(steps), run.collapsed)
 
 
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
-    """Each run judged by a threshold that was fitted on the runs under other stresses; those for whom there is none
-    are left out."""
+    """Judge each run by a threshold that was fitted on the runs under other stresses; runs without such a threshold are
+    left out."""
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
         threshold = fitted([run for run in runs if run.stress != stress], signal)
@@ -165,7 +170,7 @@ def held_out(runs: list[History], signal: str) -> list[Verdict]:
 
 @dataclass
 class Alarm:
-    """What a rule is worth."""
+    """What a warning rule is worth."""
 
     seen: Value  # share of the collapsed runs that it warned of
     lead: Value  # median steps before the collapse, of those
@@ -173,7 +178,7 @@ class Alarm:
 
 
 def worth(verdicts: list[Verdict]) -> Alarm:
-    """Over all runs."""
+    """Sum up the verdicts on all runs."""
     sick = [v for v in verdicts if v.collapsed is not None]
     leads = [v.collapsed - v.first for v in sick if v.seen]
     counts = [v.count for v in verdicts if v.collapsed is None]
@@ -181,7 +186,7 @@ def worth(verdicts: list[Verdict]) -> Alarm:
 
 
 def share(hits: list[bool]) -> Value:
-    """Return a proportion with Wilson's interval."""
+    """Return the proportion of hits with Wilson's interval."""
     n, z = len(hits), 1.959964
     if not n:
         return NOTHING
@@ -192,7 +197,7 @@ def share(hits: list[bool]) -> Value:
 
 
 def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
-    """Return a statistic with its percentile interval."""
+    """Return a statistic of the values with its percentile interval."""
     numbers = np.array(values, float)
     if not len(numbers):
         return NOTHING

@@ -1,4 +1,4 @@
-"""Runs from wherever they were recorded (sources.py): say which arm each is, give one tidy frame (runs.py)."""
+"""Load runs from wherever they were recorded (sources.py), find out which arm each is, and return one tidy frame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from analysis.runs import Refused as Refused
 from analysis.sources import Record
 from gspo.core import escaping
 
-OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setting
+OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
     "gspo": GSPO,
     "gspo_token": GSPO_TOKEN,
     "luspo": "LUSPO",
@@ -28,17 +28,17 @@ OBJECTIVES = {  # objective.name to the arm's name; GRPO_R2 is GRPO with a setti
     "sapo": "SAPO",
 }
 
-NEEDED = ("seed", "steps", "objective.name")  # settings without which a record is no run
+NEEDED = ("seed", "steps", "objective.name")  # settings without which a record is not a training run
 NUMBER, NAME = (int, float, type(None)), (str, type(None))
-KINDS = {  # of the settings that figures and tables count on; others may be any number or text
+KINDS = {  # the types of the settings that figures and tables rely on; other settings may be any number or text
     "seed": (int,), "steps": (int,), "objective.name": (str,), "study": NAME, "model.name": NAME,
     "policy.routing_replay": NAME, "objective.clip_low": NUMBER, "objective.clip_high": NUMBER, "optim.lr": NUMBER,
     "optim.max_grad_norm": NUMBER, "rollout.prompts_per_step": NUMBER, "rollout.group_size": NUMBER,
     "trainer.minibatches": NUMBER,
 }  # fmt: skip
-LONGEST = 2000  # characters of a setting's value
-FOLDER = 100  # of the study's name, which files are named after
-# What may differ between two runs of one arm: who ran it, for how long, where it was written.
+LONGEST = 2000  # most characters of a setting's name and value
+FOLDER = 100  # most characters of the study's name, after which files are named
+# These may differ between two runs of one arm: who ran it, for how long, where it was written.
 NOT_THE_ARM = (
     "seed",
     "steps",
@@ -54,13 +54,13 @@ NOT_THE_ARM = (
     "threads",
     "prompt_used",
 )
-# What makes the arms different on purpose; any other difference between compared arms goes into the caption.
+# Arms differ in these on purpose; any other difference between compared arms is stated in the caption.
 MAKES_THE_ARM = ("objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str]) -> Data:
-    """Return all runs of these sources, labelled, in the order of the sources and within each by path. Raises Refused
-    if there are none, if a source cannot be read, and if two runs are the same arm and seed."""
+    """Return all runs of these sources with their arms, in the order of the sources and within each by path. Raises
+    Refused if there are none, if a source cannot be read, or if two runs have the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -84,7 +84,7 @@ def load(paths: list[Path | str]) -> Data:
 
 
 def lost_steps(run: Run) -> str:
-    """Return the rollout batches before the last that have no row: "batch 7", "batches 7, 8"; empty if there are
+    """Return the rollout batches before the last that have no row, as "batch 7" or "batches 7, 8"; empty if there are
     none."""
     lost = sorted(set(range(1, run.last)) - set(run.rows["step"]))
     some = ", ".join(map(str, lost[:3])) + (f", ... ({len(lost)} in all)" if len(lost) > 3 else "")
@@ -92,7 +92,7 @@ def lost_steps(run: Run) -> str:
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:
-    """Return a record as a run; None (and a note) if it is no training run or has no rollout batch yet."""
+    """Return a record as a run, or None (and add a note) if it is not a training run or has no rollout batch yet."""
     notes += record.notes
     missing = [key for key in NEEDED if record.settings.get(key) is None]
     if missing:
@@ -112,7 +112,7 @@ def as_run(record: Record, notes: list[str]) -> Run | None:
 
 
 def fits(key: str, value: object) -> bool:
-    """Return whether a setting may have this value: of the kind that the setting is of, and no book."""
+    """Return whether a setting may have this value: it has the setting's type and a bounded length."""
     if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
         return False
     if key == "study" and value is not None:
@@ -122,7 +122,8 @@ def fits(key: str, value: object) -> bool:
 
 
 def label(runs: list[Run], notes: list[str]) -> None:
-    """Set each run's arm. Where runs of the same label and seed differ in other settings, these are appended."""
+    """Set each run's arm. Where runs with the same name and seed differ in other settings, these settings are
+    appended."""
     for run in runs:
         name, replay = run.settings["objective.name"], run.settings.get("policy.routing_replay")
         run.arm = OBJECTIVES.get(name, name)
@@ -163,7 +164,7 @@ def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
 
 
 def not_compared(data: Data, arms: tuple[str, ...]) -> str:
-    """Return the runs that a comparison of these arms leaves out, and why; empty if there are none."""
+    """Return the runs that a comparison of these arms leaves out, with the reasons, or "" if there are none."""
     runs, seeds = data.left_out(*arms), data.seeds(*arms)
     texts = []
     for run in runs:
@@ -177,13 +178,14 @@ def not_compared(data: Data, arms: tuple[str, ...]) -> str:
 
 
 def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:
-    """End the program with one line if the figure's arms are not there."""
+    """Raise Refused, in one line, if the figure's arms are not there."""
     if (why := lacking(data, arms)) is not None:
         die(f"{figure} {why}")
 
 
 def describe(data: Data, arms: list[str]) -> str:
-    """What was run, for captions: model, batches, seeds, unfinished runs, differences that are not the arms' own."""
+    """Return what was run, for captions: model, batches, seeds, unfinished runs, and differences that do not make the
+    arms."""
     runs = data.of(*arms)
     arms_with: dict[str, list[str]] = {}
     for arm in arms:
@@ -205,11 +207,11 @@ def describe(data: Data, arms: list[str]) -> str:
 
 
 def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
-    """Return the values that a setting has in these runs: "4", "4 or 16"."""
+    """Return the values that a setting has in these runs, as in "4" or "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
     return " or ".join(str(value) for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v))))
 
 
 def count_seeds(seeds: list[int]) -> str:
-    """ "1 seed (0)" or "3 seeds (0, 1, 2)"."""
+    """Return the number of seeds and the seeds, as in "1 seed (0)" or "3 seeds (0, 1, 2)"."""
     return f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})"

@@ -1,7 +1,7 @@
 """How every arm is drawn, the same in every figure: a colour of Okabe and Ito's palette, a marker, a kind of line.
 
-The paper's arms are told apart by colour alone under the three kinds of colour blindness and by lightness alone in grey
-(tests/unit/analysis/test_looks.py measures both); all others by colour, marker and line together.
+The paper's arms can be told apart by colour alone under the three kinds of colour blindness, and by lightness alone in
+grey (tests/unit/analysis/test_looks.py measures both); all other arms by colour, marker and line together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ REPLAYED = (0, (6, 1.2, 1.2, 1.2, 1.2, 1.2))
 
 @dataclass(frozen=True)
 class Look:
-    """One arm's. `line` is a matplotlib line style."""
+    """How one arm is drawn. `line` is a matplotlib line style."""
 
     colour: str
     marker: str
     line: str | tuple = "-"
 
     def plot(self) -> dict[str, object]:
-        """Return arguments of `Axes.plot`."""
+        """Return the arguments of `Axes.plot` for this look."""
         return {"color": self.colour, "marker": self.marker, "ls": self.line, "mec": "white", "mew": 0.5}
 
 
@@ -48,13 +48,13 @@ LOOKS = {
     "DPPO": Look(PURPLE, "d", CHAIN),
     "SAPO": Look(SKY, "8", DOTS),
 }
-OTHER = Look(GREY, ".", "-")  # an objective of one's own
+OTHER = Look(GREY, ".", "-")  # an objective that is not listed above, such as a user's own
 VARIANTS = ("-", DASHES, CHAIN, DOTS)
 
 
 def look(arm: str) -> Look:
-    """Return an arm's look. Appended settings ("GRPO [optim.lr=0.001]") keep the arm's; a replay without a look of its
-    own has the colour and marker of its objective and the line of replays."""
+    """Return an arm's look. Appended settings ("GRPO [optim.lr=0.001]") do not change it; a replay that has no look of
+    its own gets the colour and marker of its objective and the line style of replays."""
     name = arm.split(" [")[0]
     if name in LOOKS:
         return LOOKS[name]
@@ -64,8 +64,8 @@ def look(arm: str) -> Look:
 
 
 def looks(arms: list[str]) -> dict[str, Look]:
-    """Return a look for each arm, all different: arms that would share one (the same objective at several settings) get
-    shades of its colour, from dark to pale, and kinds of line in turn."""
+    """Return a look for each arm, all different. Arms that would share one (the same objective at several settings) get
+    shades of its colour, from dark to pale, and different kinds of line in turn."""
     sharing, seen, found = Counter(look(arm) for arm in arms), Counter(), {}
     for arm in arms:
         own = look(arm)
@@ -80,5 +80,6 @@ def looks(arms: list[str]) -> dict[str, Look]:
 
 
 def tint(colour: str, strength: float) -> str:
-    """Return a colour mixed with white: strength 1 is the colour itself. Opaque, so that overlaps do not darken."""
+    """Return a colour mixed with white, where strength 1 is the colour itself. It is opaque, so that overlaps do not
+    darken."""
     return matplotlib.colors.to_hex([1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)])

@@ -8,7 +8,8 @@
     recorded.metric("eval/math/avg@2", arm="GSPO")  # index step, a column per seed
     recorded.metrics, recorded.arms, recorded.notes
 
-What cannot be read and what no run has recorded is `Refused` (a ValueError) in one line, with the nearest name.
+`Refused` (a ValueError) is raised, in one line, for what cannot be read and for what no run has recorded; it names the
+nearest name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SCORES = ("/avg@", "/pass@", "/maj@")
 
 
 def load_runs(*sources: str | Path) -> Recorded:
-    """Return the runs of these sources, from wherever the figures read theirs. Raises Refused (a ValueError)."""
+    """Load the runs of these sources, which may be any that the figures read. Raises Refused (a ValueError)."""
     if not sources:
         die("load_runs(): name folders with runs, offline W&B files, or wandb:ENTITY/PROJECT[/GROUP]")
     return Recorded(load(list(sources)))
@@ -45,8 +46,8 @@ class Recorded:
         return f"{len(self.runs)} runs of {', '.join(self.arms)}; {len(self.metrics)} metrics"
 
     def metric(self, name: str, arm: str = "") -> pd.DataFrame:
-        """Return one metric, NaN where a run has not reported it: index step, columns (arm, seed); of one arm the
-        seeds."""
+        """Return one metric with steps as index and columns (arm, seed), or with `arm` a column per seed of that arm.
+        Values that a run has not reported are NaN."""
         if name not in self.metrics:
             die(f"no run has recorded a metric {name!r}{nearest(name, self.metrics)}")
         first = 0 if name.startswith("eval/") else 1
@@ -56,7 +57,8 @@ class Recorded:
 
 
 def row(run: Run, metrics: list[str]) -> dict[str, object]:
-    """What one run was, what became of it, its scores (NaN where it has none), its settings by their own names."""
+    """Return one run as a row: what it was, what became of it, its scores (NaN where it has none), and its settings by
+    their own names."""
     rewards = run.column("reward/mean")
     smooth = levels(rewards.tolist())[0]
     cells: dict[str, object] = {"run": str(run.path), "id": run.id, "arm": run.arm, "seed": run.seed}

@@ -12,11 +12,11 @@ from analysis.looks import Look, look, tint
 from analysis.stats import centred_mean, paired_difference, sign_flip_p, t_quantile
 from analysis.style import COMPUTE, View
 
-BAND = 3  # seeds: of two an interval is 13 standard errors wide, of one there is none
+BAND = 3  # the fewest seeds for a band: an interval over two is 13 standard errors wide, and over one there is none
 
 
 def named(arms: tuple[str, ...] | list[str]) -> str:
-    """For captions."""
+    """Return the names of the arms as a sentence for captions."""
     return f"Arm{'s' * (len(arms) > 1)}: {', '.join(arms)}."
 
 
@@ -30,12 +30,13 @@ def curve(
     band: bool = True,
     least: float = -np.inf,
 ) -> float:
-    """Return one arm: `values` (index step, a column per seed) against `x` (alike) or the step. Returns where the mean
-    ends.
+    """Draw one arm: `values` (index step, a column per seed) against `x` (in the same form) or the step. Returns the
+    height at which the mean ends.
 
-    Thick: mean over seeds as far as all have come, smoothed. Band: its pointwise 95 % t interval, from 3 seeds on.
-    Thin: every seed smoothed likewise if asked for, or if there are two; of a single seed the batches themselves. On a
-    logarithmic axis, where `least` is the smallest value, 0 is a gap and bands end at that value.
+    The thick line is the mean over seeds, smoothed, as far as all seeds have come. The band is its pointwise 95 % t
+    interval, drawn from 3 seeds on. Thin lines are single seeds, smoothed in the same way; they are drawn if asked for
+    or if there are two. A single seed's thin line shows its batches unsmoothed. On a logarithmic axis, where `least` is
+    the smallest value, 0 is a gap, and bands end at that value.
     """
     reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
     for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
@@ -62,7 +63,7 @@ def curve(
 
 
 def how_drawn(data: Data, arms: tuple[str, ...] | list[str], view: View, bands: bool = True) -> str:
-    """What `curve` draws, for the caption."""
+    """Return a sentence for the caption that explains what `curve` draws."""
     counts = [len(data.seeds(arm)) for arm in arms]
     thin = ["batches (where there is one seed)"] * (1 in counts)
     thin += ["single seeds"] * any(1 < n < BAND or (n > 1 and view.seeds) for n in counts)
@@ -74,7 +75,7 @@ def how_drawn(data: Data, arms: tuple[str, ...] | list[str], view: View, bands: 
 
 
 def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: View) -> None:
-    """Training reward of each arm over its FLOPs, or over batches where a run has not recorded them."""
+    """Draw the training reward of each arm over its FLOPs, or over batches where a run has not recorded them."""
     compute, ends, largest = style.has_compute(data, arms), [], 0.0
     for arm in arms:
         flops = data.table(arm, COMPUTE) if compute else None
@@ -87,7 +88,8 @@ def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: Vi
 
 
 def difference(ax: Axes, data: Data, a: str, b: str) -> None:
-    """The paired difference a - b that is judged: a dot per seed, their mean with its 95 % interval, the p, the 0."""
+    """Draw the paired difference a - b that is judged: a dot per seed, the mean with its 95 % interval, p, and a line
+    at 0."""
     a_TS, b_TS = claims.last_halves(data, a, b)
     each, mean = (a_TS - b_TS).mean(), paired_difference(a_TS, b_TS)
     ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
@@ -109,11 +111,12 @@ def difference(ax: Axes, data: Data, a: str, b: str) -> None:
 
 
 def short_name(arm: str) -> str:
+    """Return the arm's name without the words "Routing Replay"."""
     return arm.replace("Routing Replay (", "").replace(")", "")
 
 
 def difference_caption(data: Data, a: str, b: str) -> str:
-    """What `difference` draws."""
+    """Return a sentence for the caption that explains what `difference` draws."""
     a_TS = claims.last_halves(data, a, b)[0]
     steps, seeds = a_TS.index, a_TS.shape[1]
     text = f"Paired difference: {a} - {b}, training reward, mean over batches {steps[0]} to {steps[-1]}, "
@@ -124,7 +127,8 @@ def difference_caption(data: Data, a: str, b: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------- the paper's
 def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoothed: bool) -> None:
-    """The paper's points, digitised; x is the marker's number, the paper's axis has no ticks."""
+    """Draw the paper's points, which were digitised. x is the number of the marker, since the paper's axis has no
+    ticks."""
     for arm in arms:
         points = paper.series(figure, arm)
         points = points.loc[points.first_valid_index() :]  # nothing is drawn where the first markers are hidden
@@ -140,7 +144,7 @@ def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoot
 
 
 def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> None:
-    """The paper's training rewards."""
+    """Draw the paper's training rewards."""
     paper_curves(ax, figure, arms, view, smoothed=True)
     ax.set_ylabel("training reward")
     ax.set_title(f"The paper's {figure[:3].capitalize()}. {figure[3]}")
@@ -148,7 +152,8 @@ def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> N
 
 
 def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
-    """Return why these arms cannot be compared, or None; of models without experts it says so."""
+    """Return why these arms cannot be compared, or None if they can; for models without experts it says that they have
+    none."""
     why = load.lacking(data, arms)
     if why and GRPO_R2 in arms and not data.metrics("routing/"):
         return why.replace("; found:", " (these runs route nothing: dense models have no Routing Replay); found:")

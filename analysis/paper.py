@@ -1,4 +1,4 @@
-"""The paper's own points: read off the figures of arXiv:2507.18071, see the first lines of data/gspo_paper_figures.csv.
+"""The paper's own points, read off the figures of arXiv:2507.18071; the first lines of the CSV file say how.
 
 Training rewards carry a reading error of up to about 0.001. The paper's x axis has no ticks: only the markers'
 order is known.
@@ -16,7 +16,8 @@ CLIP_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0
 
 
 def series(figure: str, name: str) -> pd.Series:
-    """Return values of one series (an arm's label) of one figure, by marker number; NaN where a marker was hidden."""
+    """Return the values of one series (an arm's label) of one figure by marker number, NaN where a marker was
+    hidden."""
     points = pd.read_csv(CSV, comment="#")
     points = points[(points["figure"] == figure) & (points["series"] == name)].set_index("marker")["value"]
     if points.empty:

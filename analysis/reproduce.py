@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path], list[str]]:
-    """The figures that the runs permit: paths, and why the others were left out."""
+    """Draw the figures that the runs permit. Returns their paths, and a reason for each figure that was left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
         why = figure.lacking(data)
@@ -54,7 +54,7 @@ def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path
 
 
 def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
-    """Return the whole text, in Markdown that also reads well in a terminal."""
+    """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
     notes = [in_markdown(f"Note: {note}") for note in data.notes]
     lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
     lines += [
@@ -80,7 +80,7 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
 
 
 def table(data: Data) -> list[str]:
-    """Return the table's lines, columns aligned: a row per quantity, a column per arm."""
+    """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
     cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
     cells = [[in_markdown(cell) for cell in row] for row in cells]
@@ -90,7 +90,7 @@ def table(data: Data) -> list[str]:
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
-    """Return one arm's column: what it reached, what it clipped, what it cost. "-" where nothing was reported."""
+    """Return one arm's column: what it reached, what it clipped, and what it cost; "-" where nothing was reported."""
     reward = data.table(arm, "reward/mean")
     start, end = reward.head(START).mean().mean(), reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean()
     runs = data.of(arm)
@@ -114,16 +114,17 @@ def entries(data: Data, arm: str) -> dict[str, str]:
 
 
 def mean(values: pd.DataFrame) -> float:
-    """Mean over batches and seeds; NaN where nothing was reported."""
+    """Return the mean over batches and seeds, or NaN where nothing was reported."""
     return float(values.mean().mean())
 
 
 def total(cumulative: pd.DataFrame) -> float:
-    """Last value of a running total, mean over seeds."""
+    """Return the last value of a running total, averaged over seeds."""
     return float(cumulative.max().mean())
 
 
 def number(value: float, form: str) -> str:
+    """Return the number in this format, or "-" for NaN."""
     return "-" if np.isnan(value) else f"{value:{form}}"
 
 

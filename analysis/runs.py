@@ -1,7 +1,7 @@
-"""A recorded run and all runs together, as tables: what every statistic and figure reads. load.py makes them.
+"""One recorded run, and all runs together, as tables that every statistic and figure reads. load.py makes them.
 
-Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. What each metric means is
-in gspo/tracking/metrics.py.
+Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. gspo/tracking/metrics.py says
+what each metric means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo.tracking.metrics import lookup
 
 GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
-NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns of the rows of all runs
+NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns in the table of all runs
 
 
 class Refused(ValueError):
@@ -30,13 +30,13 @@ class Refused(ValueError):
 
 @dataclass
 class Run:
-    """One run directory. `settings` is flat: {"optim.lr": 0.001, ...}."""
+    """One recorded run. `settings` is flat: {"optim.lr": 0.001, ...}."""
 
     path: Path
     settings: dict[str, object]
     rows: pd.DataFrame
     arm: str = ""
-    id: str = ""  # W&B's, where the source is W&B's
+    id: str = ""  # W&B's id of the run, where the source is W&B's
 
     @property
     def seed(self) -> int:
@@ -44,17 +44,17 @@ class Run:
 
     @property
     def last(self) -> int:
-        """The last rollout batch that the file describes."""
+        """The last rollout batch that has a row."""
         return int(self.rows["step"].max())
 
     @property
     def planned(self) -> int:
-        """Rollout batches that the settings ask for."""
+        """The number of rollout batches that the settings ask for."""
         return int(self.settings["steps"])
 
     @property
     def moe(self) -> bool:
-        """Whether its model is a mixture of experts: by its settings, else by what it reported."""
+        """Whether the model is a mixture of experts, by its settings or else by the metrics that it reported."""
         if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
             return True
         return any(name.startswith("routing/") and self.rows[name].notna().any() for name in self.rows)
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """What the run's directory says of its end; without one, from its rows."""
+        """How the run ended, as its directory says, or else as its rows show."""
         from_rows = "finished" if self.finished else "unfinished"
         try:
             how = untrusted.read_json(self.path / "status.json").get("how")
@@ -75,20 +75,21 @@ class Run:
 
     @cached_property
     def collapsed(self) -> int | None:
-        """The step at which it collapsed by the registered rule, None if it did not."""
+        """The step at which the run collapsed by the registered rule, or None if it did not."""
         rewards = self.column("reward/mean")
         at = collapse(rewards.tolist())
         return None if at is None else int(rewards.index[at])
 
     def column(self, metric: str, first_step: int = 1) -> pd.Series:
-        """Return a metric by step, NaN left out; empty where it was not reported."""
+        """Return a metric by step without its NaN values; empty where it was not reported."""
         rows = self.rows[self.rows["step"] >= first_step].sort_values("step").set_index("step")
         return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
 
 
 @dataclass
 class Data:
-    """All runs. `rows` is tidy: columns run, arm, seed, step, then one per metric; notes say what was amiss."""
+    """All runs. `rows` is a tidy frame with the columns run, arm, seed, step and one per metric; `notes` say what was
+    left out or damaged."""
 
     runs: list[Run]
     notes: list[str] = field(default_factory=list)
@@ -107,7 +108,7 @@ class Data:
         return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
 
     def of(self, *arms: str) -> list[Run]:
-        """Return the runs of these arms, by arm and seed."""
+        """Return the runs of these arms, sorted by arm and seed."""
         return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
 
     def seeds(self, *arms: str) -> list[int]:
@@ -115,15 +116,15 @@ class Data:
         return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
 
     def compared(self, *arms: str) -> list[Run]:
-        """Return the runs by which these arms are compared: of the seeds whose runs have finished in all of them; while
-        there is no such seed, of the seeds that all of them have begun."""
+        """Return the runs by which these arms are compared. They are the runs of the seeds that have finished in all of
+        these arms or, while there is no such seed, of the seeds that all of them have begun."""
         runs = self.of(*arms)
         begun = self.seeds(*arms)
         finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
         return [run for run in runs if run.seed in (finished or begun)]
 
     def left_out(self, *arms: str) -> list[Run]:
-        """Return the runs of these arms that are not among the compared."""
+        """Return the runs of these arms that `compared` leaves out."""
         compared = self.compared(*arms)
         return [run for run in self.of(*arms) if not any(run is other for other in compared)]
 
@@ -132,8 +133,9 @@ class Data:
         return min(run.last for run in self.of(*arms))
 
     def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """Return one metric of one arm: index every step from the first to the arm's last, a column per seed; NaN where
-        the metric was not reported. Raises Refused for an arm that is not there and a metric that nobody knows."""
+        """Return one metric of one arm with every step from the first to the arm's last as index and a column per seed,
+        NaN where it was not reported. Raises Refused for an arm that is not there, and for a metric that is neither
+        recorded nor registered."""
         if arm not in self.arms:
             die(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
         rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
@@ -144,7 +146,7 @@ class Data:
         return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
 
     def check_metric(self, metric: str) -> None:
-        """Raises Refused for a metric that no run has recorded and that is not in the registry either."""
+        """Raise Refused for a metric that no run has recorded and that is not in the registry either."""
         try:
             lookup(metric)
         except KeyError:
@@ -152,23 +154,24 @@ class Data:
                 die(f"no metric {metric!r}{nearest(metric, self.metrics(''))}")
 
     def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
-        """Return the metric's tables of these arms, cut to the compared runs and the rollout batches that all of these
-        have: rows are the same steps in each. A step that a run lost is NaN in its column alone."""
+        """Return the metric's tables of these arms, cut to the compared runs and to the rollout batches that all of
+        them have, so that rows are the same steps in each. A step that a run lost is NaN in its column alone."""
         runs = self.compared(*arms)
         seeds, last = sorted({run.seed for run in runs}), min(run.last for run in runs)
         return [self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms]
 
     def metrics(self, prefix: str) -> list[str]:
-        """Return names of the reported metrics that start so."""
+        """Return the names of the reported metrics that begin with the prefix."""
         names = (c for c in self.rows.columns if c not in NOT_METRICS)
         return [c for c in names if c.startswith(prefix) and self.rows[c].notna().any()]
 
 
 def die(message: str) -> NoReturn:
+    """Raise Refused with this message."""
     raise Refused(message)
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """What may have been meant, for the end of an error message; all that is known if nothing is near."""
+    """Return the end of an error message: the names that may have been meant or, if none is near, all candidates."""
     close = get_close_matches(name, list(candidates), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(candidates)}"

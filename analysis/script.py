@@ -1,4 +1,4 @@
-"""What every figure script does from the command line: load, draw, print the paths and the verdicts."""
+"""What every figure script does from the command line: load runs, draw, print the paths and the verdicts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from analysis.claims import Claim
 from analysis.style import FORMATS, View
 from gspo.core import escaping
 
-# Why a figure refuses options for curves: --seeds, --smooth and --log-x.
+# The reasons why a figure refuses options for curves: --seeds, --smooth and --log-x.
 DOTS = {"seeds": "the seeds stand there as dots already"}
 NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is not training"}
 
 
 class DoesNothing(argparse.Action):
-    """An option that can do nothing in this figure."""
+    """An option that has no effect in this figure, and is therefore refused."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         load.die(f"{option_string} does nothing in {Path(sys.argv[0]).stem}: {self.const}; leave it out")
 
 
 def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None) -> argparse.ArgumentParser:
-    """Return the options that all scripts of this folder share; the script's docstring is its help. `refused`: those
-    that can do nothing in this figure, and why."""
+    """Return a parser with the options that all scripts of this folder share; the script's docstring is its help.
+    `refused` names the options that can have no effect in this figure, with the reasons."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
@@ -62,12 +62,12 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
 
 
 def view(args: argparse.Namespace) -> View:
-    """Return how to draw, from the command line."""
+    """Return how to draw, as the command line says."""
     return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width)
 
 
 def folder(name: str) -> Path:
-    """Return a folder that is there, or is made."""
+    """Return the path of a folder, which is made if it is not there."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -100,8 +100,8 @@ def inches(text: str) -> float:
 
 
 def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = True) -> load.Data:
-    """Return the runs named on the command line; prints what was amiss with them. Dies where an option finds nothing to
-    do, and, unless a figure is of several studies, where one of the names holds more than one."""
+    """Load the runs named on the command line and print the notes on them. Raises Refused where an option would have no
+    effect and, unless the figure takes several studies, where one of the names holds more than one study."""
     for path in () if several_studies else args.runs:
         one_study(path)
     data = load.load(args.runs)
@@ -113,11 +113,11 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
 
 
 def one_study(path: str) -> None:
-    """Run of two studies would be taken for arms and seeds of one, or for the same arm and seed twice."""
+    """Raise Refused if a source holds runs of several studies: they would be taken for arms and seeds of one study."""
     try:
         found = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):
-        return  # load.load says what is wrong
+        return  # load.load reports the error
     studies = {str(record.settings.get("study")): record.path.parent for record in found}
     if len(studies) > 1:
         name, folder = sorted(studies.items())[0]
@@ -127,8 +127,8 @@ def one_study(path: str) -> None:
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a script's main; what cannot be done with its runs is one line on stderr, exit code 2. Nothing that the runs
-    hold acts on the terminal."""
+    """Run a script's main. What cannot be done with its runs becomes one line on stderr with exit code 2, and no text
+    from the runs can control the terminal."""
     escaping.guard()
     try:
         main()

@@ -1,4 +1,4 @@
-"""Where runs come from: run directories, W&B's offline files, W&B's server. One Record each, cached as Parquet.
+"""Read runs from run directories, W&B's offline files, or W&B's server, one Record each, cached as Parquet.
 
     runs/paper_figures                       run directories below it (settings.yaml and metrics.jsonl)
     copied/wandb                             offline W&B files below it that lie in no run directory
@@ -27,12 +27,13 @@ from gspo.core import untrusted
 from gspo.core.files import replace_bytes
 
 SERVER = "wandb:"
-KEY = b"gspo"  # of what a cache file says beside the table
+KEY = b"gspo"  # the key of the metadata in a cache file
 
 
 @dataclass
 class Record:
-    """One run as recorded: settings flat ({"optim.lr": 0.001}), a row per step, what was amiss."""
+    """One run as recorded: its settings, flat as in {"optim.lr": 0.001}, a row per step, and notes on what was
+    damaged."""
 
     path: Path
     settings: dict[str, object]
@@ -42,7 +43,7 @@ class Record:
 
 
 def records(path: Path | str) -> list[Record]:
-    """Return all runs of one source. Raises FileNotFoundError, ValueError with one line."""
+    """Return all runs of one source. Raises FileNotFoundError, or ValueError with one line."""
     if str(path).startswith(SERVER):
         return server(str(path).removeprefix(SERVER))
     path = Path(path)
@@ -54,7 +55,7 @@ def records(path: Path | str) -> list[Record]:
     for folder in folders:
         read = [folder / "settings.yaml", folder / "metrics.jsonl"]
         record = cached(str(read[0].resolve()), stamp(read), lambda folder=folder: from_folder(folder))
-        found.append(replace(record, path=folder))  # as it was named this time
+        found.append(replace(record, path=folder))  # under the name that was given this time
     within = {folder.resolve() for folder in folders}
     there = [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
     files = {file.resolve() for file in there}
@@ -65,24 +66,26 @@ def records(path: Path | str) -> list[Record]:
 
 
 def _a_copy(file: Path) -> bool:
-    """Return whether this is W&B's link to the latest run, made a folder by a copy that followed links."""
+    """Return whether this is a copy of W&B's link to the latest run, which became a folder because the copy followed
+    links."""
     return file.parent.name == "latest-run" and any(file.parent.parent.glob(f"*-run-*/{file.name}"))
 
 
 def stamp(files: list[Path]) -> list:
-    """What changes when a file does."""
+    """Return what changes when one of the files does: name, size, and time of the last change."""
     return [[str(file.resolve()), file.lstat().st_size, file.lstat().st_mtime_ns] for file in files]
 
 
 # ---------------------------------------------------------------------------------------------------- run directories
 def from_folder(folder: Path) -> Record:
-    """Return a run directory. Raises nothing for what is in its files: what can be read is read, the rest is noted."""
+    """Read a run directory. What can be read is read and the rest is noted; nothing in its files raises."""
     notes: list[str] = []
     settings, rows = read_settings(folder / "settings.yaml", notes), read_rows(folder / "metrics.jsonl", notes)
     return Record(folder, flatten(settings), pd.DataFrame(rows), notes)
 
 
 def read_settings(file: Path, notes: list[str]) -> dict:
+    """Return the settings of settings.yaml; an unreadable file gives a note and no settings."""
     try:
         return untrusted.read_yaml(file)
     except (OSError, untrusted.Unreadable) as error:
@@ -91,8 +94,8 @@ def read_settings(file: Path, notes: list[str]) -> dict:
 
 
 def read_rows(file: Path, notes: list[str]) -> list[dict]:
-    """Return the rows of metrics.jsonl: a step and numbers; null (a NaN or infinity when written) becomes NaN. Lines
-    that are none, cut or damaged, are left out."""
+    """Return the rows of metrics.jsonl, each a step and numbers; null (a NaN or infinity when written) becomes NaN. Cut
+    and damaged lines are left out, and noted."""
     try:
         rows, damaged = untrusted.read_rows(file)
     except (OSError, untrusted.Unreadable) as error:
@@ -105,7 +108,7 @@ def read_rows(file: Path, notes: list[str]) -> list[dict]:
 
 
 def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Nested settings as {"optim.lr": 0.001, ...}; lists become text."""
+    """Return nested settings as {"optim.lr": 0.001, ...}; lists become text."""
     flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -117,7 +120,7 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
 
 # ------------------------------------------------------------------------------------------------------- W&B's files
 def from_file(file: Path) -> Record:
-    """Return one offline file: a run, or a segment of it."""
+    """Read one offline W&B file, which holds a run or one segment of it."""
     segment = wandb_files.read(file)
     rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
     notes = [f"{file}: {what}" for what in segment.damage]
@@ -125,8 +128,9 @@ def from_file(file: Path) -> Record:
 
 
 def joined(segments: list[Record]) -> list[Record]:
-    """Return one per run, of segments in the order of their start. Those of one id are joined, the later rows count; of
-    runs of one study and name with different ids (one that was rolled back goes on as a new run) the newest counts."""
+    """Return one record per run, from segments in the order of their start. Segments with the same id are joined, and
+    the later row of a step counts. Of runs with one study and name but different ids, the newest counts: a run that was
+    rolled back goes on under a new id."""
     runs: dict[tuple[object, Path], Record] = {}
     for segment in segments:
         key = (segment.settings.get("study"), segment.path)
@@ -145,8 +149,8 @@ def joined(segments: list[Record]) -> list[Record]:
 
 # ------------------------------------------------------------------------------------------------------ W&B's server
 def server(address: str) -> list[Record]:
-    """Run of entity/project[/group] through W&B's API, with all rows. Raises ValueError without an account."""
-    import wandb  # here, for it takes a second to import
+    """Return the runs of entity/project[/group] from W&B's API, with all rows. Raises ValueError without an account."""
+    import wandb  # imported here because it takes a second
     from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 
     entity, _, rest = address.partition("/")
@@ -158,7 +162,7 @@ def server(address: str) -> list[Record]:
         raise ValueError(f"{SERVER}{address}: no W&B account is configured on this machine: wandb login")
     try:
         runs = list(wandb.Api().runs(f"{entity}/{project}", filters={"group": group} if group else None))
-        trained = [run for run in runs if run.job_type != "report"]  # those hold the pictures of reports
+        trained = [run for run in runs if run.job_type != "report"]  # report runs hold only pictures
         return [
             cached(
                 f"{host}/{address}/{run.id}",
@@ -180,7 +184,7 @@ def signed_in() -> bool:
 
 
 def from_server(run: object) -> Record:
-    """Return a run of the API: `scan_history` gives every row, where `history` gives 500 sampled ones."""
+    """Read a run of the API. `scan_history` gives every row, whereas `history` gives 500 sampled ones."""
     rows: dict[int, dict[str, float]] = {}
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)
@@ -188,13 +192,14 @@ def from_server(run: object) -> Record:
             rows.setdefault(step, {}).update(wandb_files.numbers(row))
     frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
     settings = {key: value for key, value in run.config.items() if key != "_wandb"}
-    name = wandb_files.recorded_name(settings) or run.name  # which WANDB_NAME may have replaced
+    name = wandb_files.recorded_name(settings) or run.name  # WANDB_NAME may have replaced the run's name
     return Record(Path(name), flatten(settings), frame, id=run.id)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
 def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
-    """What `make` gives, kept under this name as Parquet in the user's cache folder until the stamp is another."""
+    """Return what `make` gives, and keep it under this name as Parquet in the user's cache folder until the stamp
+    changes."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gspo"
     kept = base / (hashlib.sha256(os.fsencode(name)).hexdigest()[:20] + ".parquet")
     try:
@@ -203,7 +208,7 @@ def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
         if said["stamp"] == stamp:
             return Record(Path(said["path"]), said["settings"], table.to_pandas(), said["notes"], said["id"])
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
-        pass  # none yet, or of another version, or damaged: it is made again
+        pass  # there is none yet, or it is damaged or of another form, so it is made again
     record = make()
     if len(record.rows):
         _keep(record, kept, {"stamp": stamp, "path": str(record.path)})
@@ -211,7 +216,7 @@ def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
 
 
 def _keep(record: Record, kept: Path, said: dict[str, object]) -> None:
-    """Write the cache file beside its name and rename it; a folder that cannot be written costs time alone."""
+    """Write the cache file beside its name and rename it. If the folder cannot be written, only time is lost."""
     said |= {"settings": record.settings, "notes": record.notes, "id": record.id}
     table = pa.Table.from_pandas(record.rows, preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), KEY: json.dumps(said, default=str)})

@@ -1,7 +1,7 @@
-"""Statistics of runs: smoothing, intervals over seeds, paired comparisons, compute efficiency. Numpy only.
+"""Statistics of runs: smoothing, intervals over seeds, paired comparisons. Numpy only.
 
-Two kinds of interval, and every number says which it is:
-- over seeds (two or more): what another training run could have given. Student's t.
+There are two kinds of interval, and every number says which it has:
+- over seeds (two or more): what another training run could have given, by Student's t;
 - within the run (one seed): how well the mean over this run's batches is known, by resampling blocks of neighbouring
   batches. It says nothing about other seeds and is too narrow as a statement about the method.
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WINDOW = 10  # batches in "final level" and in trailing means
-START = 5  # batches in "start reward": a single batch is noisy, more would hide the first gains
+WINDOW = 10  # batches in the final level and in trailing means
+START = 5  # batches in the start reward: a single batch is noisy, and more would hide the first gains
 REPS = 2000  # bootstrap draws
-TIE = 1e-9  # relative: differences of means of rounded rewards are known to some 1e-14 of the rewards
+TIE = 1e-9  # relative; rounding leaves differences of means of rewards uncertain by about 1e-14 of the rewards
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
 # fmt: off
 T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -29,14 +29,15 @@ T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval. `seeds` = 1: within the run only; low and high are NaN where there is none."""
+    """A mean with its 95 % interval. With `seeds` = 1 it holds within the run only; low and high are NaN where there is
+    no interval."""
 
     mean: float
     low: float
     high: float
     seeds: int
-    values: tuple[float, ...] = ()  # of each seed, where there are several
-    logarithmic: bool = False  # the mean is the geometric one, as of ratios
+    values: tuple[float, ...] = ()  # the seeds' own values, where there are several
+    logarithmic: bool = False  # whether the mean is geometric, as for ratios
 
     @property
     def kind(self) -> str:
@@ -48,7 +49,8 @@ class Interval:
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     def p(self, line: float = 0.0) -> float:
-        """Exact two-sided sign-flip p of the seeds' mean being this number; NaN without several seeds."""
+        """Return the exact two-sided sign-flip p for the hypothesis that the seeds' mean is `line`; NaN without several
+        seeds."""
         if len(self.values) < 2:
             return math.nan
         values_S = np.array(self.values)
@@ -56,7 +58,8 @@ class Interval:
 
 
 def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
-    """Exponential moving average, started at the first value: m_t = decay m_{t-1} + (1 - decay) x_t. NaN is skipped."""
+    """Return the exponential moving average, m_t = decay m_{t-1} + (1 - decay) x_t, started at the first value. NaN is
+    skipped."""
     smooth, mean = [], math.nan
     for value in np.asarray(values_T, float):
         if not math.isnan(value):
@@ -66,21 +69,24 @@ def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
 
 
 def trailing_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
-    """Mean of the last `window` values, NaN before there are so many. The honest choice for "first reached at"."""
+    """Return the mean of the last `window` values at each step, NaN before there are that many. It looks at no later
+    value, so that it can say when a level was first reached."""
     values_T = np.asarray(values_T, float)
     window = min(window, len(values_T))
     return np.concatenate([np.full(window - 1, np.nan), np.convolve(values_T, np.full(window, 1 / window), "valid")])
 
 
 def centred_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
-    """Mean over the values at most window/2 away on either side, so fewer at the ends. NaN is skipped."""
+    """Return at each step the mean of the values at most window/2 away on either side, so of fewer at the ends. NaN is
+    skipped."""
     values_T, reach = np.asarray(values_T, float), window // 2
     near = [values_T[max(0, t - reach) : t + reach + 1] for t in range(len(values_T))]
     return np.array([np.nanmean(x) if np.isfinite(x).any() else math.nan for x in near])
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t; beyond 30 degrees of freedom by the Cornish-Fisher series (error < 1e-3)."""
+    """Return the 97.5 % quantile of Student's t; beyond 30 degrees of freedom by the Cornish-Fisher series (error <
+    1e-3)."""
     if freedom <= len(T975):
         return T975[freedom - 1]
     z = 1.959964
@@ -88,7 +94,8 @@ def t_quantile(freedom: int) -> float:
 
 
 def t_interval(values_S: np.ndarray) -> Interval:
-    """Mean over seeds and mean ± t_{0.975, S-1} sd / sqrt(S); without an interval for a single seed."""
+    """Return the mean over seeds with the interval mean ± t_{0.975, S-1} sd / sqrt(S); a single seed has no
+    interval."""
     values_S = np.asarray(values_S, float)
     mean = float(values_S.mean())
     if len(values_S) < 2:
@@ -98,17 +105,17 @@ def t_interval(values_S: np.ndarray) -> Interval:
 
 
 def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarray:
-    """`length` positions below `steps`: circular blocks of round(sqrt(steps)) neighbours from random starts."""
+    """Return `length` positions below `steps`: circular blocks of round(sqrt(steps)) neighbours from random starts."""
     block = max(1, round(math.sqrt(steps)))
     starts = rng.integers(steps, size=math.ceil(length / block))
     return ((starts[:, None] + np.arange(block)) % steps).ravel()[:length]
 
 
 def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
-    """Mean over the batches of ONE run; interval by the moving-block bootstrap (percentiles).
+    """Return the mean over the batches of ONE run, with an interval by the moving-block bootstrap (percentiles).
 
     Blocks keep the correlation of neighbouring batches, which a plain bootstrap would count as independent evidence.
-    Within-run only.
+    The interval holds within the run only.
     """
     values_T = np.asarray(values_T, float)
     values_T = values_T[np.isfinite(values_T)]
@@ -121,8 +128,9 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
 
 
 def estimate(table_TS: np.ndarray) -> Interval:
-    """Mean over batches and seeds: t interval of the seeds' means, or the within-run interval of a single seed. A batch
-    that a seed lacks (NaN) is left out of that seed's mean alone; a seed that lacks all is left out."""
+    """Return the mean over batches and seeds with the t interval of the seeds' means, or with the within-run interval
+    of a single seed. A batch that a seed lacks (NaN) is left out of that seed's mean alone, and a seed that lacks all
+    is left out."""
     table_TS = np.asarray(table_TS, float)
     table_TS = table_TS[:, np.isfinite(table_TS).any(axis=0)]
     if table_TS.shape[1] == 0:
@@ -133,15 +141,15 @@ def estimate(table_TS: np.ndarray) -> Interval:
 
 
 def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
-    """Mean of a - b, taken batch by batch and seed by seed: both arms saw the same problems there, so the problems'
-    difficulty, the largest part of the noise, cancels."""
+    """Return the mean of a - b, taken batch by batch and seed by seed. Both arms saw the same problems there, so the
+    difficulty of the problems, the largest part of the noise, cancels."""
     return estimate(np.asarray(a_TS, float) - np.asarray(b_TS, float))
 
 
 def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
-    """Mean of a over mean of b, per seed, over the batches that both have. Several seeds: geometric mean and t interval
-    of the logarithms. One seed: block bootstrap that draws the same batches of both arms. Where a seed's mean is 0
-    there is no interval; inf if b is 0 throughout, NaN if both are."""
+    """Return the mean of a over the mean of b, per seed, over the batches that both have. Several seeds give the
+    geometric mean and the t interval of the logarithms; one seed gives a block bootstrap that draws the same batches of
+    both arms. There is no interval where a seed's mean is 0; the ratio is inf if b is 0 throughout, NaN if both are."""
     a_TS, b_TS = np.asarray(a_TS, float), np.asarray(b_TS, float)
     both_TS = np.isfinite(a_TS) & np.isfinite(b_TS)
     seeds_S = both_TS.any(axis=0)
@@ -150,7 +158,7 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     a_TS, b_TS = (np.where(both_TS, x, np.nan)[:, seeds_S] for x in (a_TS, b_TS))
     a_S, b_S = np.nanmean(a_TS, axis=0), np.nanmean(b_TS, axis=0)
     seeds = len(a_S)
-    if (a_S <= 0).any() or (b_S <= 0).any():  # no logarithm: the pooled ratio, without an interval
+    if (a_S <= 0).any() or (b_S <= 0).any():  # there is no logarithm, so take the pooled ratio without an interval
         point = float(a_S.mean() / b_S.mean()) if b_S.mean() > 0 else math.inf if a_S.mean() > 0 else math.nan
         return Interval(point, math.nan, math.nan, seeds)
     if seeds > 1:
@@ -164,25 +172,27 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
         chosen = block_indices(len(a_TS), len(a_TS), rng)
         below = b_TS[chosen].mean()
         draws.append(a_TS[chosen].mean() / below if below > 0 else np.inf)
-    low, high = np.quantile(draws, [0.025, 0.975], method="nearest")  # no interpolation: inf may occur
+    # "nearest" because inf may occur, which cannot be interpolated
+    low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
     return Interval(float(a_S[0] / b_S[0]), float(low), float(high), 1)
 
 
 def decline(values_T: np.ndarray) -> float:
-    """1 - (mean of the last 10) / (highest point of the EMA(0.9)): 0.3 = the run ends 30 % below its peak.
-    NaN if the peak is not positive."""
+    """Return 1 - (mean of the last 10) / (highest point of the EMA(0.9)), so 0.3 where the run ends 30 % below its
+    peak; NaN if the peak is not positive."""
     values_T = np.asarray(values_T, float)
     peak = float(np.nanmax(ema(values_T)))
     return 1 - float(np.nanmean(values_T[-WINDOW:])) / peak if peak > 0 else math.nan
 
 
 def sign_flip_p(differences_S: np.ndarray) -> float:
-    """Exact two-sided p of paired differences having mean 0: share of the 2^S sign patterns at least as extreme.
+    """Return the exact two-sided p that paired differences have mean 0: the share of the 2^S sign patterns that are at
+    least as extreme.
 
-    Its smallest value is 2 / 2^S: with fewer than 6 seeds it cannot fall below 0.05. Patterns are counted without
+    Its smallest value is 2 / 2^S, so with fewer than 6 seeds it cannot fall below 0.05. Patterns are counted without
     listing them: a pattern's sum is a sum of its first half plus one of its second, and of the 2^(S/2) sums of the
-    second half, sorted, those that are large enough for a given first half are one stretch. Sums that differ by no
-    more than TIE of the sum of all sizes are ties, which count as as extreme; NaN if a difference is NaN.
+    second half, sorted, those that are large enough for a given first half are one stretch. Sums that differ by no more
+    than TIE of the sum of all sizes are ties, and ties count as equally extreme. NaN if a difference is NaN.
     """
     d = np.asarray(differences_S, float)
     if not len(d) or not np.isfinite(d).all():

@@ -1,6 +1,6 @@
-"""What a study's report says in words and tables, in parts that HTML, Markdown and a W&B Report have alike (blocks.py).
+"""The words and tables of a study's report, as blocks (blocks.py) that become HTML, Markdown or a W&B Report.
 
-study_report.py writes them to files, wandb_report.py to W&B.
+study_report.py writes them to files, and wandb_report.py to W&B.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
     "Held-out scores: first -> last evaluation."
 )
-WIDE = 4  # with more arms than these a table has a row per arm, not a column
-FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # settings that say nothing of a study
+WIDE = 4  # with more arms than this a table has a row per arm instead of a column
+FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")  # settings that say nothing about the study
 
 
 def opening(data: Data, baseline: str) -> list[Block]:
@@ -35,7 +35,7 @@ def opening(data: Data, baseline: str) -> list[Block]:
 
 
 def settings(data: Data) -> Table:
-    """Return the settings in which arms differ, a row per arm."""
+    """Return a table of the settings in which arms differ, with a row per arm."""
     keys = [key for key in load.differing(data.runs) if key not in ("seed",)]
     rows = []
     for arm in data.arms:
@@ -46,14 +46,14 @@ def settings(data: Data) -> Table:
 
 
 def common(data: Data) -> str:
-    """Return a line per setting that all runs have alike."""
+    """Return a line per setting that is the same in all runs."""
     first = data.runs[0].settings
     alike = (key for key in first if all(run.settings.get(key) == first[key] for run in data.runs))
     return "\n".join(f"{key}: {first[key]}" for key in sorted(alike) if key.split(".")[0] not in FOLLOWS)
 
 
 def statistics(data: Data) -> Table:
-    """What each arm reached, what it clipped, what it cost; quantities that no run has reported are left out."""
+    """Return a table of what each arm reached, clipped and cost, without quantities that no run has reported."""
     columns = {arm: reproduce.entries(data, arm) for arm in data.arms}
     names = [name for name in columns[data.arms[0]] if any(column[name] != "-" for column in columns.values())]
     if len(data.arms) > WIDE:
@@ -62,7 +62,8 @@ def statistics(data: Data) -> Table:
 
 
 def differences(data: Data, baseline: str) -> list[Block]:
-    """Return the reward of arms against their rivals', paired by seed and batch."""
+    """Return the table of each arm's reward minus its rival's, paired by seed and batch, and notes on arms without
+    one."""
     rows, alone, pairs = [], [], rivals(data.arms, baseline)
     for arm, rival in pairs.items():
         if (why := load.lacking(data, (arm, rival))) is not None:
@@ -85,8 +86,8 @@ def differences(data: Data, baseline: str) -> list[Block]:
 
 
 def rivals(arms: list[str], baseline: str) -> dict[str, str]:
-    """Whom each arm is compared with: the baseline if one is asked for; else GRPO under the same other settings; if
-    there is no such pair, the first arm."""
+    """Return which arm each arm is compared with: the baseline if one is given, else GRPO under the same other settings
+    or, if there is no such pair, the first arm."""
     if baseline:
         return {arm: baseline for arm in arms if arm != baseline}
     like = {arm: GRPO + arm[len(arm.split(" [")[0]) :] for arm in arms}
@@ -95,7 +96,7 @@ def rivals(arms: list[str], baseline: str) -> dict[str, str]:
 
 
 def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
-    """Return a row per run; `link(run)` is where it is to be seen."""
+    """Return a table with a row per run; `link(run)` gives the address at which it can be seen."""
     rows = []
     for run in data.of(*data.arms):
         how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")

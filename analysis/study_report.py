@@ -33,11 +33,11 @@ def main() -> None:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
     if args.publish:
-        from analysis import wandb_report  # here, for wandb takes a second to import
+        from analysis import wandb_report  # imported here because wandb takes a second
 
         wandb_report.check(args.publish, data)
     drawn, left_out = reproduce.draw_all(data, args.out, view)
-    data.notes += [why.split("; found: ")[0] for why in left_out]  # the arms stand in the table of settings
+    data.notes += [why.split("; found: ")[0] for why in left_out]  # the table of settings already lists the arms
     figures = [
         path for path in (*fig_curves.draw(data, args.out, view), *drawn, *args.figures) if path.suffix == ".png"
     ]
@@ -56,11 +56,12 @@ def main() -> None:
 
 
 def shown(figures: list[Path]) -> list[Block]:
+    """Return a block for each figure under a heading."""
     return [Heading("Figures"), *(Figure(path, path.stem.replace("_", " ")) for path in figures)]
 
 
 def local(run: Run, folder: Path) -> Link | str:
-    """Its own report, or its directory, from a page in `folder`."""
+    """Return a link to the run's own report, or to its directory, from a page in `folder`."""
     place = run.path / "report.html" if (run.path / "report.html").exists() else run.path
     return Link(run.path.name, address(place, folder)) if place.exists() else run.path.name
 

@@ -1,4 +1,4 @@
-"""One style for all figures: axes, caption, and files that come out byte for byte the same. The arms: looks.py."""
+"""One style for all figures: axes, captions, and files that come out the same byte for byte. looks.py has the arms."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from analysis.stats import WINDOW
 from gspo.core.escaping import shown
 from gspo.core.files import replace_bytes
 
-INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # what belongs to no arm
+INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # colours of everything that belongs to no arm
 WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
 COMPUTE = "compute/flops"
-POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")  # in a label
+POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")  # a power of ten in a label
 
 
 @dataclass(frozen=True)
 class View:
-    """How figures are drawn and written: what script.py's options say."""
+    """How figures are drawn and written, as the options of script.py say."""
 
-    seeds: bool = False  # each seed's curve too
+    seeds: bool = False  # whether each seed's curve is drawn too
     smooth: int = WINDOW // 2  # batches on either side over which curves are averaged
     log_x: bool = False
     formats: tuple[str, ...] = ("pdf", "png")
@@ -83,13 +83,13 @@ def short(arm: str) -> str:
 
 
 def canvas(height: float, view: View) -> Figure:
-    """Return an empty figure; `height` in inches, the caption not counted."""
+    """Return an empty figure of this height in inches, to which the caption will be added."""
     return Figure(figsize=(view.width, height), layout="constrained")
 
 
 def label_ends(ax: Axes, ends: list[tuple[float, str, Look]], letter: float = 0.075) -> None:
-    """Write names at the right edge with a piece of their lines, at the height where these end, kept apart; `letter`:
-    the height of a line of text as a share of the panel's."""
+    """Write the arms' names at the right edge with a piece of their lines, at the heights where the lines end, kept
+    apart. `letter` is the height of a line of text as a share of the panel's."""
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)  # the labels are placed for these limits
     log = ax.get_yscale() == "log"
@@ -109,14 +109,14 @@ def label_ends(ax: Axes, ends: list[tuple[float, str, Look]], letter: float = 0.
 
 
 def key(ax: Axes, looks: dict[str, Look], **where: object) -> None:
-    """A legend of arms, in a panel without room for names at the lines' ends."""
+    """Draw a legend of arms, for a panel without room for names at the lines' ends."""
     lines = [Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()]
     ax.legend(handles=lines, fontsize=8, handlelength=2.6, **where)
 
 
 def training_axis(ax: Axes, largest: float, view: View) -> None:
-    """The x axis of curves: FLOPs up to `largest`, the power of ten in the label instead of at the ticks; batches
-    where there is no such number (0)."""
+    """Set up the x axis of curves: FLOPs up to `largest`, with the power of ten in the label instead of at the ticks;
+    batches where `largest` is 0."""
     power = math.floor(math.log10(largest)) if largest > 0 else 0
     if view.log_x:
         ax.set_xscale("log")
@@ -136,7 +136,7 @@ def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
 
 
 def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list[Path]:
-    """Write out/name in the formats asked for, the caption wrapped under the panels. The same runs give the same
+    """Write out/name in the formats asked for, with the caption wrapped under the panels. The same runs give the same
     bytes."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
     if view.caption:
@@ -156,17 +156,17 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
 
 
 def as_data(text: Text) -> None:
-    """Names and settings are shown as they are: matplotlib reads formulas between dollars, where we write powers of
-    ten alone."""
+    """Show names and settings literally. matplotlib would read text between dollar signs as formulas, which here are
+    only powers of ten."""
     text.set_text(shown(text.get_text()))
     if "$" in POWER.sub("", text.get_text()):
         text.set_parse_math(False)
 
 
 def write_under(figure: Figure, caption: str) -> None:
-    """The caption, wrapped, below the panels; the figure grows by its height."""
+    """Write the wrapped caption below the panels; the figure grows by its height."""
     width, height = figure.get_size_inches()
-    letters = int(width * 72 / (CAPTION_SIZE * 0.54))  # they are some 0.54 of the font size wide
+    letters = int(width * 72 / (CAPTION_SIZE * 0.54))  # a letter is about 0.54 of the font size wide
     lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)]
     under = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
     total = height + under
@@ -177,7 +177,7 @@ def write_under(figure: Figure, caption: str) -> None:
 
 
 def finite_max(*values: np.ndarray) -> float:
-    """Return the largest finite number of several arrays, 0 if there is none."""
+    """Return the largest finite number of several arrays, or 0 if there is none."""
     flat = np.concatenate([np.ravel(np.asarray(v, float)) for v in values])
     flat = flat[np.isfinite(flat)]
     return float(flat.max()) if len(flat) else 0.0

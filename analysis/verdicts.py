@@ -7,9 +7,9 @@
                                "points to the same" where only the interval says so
     undecided                  none of these
 
-An interval over a few seeds is a bet on their normality, and with three of them a machine's rounding can turn it over:
-the sign-flip test makes no such bet. Its smallest p over S seeds is 2 / 2^S, so that a verdict takes 6 seeds. One seed
-gives an interval within the run and no p: it can point, no more.
+An interval over a few seeds relies on their being normally distributed, and with three seeds a rounding difference of
+the machine can reverse it. The sign-flip test does not rely on that. Its smallest p over S seeds is 2 / 2^S, so a
+verdict requires 6 seeds. One seed gives an interval within the run and no p: it can point to something, no more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVEL, FEWEST = 0.05, 6
 
 
 def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
-    """Return verdict on "above the line"; with a margin also on "the same as the line within ±margin"."""
+    """Return the verdict on "above the line" and, with a margin, also on "the same as the line within ±margin"."""
     if math.isnan(interval.low):
         return "undecided (no interval)"
     same = alike(interval, line, margin) if margin else ""
@@ -34,7 +34,7 @@ def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> st
 
 
 def between(interval: Interval, low: float, high: float, name: str) -> str:
-    """Return verdict on "lies between low and high"; `name` says what these are."""
+    """Return the verdict on "lies between low and high"; `name` says what these two are."""
     if math.isnan(interval.low):
         return "undecided (no interval)"
     if low < interval.low and interval.high < high:
@@ -47,7 +47,8 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
 
 
 def alike(interval: Interval, line: float, margin: float) -> str:
-    """ "the same within ±margin" if that can be said, "points to the same ..." if only the interval says so, or ""."""
+    """Return "the same within ±margin" if that can be said, "points to the same ..." if only the interval says so, or
+    ""."""
     if not (line - margin < interval.low and interval.high < line + margin):
         return ""
     p = max(interval.p(line - margin), interval.p(line + margin))
@@ -56,7 +57,7 @@ def alike(interval: Interval, line: float, margin: float) -> str:
 
 
 def certainty(p: float, seeds: int) -> str:
-    """Return the exact p, and what it lacks for a verdict."""
+    """Return the exact p in words, and what a verdict would still require."""
     if math.isnan(p):
         return f"no p from one seed: a verdict needs {FEWEST}"
     text = f"exact p = {p:.2g}"

@@ -1,8 +1,9 @@
-"""Runs from W&B's offline files. Damaged and half-written ones too: what can be read is read, the rest is said.
+"""Read runs from W&B's offline files, also damaged and half-written ones: what can be read is read, the rest noted.
 
-A `.wandb` file: 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in LevelDB's log format: records
-of (CRC-32 of type and payload, length, type), a payload that crosses a block is cut into FIRST, MIDDLE, LAST; the
-payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are joined by our `step`.
+A `.wandb` file has 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in LevelDB's log format. These
+hold records of (CRC-32 of type and payload, length, type) and a payload; a payload that crosses a block is cut into
+FIRST, MIDDLE and LAST. The payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are
+joined by our `step`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAS
 
 @dataclass
 class Segment:
-    """What one file says."""
+    """What one file holds."""
 
     path: Path
     id: str = ""
@@ -34,7 +35,7 @@ class Segment:
 
 
 def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
-    """The payloads that are whole; after damage it goes on with the next block, as LevelDB does."""
+    """Yield the payloads that are whole. After damage, reading goes on with the next block, as in LevelDB."""
     if len(data) < HEADER or struct.unpack_from("<4sHB", data) != (b":W&B", 0xBEE1, 0):
         damage.append("no W&B file, or its first bytes are damaged")
         return
@@ -69,9 +70,9 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """Return one file. Raises nothing for what is in it, nor for what it is."""
+    """Read one file. Neither its content nor its kind raises an exception; what is wrong becomes a note."""
     from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record  # here, for wandb takes a second to import
+    from wandb.proto.wandb_internal_pb2 import Record  # imported here because wandb takes a second
 
     segment, ended, names = Segment(path), False, {"step"}
     try:
@@ -106,7 +107,7 @@ def read(path: Path) -> Segment:
                     segment.damage.append(f"its rows make a table of more than {untrusted.CELLS:,} cells")
                     break
     named = segment.name if may_be_a_name(segment.name) else ""
-    segment.name = recorded_name(segment.config) or named  # which WANDB_NAME may have replaced
+    segment.name = recorded_name(segment.config) or named  # WANDB_NAME may have replaced the display name
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")
@@ -114,7 +115,7 @@ def read(path: Path) -> Segment:
 
 
 def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
-    """Keys and values of a record; W&B writes each value as JSON."""
+    """Return the keys and values of a record; W&B writes each value as JSON."""
     keys = [item.key or "/".join(item.nested_key) for item in items]
     try:
         values = untrusted.parse_json("[" + ",".join(item.value_json for item in items) + "]")
@@ -125,18 +126,18 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
 
 
 def recorded_name(config: dict[str, object]) -> str:
-    """Return the run directory's name, which the configuration holds beside the settings; taken out of it."""
+    """Remove the run directory's name from the configuration, which holds it beside the settings, and return it."""
     record = config.pop("record", None)
     name = record.get("run") if isinstance(record, dict) else None
     return name if isinstance(name, str) and may_be_a_name(name) else ""
 
 
 def may_be_a_name(text: str) -> bool:
-    """Return whether a file or folder could be called so: others make every question about the path fail."""
+    """Return whether a file or folder could have this name; with any other, every question about the path fails."""
     return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not untrusted.HALVES.search(text)
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
-    """Return a row without W&B's own keys and without tables; what is not finite becomes NaN."""
+    """Return a row without W&B's own keys and without tables; values that are not finite become NaN."""
     kept = {key: untrusted.finite(value) for key, value in row.items() if key[:1] != "_" and untrusted.is_number(value)}
     return {key: math.nan if value is None else value for key, value in kept.items()}

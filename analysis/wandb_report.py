@@ -1,8 +1,8 @@
-"""A study's report as a W&B Report, by W&B's own library for it (wandb_workspaces.reports.v2).
+"""A study's report as a W&B Report, written with W&B's own library for it (wandb_workspaces.reports.v2).
 
-A report shows pictures that a run has logged: they go into a run of job type "report" in the same project. Beside them
-stand live panels of the study's runs, by objective where that is all in which the arms differ, and links to the runs.
-Saving again replaces the report.
+A report shows pictures that a run has logged, so they go into a run of job type "report" in the same project. Beside
+them stand live panels of the study's runs, grouped by objective where the arms differ in nothing else, and links to the
+runs. Saving again replaces the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MADE = "Made by analysis/study_report.py, which replaces it"
 
 
 def check(address: str, data: Data) -> None:
-    """Dies if the report cannot be published there; before anything is drawn."""
+    """Raise Refused, before anything is drawn, if the report cannot be published at this address."""
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
         die(f"--publish {address}: write ENTITY/PROJECT")
@@ -39,7 +39,7 @@ def check(address: str, data: Data) -> None:
 
 
 def publish(address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]) -> str:
-    """Save the report in ENTITY/PROJECT; returns where it is to be seen. Dies when W&B refuses."""
+    """Save the report in ENTITY/PROJECT and return its address. Raises Refused when W&B refuses it."""
     entity, _, project = address.partition("/")
     name = f"figures: {title}"
     try:
@@ -51,11 +51,12 @@ def publish(address: str, title: str, data: Data, words: Sequence[Block], figure
 
 
 def studies(data: Data) -> list[str]:
+    """Return the names of the studies, sorted."""
     return sorted({str(run.settings.get("study")) for run in data.runs})
 
 
 def upload(entity: str, project: str, name: str, figures: list[Path]) -> list[str]:
-    """Log the figures to the one run of this name; returns the keys under which they are."""
+    """Log the figures to the one run of this name and return the keys under which they are stored."""
     pictures = {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -84,7 +85,7 @@ def report(
     drawn_by: str,
     pictures: list[str],
 ) -> wr.Report:
-    """Return the report, not saved yet; `pictures` are what the run named `drawn_by` holds."""
+    """Return the report, not saved yet; `pictures` are the keys that the run named `drawn_by` holds."""
     shown = wr.Runset(entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by))
     chosen = expr.And(expr.Metric("Group").isin(studies(data)), expr.Metric("JobType") == "train")
     live = wr.Runset(entity, project, name="runs", filters=chosen)
@@ -117,7 +118,8 @@ def report(
 
 
 def live_panel(metric: str, place: int, grouped_by: str) -> wr.LinePlot:
-    """A line per run, or the mean of those that are alike in the setting `grouped_by`."""
+    """Return a panel with a line per run or, with `grouped_by`, with the mean of the runs that agree in that
+    setting."""
     where = wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8)
     panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=where, max_runs_to_show=100)
     if grouped_by:
@@ -126,7 +128,8 @@ def live_panel(metric: str, place: int, grouped_by: str) -> wr.LinePlot:
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
-    """Return one of our parts as theirs, but for figures. Tables are Markdown: W&B's own show runs alone."""
+    """Return one of our blocks, other than a figure, as W&B's. Tables become Markdown, since W&B's own tables show only
+    runs."""
     match block:
         case Heading(text):
             return [wr.H2(text)]
@@ -141,18 +144,18 @@ def as_wandb(block: Block) -> list[wr.Block]:
 
 
 def addresses(entity: str, project: str) -> dict[str, str]:
-    """Where the project's runs are to be seen, by id."""
+    """Return the web addresses of the project's runs, by their ids."""
     return {run.id: run.url for run in wandb.Api().runs(f"{entity}/{project}")}
 
 
 def linked(run: Run, at: dict[str, str]) -> Link | str:
-    """Return the run's name, and its page if the project has it."""
+    """Return the run's name, as a link to its page if the project has one."""
     file = run.path / "wandb_id"
     identity = file.read_text(encoding="utf-8").strip() if file.exists() else run.id
     return Link(run.path.name, at[identity]) if identity in at else run.path.name
 
 
 def saved_before(made: wr.Report) -> str:
-    """Return the id of the report of this title that was made here, empty if there is none."""
+    """Return the id of the report of this title that this module saved before, or "" if there is none."""
     there = wandb.Api().reports(f"{made.entity}/{made.project}")
     return next((each.id for each in there if (each.display_name, each.description) == (made.title, MADE)), "")
