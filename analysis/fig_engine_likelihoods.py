@@ -77,8 +77,8 @@ def name(dtype: str, objective: str, *others: str) -> str:
 
 
 def chosen(data: Data) -> Data:
-    """Return the finished runs of the arms under this figure's names, cut to the batches that all of them have, and
-    note what is missing. Raises Refused where there are no two arms to compare."""
+    """Return the finished runs of the arms, renamed, cut to their common batches, with a note on what is missing.
+    Raises Refused where no two arms can be compared."""
     runs: dict[tuple[str, int], load.Run] = {}
     seeds = set()
     for run in data.runs:
@@ -129,8 +129,7 @@ def shared(data: Data, metric: str, *arms: tuple[str, ...]) -> list[pd.DataFrame
 
 
 def effect(data: Data, *cell: str) -> tuple[Interval, pd.Series] | None:
-    """Return the interval and each seed's value of the reward with the engine's log-probs minus the trainer's, or
-    None."""
+    """Return the interval and the seeds' values of the reward, engine's log-probs minus trainer's; None if unpaired."""
     if not (tables := shared(data, "reward/mean", (*cell, ENGINE), (*cell, TRAINER))):
         return None
     difference = (tables[0] - tables[1]).tail(WINDOW)
