@@ -1,1 +1,1 @@
-"""Verifiable problems: what the policy is asked, and how its responses are scored. No torch here."""
+"""Verifiable problems: what the policy is asked, and how its responses are scored. This package does not use torch."""

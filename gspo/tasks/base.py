@@ -1,7 +1,7 @@
 """What a task is, and the one rule that keeps evaluation problems out of training.
 
 A task makes problems, can write demonstrations for them, and scores responses. Problem i of a split is a pure function
-of (seed, split, i): every run, worker and resumed run sees the same one.
+of (seed, split, i), so every run, worker and resumed run sees the same one.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ class Task(Protocol):
     """A source of verifiable problems. `name` is what `Problem.task` and the metric `reward/<name>` say."""
 
     name: str
-    max_new_tokens: ClassVar[int]  # a response's in published evaluations; 0: there is no such number
+    max_new_tokens: ClassVar[int]  # the response limit of published evaluations; 0 where there is none
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index` of a split: "train", "cold_start" or one of `evaluation_sets()`. A pure function."""
+        """Return problem `index` of a split, which is "train", "cold_start" or one of `evaluation_sets()`; a pure
+        function."""
         ...
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return a worked response, without end of sequence. Each step is wrong with probability `wrong_step_rate`.
+        """Return a worked response, without the end-of-sequence token. Each step is wrong with probability
+        `wrong_step_rate`.
 
         A response with at least one wrong step scores 0, so its chance to score 1 is (1 - wrong_step_rate)^steps.
         """
         ...
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Scores in the order of `answers` = (problem, response text, whether the response ended by itself).
+        """Return the scores in the order of `answers` = (problem, response text, whether the response ended by itself).
 
         A response that was cut off scores 0 with the verdict "truncated", whatever it says so far.
         """
         ...
 
     def evaluation_sets(self) -> list[str]:
-        """Return names of the held-out sets; each is also a split of `problem`."""
+        """Return the names of the held-out sets; each is also a split of `problem`."""
         ...
 
     def size(self, split: str) -> int | None:
-        """Number of different problems of a split; None where they are made without end."""
+        """Return the number of different problems of a split, or None where they are made without end."""
         ...
 
     def ready(self) -> dict[str, str]:
-        """Start what scoring needs: what confines programs here, layer by layer; empty where none are run.
+        """Start what scoring needs. Returns what confines programs here, layer by layer; empty where no programs are
+        run.
 
         Raises ValueError if this machine cannot score the task.
         """
@@ -63,14 +66,15 @@ class Task(Protocol):
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether a prompt belongs to evaluation: 1 in 8 do, decided by its text alone, hence the same for every
-    seed."""
+    """Return whether a prompt belongs to evaluation. 1 in 8 prompts do; the text alone decides, so the split is the
+    same for every seed."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
 def draw_prompt(split: str, make: Callable[[], str]) -> str:
-    """Draws prompts from `make` until one lies on the split's side of `held_out`: outside for training, else inside."""
+    """Draw prompts from `make` until one lies on the split's side of `held_out`: outside for training, inside
+    otherwise."""
     for _ in range(MAX_DRAWS):
         prompt = make()
         if held_out(prompt) == (split not in TRAINING_SPLITS):
@@ -79,6 +83,6 @@ def draw_prompt(split: str, make: Callable[[], str]) -> str:
 
 
 def check_split(split: str, evaluation_sets: list[str]) -> None:
-    """Raises ValueError for a split that the task does not have."""
+    """Raise ValueError for a split that the task does not have."""
     if split not in TRAINING_SPLITS and split not in evaluation_sets:
         raise ValueError(f"split={split!r} is none of {[*TRAINING_SPLITS, *evaluation_sets]}")

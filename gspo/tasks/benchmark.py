@@ -1,11 +1,11 @@
-"""What published benchmarks share: records from files, the order of problems, and training sets free of test problems.
+"""What published benchmarks share: records from files, the order of problems, training sets without test problems.
 
 The evaluation set is in the order of its file: its first n problems are the file's first n, for every seed. The
 training set is visited epoch after epoch; epoch e is a permutation by (seed, e), so within an epoch every problem
 comes once. A benchmark without a training set refuses to be trained on, unless `train_path` gives one.
 
-Training problems whose text is also in the evaluation set are left out (letters and digits are compared, upper and
-lower case alike): no wording, file or seed brings a test problem into a training stream. Paraphrases are not found.
+Training problems whose text is also in the evaluation set are left out (only letters and digits are compared, without
+regard to case), so no wording, file or seed brings a test problem into a training stream. Paraphrases are not found.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from gspo.core.types import Problem
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.records_file import Row, Source
 
-FAR = 2**40 + 15  # replacements of problems with too long prompts lie further on than this: their epoch is kept small
+# replacements for problems with too long prompts come from positions beyond this; their epoch is kept small
+FAR = 2**40 + 15
 SEPARATORS = re.compile(r"[\W_]+")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A problem before it has a place in a stream."""
+    """A problem before it has a position in a stream."""
 
-    text: str  # the problem as published, without the prompt's wording: what is compared with the evaluation set
+    text: str  # the published problem without the prompt's wording; it is compared with the evaluation set
     prompt: str
     answer: Any
     family: str = ""
@@ -53,19 +54,19 @@ class Benchmark(Ranged):
     hub: str = ""
     hub_config: str = ""
 
-    max_new_tokens: ClassVar[int] = 0  # see gspo.tasks.base; each benchmark says whose evaluation it is
-    hub_split: ClassVar[str] = "test"  # of the evaluation set
-    hub_train_split: ClassVar[str] = ""  # "": the benchmark has no training set
-    one_file: ClassVar[bool] = False  # training and evaluation problems are in the same file
-    key: ClassVar[str] = "task"  # where these settings stand, for messages; in evaluate.py tasks.NAME
+    max_new_tokens: ClassVar[int] = 0  # see gspo.tasks.base; each benchmark says whose evaluation its limit is from
+    hub_split: ClassVar[str] = "test"  # the hub's split that holds the evaluation set
+    hub_train_split: ClassVar[str] = ""  # the hub's training split; "" if the benchmark has none
+    one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
+    key: ClassVar[str] = "task"  # the prefix of these settings in messages; evaluate.py sets tasks.NAME
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._read: dict[bool, list[Item]] = {}  # by: is it the training set; read when first asked for
+        self._read: dict[bool, list[Item]] = {}  # whether it is the training set -> its items, read when first needed
         self._orders: dict[tuple[int, str, int], list[int]] = {}
 
     def item(self, row: Row, training: bool) -> Item | None:
-        """Return a record as an item; None if it does not belong to this set. Raises ValueError for a record that is
+        """Return a record as an item, or None if it does not belong to this set. Raises ValueError for a record that is
         wrong."""
         raise NotImplementedError
 
@@ -73,14 +74,14 @@ class Benchmark(Ranged):
         return [self.name]
 
     def size(self, split: str) -> int:
-        """Number of problems of a split. Raises ValueError for a split that there is not."""
+        """Return the number of problems of a split. Raises ValueError for an unknown split."""
         return len(self._items(split))
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index`: by position in the evaluation set, whatever the seed; from the stream in training.
+        """Return problem `index`: by position in the evaluation set, whatever the seed, or from the stream in training.
 
-        Raises ValueError for a split that there is not, a file that cannot be read, a record that is wrong, and
-        IndexError beyond the end of the evaluation set.
+        Raises ValueError for an unknown split, a file that cannot be read, or a record that is wrong, and IndexError
+        beyond the end of the evaluation set.
         """
         items = self._items(split)
         if split in TRAINING_SPLITS:
@@ -92,18 +93,19 @@ class Benchmark(Ranged):
         return Problem(self.name, index, item.prompt, item.answer, item.family, item.rating)
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Benchmarks have none: worked solutions of people are not in the form that is scored."""
+        """Raise ValueError: benchmarks have no demonstrations, since published solutions are not in the form that is
+        scored."""
         raise ValueError(
             f"task={self.name} has no demonstrations: start from a model that can follow instructions "
             "(model=hf cold_start.steps=0)"
         )
 
     def _place(self, seed: int, split: str, index: int, count: int) -> int:
-        """Which item stands at a place of the training stream."""
+        """Return the index of the item that stands at a position of the training stream."""
         epoch = index % FAR // count
         key = (seed, split, epoch)
         if key not in self._orders:
-            if len(self._orders) > 8:  # a stream moves on; a handful serves a batch across a border
+            if len(self._orders) > 8:  # the stream moves on, so a handful of epochs serves a batch that spans two
                 self._orders.clear()
             self._orders[key] = permutation(count, seed, self.name, split, epoch).tolist()
         return self._orders[key][index % count]
@@ -123,7 +125,7 @@ class Benchmark(Ranged):
         return items
 
     def _nothing(self) -> str:
-        """Return why an evaluation set may be empty."""
+        """Return why an evaluation set may be empty, as the end of an error message."""
         return f"there is no problem of {self.name} in it"
 
     def _training_items(self) -> list[Item]:
@@ -139,7 +141,7 @@ class Benchmark(Ranged):
         return kept
 
     def _training_source(self) -> Source:
-        """Raises ValueError if the benchmark has no training set, and none is given."""
+        """Return where the training set is read from. Raises ValueError if the benchmark has none and none is given."""
         if self.train_path:
             return Source(f"{self.key}.train_path", self.train_path, "train")
         if not self.hub_train_split:
@@ -157,7 +159,7 @@ class Benchmark(Ranged):
 
 
 def fingerprint(text: str) -> str:
-    """What two spellings of the same problem have in common: letters and digits, case folded."""
+    """Return what two spellings of the same problem have in common: letters and digits, case folded."""
     return SEPARATORS.sub("", text.casefold())
 
 

@@ -3,7 +3,7 @@
     prompt      7+5-3+8=?
     response    7+5=12;12-3=9;9+8=17;#17
 
-Only the answer after `#` is scored: exact, no credit for the steps.
+Only the answer after `#` is scored. It must be exact; the steps earn nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SIGNED = re.compile(r"[+-]?[0-9]+")
 
 @dataclass
 class ChainArithmetic(Ranged):
-    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`; one step fewer than operands."""
+    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer than operands."""
 
     name: str = "math"
     min_operands: int = ranged(2, least=2, most=20)
     max_operands: int = ranged(6, least=2, most=20)
-    largest: int = ranged(9, least=5, most=999)  # below 5 there are too few problems to hold some out
-    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
+    largest: int = ranged(9, least=5, most=999)  # with less than 5 there are too few problems to hold some out
+    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,14 +41,13 @@ class ChainArithmetic(Ranged):
         return ["math_easy", "math_hard", "rated"]
 
     def size(self, split: str) -> int | None:
-        """Problems are made without end."""
+        """Return None, since problems are made without end."""
         check_split(split, self.evaluation_sets())
         return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points:
-        1000 for two operands, 1800 for six, the longest of training by default, 2200 for eight.
-        """
+        """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points: 1000
+        for two operands, 1800 for six (the longest of training by default), 2200 for eight."""
         check_split(split, self.evaluation_sets())
         low, high = self._operands(split)
         rng = generator(seed, self.name, split, index)
@@ -64,7 +63,7 @@ class ChainArithmetic(Ranged):
         )
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the worked chain. After a wrong step the following ones are right sums of the wrong value."""
+        """Return the worked chain. After a wrong step the following steps are right sums of the wrong value."""
         terms = _terms(problem.prompt)
         truth = value = terms[0]
         steps = []
@@ -72,7 +71,7 @@ class ChainArithmetic(Ranged):
             truth += term
             result = value + term
             if rng.random() < wrong_step_rate:
-                # never back onto the true sum by chance: a demonstration with a wrong step has a wrong answer
+                # A wrong step never leads back to the true sum, so that a demonstration with one has a wrong answer.
                 result = rng.choice([result + slip for slip in (-2, -1, 1, 2) if result + slip != truth])
             steps.append(f"{value}{term:+d}={result};")
             value = result
@@ -85,15 +84,15 @@ class ChainArithmetic(Ranged):
         return {}
 
     def close(self) -> None:
-        """Nothing to end: scoring needs no process."""
+        """Do nothing: scoring needs no process."""
 
     def _operands(self, split: str) -> tuple[int, int]:
-        """Fewest and most operands of a split."""
+        """Return the fewest and the most operands of a split."""
         if split == "math_easy":
             return 2, 4
         if split == "math_hard":
             return self.max_operands, self.max_operands
-        if split == "rated":  # from the easiest to beyond training, so that a good policy is not off the scale
+        if split == "rated":  # from the easiest to beyond training, so that a good policy stays on the scale
             return 2, self.max_operands + 2
         return self.min_operands, self.max_operands
 
@@ -108,11 +107,11 @@ def _terms(prompt: str) -> list[int]:
 
 
 def _score(problem: Problem, text: str) -> Score:
-    """Judge what follows the only `#`. Numbers are compared as text: a million digits cost nothing."""
+    """Judge what follows the only `#`. Numbers are compared as text, so a million digits cost nothing."""
     if "#" not in text:
         return Score(0.0, "no_answer")
     answer = text.partition("#")[2]
-    if not INTEGER.fullmatch(answer):  # a second `#`, trailing text and hedges end here
+    if not INTEGER.fullmatch(answer):  # rejects a second `#`, trailing text and hedges
         return Score(0.0, "malformed")
     right = answer == str(problem.answer)
     return Score(float(right), "correct" if right else "wrong", answer)

@@ -1,7 +1,7 @@
 """Published programming problems: HumanEval, MBPP and rated problem sets. Reward 1 if all tests pass, else 0.
 
-`wording` is how a program is asked for: instruct, as an instruction whose answer is a fenced block; completion, for
-base models (with prompt.format=plain), as a text that the response continues. See gspo/tasks/programs.py.
+`wording` is how a program is asked for. "instruct" is an instruction whose answer is a fenced block. "completion", for
+base models (with prompt.format=plain), is a text that the response continues. See gspo/tasks/programs.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_
 from gspo.tasks.records_file import Row, Source, writable
 from gspo.verifiers.code.grader import Asserts, StdinCase
 
-HIGHEST = 10_000  # rating: the best of all people have 4,000
-EVALPLUS = 768  # max_new_tokens of EvalPlus' models (evalplus/provider/base.py)
+HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
+EVALPLUS = 768  # EvalPlus' max_new_tokens for its models (evalplus/provider/base.py)
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
 
-# EvalPlus' instruction
+# EvalPlus' instruction.
 SCRIPT = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{}\n```"
 )
-# Austin et al., arXiv:2108.07732; for chat models with a request for a block instead of [BEGIN] and [DONE]
+# The prompt of Austin et al., arXiv:2108.07732. Chat models are asked for a fenced block instead of [BEGIN] and [DONE].
 MBPP = "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}\n"
 BLOCK = "\nPut the whole program into one ```python code block."
 
@@ -37,8 +37,8 @@ BLOCK = "\nPut the whole program into one ```python code block."
 class HumanEval(CodeBenchmark):
     """164 functions from signature and docstring (Chen et al., arXiv:2107.03374).
 
-    Records: {task_id, prompt, entry_point, canonical_solution, test}. A program goes after what stands before the
-    function in the prompt, its imports and helpers, as it may rely on them.
+    Records: {task_id, prompt, entry_point, canonical_solution, test}. Everything before the function in the prompt, its
+    imports and helpers, is put before a program, since the program may rely on it.
     """
 
     name: str = "humaneval"
@@ -70,9 +70,9 @@ class Mbpp(CodeBenchmark):
 
     Records: {task_id, text, code, test_list, test_setup_code}, or sanitized {task_id, prompt, code, test_imports,
     test_list}. Test problems are 11-510, training problems 601-974; 2, 3 and 4 are the examples of the completion
-    prompt. `shown_tests` of the asserts stand in the prompt: 3, the standard, lets a policy learn to return what they
-    expect; with fewer the others are hidden. Problems 367 and 927 (of them 367 is a test problem) set up objects of the
-    program's own class in their tests, which no program may hand over: they count as not solved.
+    prompt. `shown_tests` of the asserts stand in the prompt. Showing all 3, the standard, lets a policy learn to return
+    what they expect; with fewer the others are hidden. The tests of problems 367 and 927 (367 is a test problem) build
+    objects of the program's own class, which no program can hand over, so these two count as not solved.
     """
 
     name: str = "mbpp"
@@ -80,7 +80,7 @@ class Mbpp(CodeBenchmark):
     hub_config: str = "full"
     wording: str = "instruct"  # instruct | completion
     shown_tests: int = ranged(3, least=1, most=3)
-    cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6
+    cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
     hub_train_split: ClassVar[str] = "train"
     one_file: ClassVar[bool] = True
     max_new_tokens: ClassVar[int] = EVALPLUS
@@ -128,9 +128,9 @@ class Mbpp(CodeBenchmark):
 class RatedPrograms(CodeBenchmark):
     """Problems with a rating on Codeforces' scale, for an Elo rating of the policy. There is no standard file.
 
-    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be the hidden ones.
-    For training the rating may be missing, and instead of tests `input_output` may hold JSON {inputs, outputs} of
-    texts, as in APPS and TACO; problems there that call a function (fn_name) are left out.
+    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be the hidden ones. For
+    training the rating may be missing, and instead of tests `input_output` may hold JSON {inputs, outputs} of texts, as
+    in APPS and TACO; problems there that call a function (fn_name) are left out.
     """
 
     name: str = "codeforces"
@@ -141,7 +141,7 @@ class RatedPrograms(CodeBenchmark):
         rating = None
         if not training or "rating" in row.values:
             rating = row.get("rating", int, float)
-            if not abs(rating) <= HIGHEST:  # NaN too
+            if not abs(rating) <= HIGHEST:  # false for NaN too
                 raise row.wrong("rating", f"must be a number up to {HIGHEST}")
             rating = float(rating)
         cases = apps_cases(row) if training and "tests" not in row.values else self._cases(row)
@@ -164,7 +164,7 @@ class RatedPrograms(CodeBenchmark):
 
 
 def apps_cases(row: Row) -> tuple[StdinCase, ...]:
-    """Return the tests of `input_output` in the form of APPS and TACO; none if they call a function."""
+    """Return the tests of `input_output` in the form of APPS and TACO, or none if they call a function."""
     try:
         both = json.loads(row.text("input_output"))
         if both.get("fn_name"):
@@ -180,9 +180,10 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
 def called_function(row: Row, asserts: list[str], code: str) -> str:
     """Return the function of the reference solution that the asserts call. Raises ValueError if there is none."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # about "\d" in texts that are no raw strings
+        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
             top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: too deep
+    # the last two are raised for code that is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     calls = [node.func for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]

@@ -5,7 +5,7 @@
                                                          x=x%7
                                                          return x
 
-(each line of the response starts with one space). Reward 1 if all hidden tests pass, else 0.
+Each line of the response begins with one space. The reward is 1 if all hidden tests pass, else 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FunctionWriting(Ranged):
     wall_seconds: float = ranged(2.0, least=0.01, most=600)
     memory_mb: int = ranged(256, least=64, most=65536)
     allow_weak_sandbox: bool = False
-    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
+    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,12 +58,12 @@ class FunctionWriting(Ranged):
         return ["code", "code_heldout"]
 
     def size(self, split: str) -> int | None:
-        """None: problems are made without end."""
+        """Return None, since problems are made without end."""
         check_split(split, self.evaluation_sets())
         return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index` of a split; "code_heldout" has the families that training never sees."""
+        """Return problem `index` of a split; "code_heldout" has the families that training never sees."""
         check_split(split, self.evaluation_sets())
         families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
         rng = generator(seed, self.name, split, index)
@@ -71,26 +71,28 @@ class FunctionWriting(Ranged):
             prompt = draw_prompt(split, lambda: _prompt(rng.choice(families), rng))
             variable, steps = _parse(prompt)
             tests = [((value,), reference(steps, value)) for value in hidden_inputs(variable, rng)]
-            if any(expected != tests[0][1] for _, expected in tests):  # else a constant would pass
+            # otherwise a program that returns a constant would pass
+            if any(expected != tests[0][1] for _, expected in tests):
                 family = f"{variable}: {' '.join(operation.word for operation, _ in steps)}"
                 return Problem(self.name, index, prompt, answer=tests, family=family)
         raise RuntimeError(f"no function with two different outputs in {MAX_DRAWS} draws")
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the body of the function. A wrong step is another operation or another parameter; the tests catch
-        it."""
+        """Return the body of the function. A wrong step is another operation or another parameter, which the tests
+        catch."""
         variable, steps = _parse(problem.prompt)
         wrong = [rng.random() < wrong_step_rate for _ in steps]
         if not any(wrong):
             return _body(variable, steps)
-        for _ in range(MAX_DRAWS):  # some changes change nothing (two that cancel, sort instead of rev before sum)
+        # some changes have no effect (two that cancel, sort instead of reverse before a sum)
+        for _ in range(MAX_DRAWS):
             changed = [wrong_step(variable, step, rng) if bad else step for step, bad in zip(steps, wrong, strict=True)]
             if any(reference(changed, value) != expected for (value,), expected in problem.answer):
                 return _body(variable, changed)
         raise RuntimeError(f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws")
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Run the programs; the expected outputs never leave this process."""
+        """Run the programs. The expected outputs never leave this process."""
         scores = [Score(0.0, "no-answer" if ended else "truncated") for _, _, ended in answers]
         to_run = [i for i, (_, text, ended) in enumerate(answers) if ended and text.strip()]
         grades = self._grader.grade([submission(*answers[i][:2]) for i in to_run])
@@ -100,7 +102,7 @@ class FunctionWriting(Ranged):
         return scores
 
     def ready(self) -> dict[str, str]:
-        """Return the layers of the sandbox; the first call in a process runs a few attacks on it."""
+        """Start the sandbox and return its layers; the first call in a process runs a few attacks on it."""
         return self._grader.layers()
 
     def close(self) -> None:
@@ -109,7 +111,7 @@ class FunctionWriting(Ranged):
 
 
 def submission(problem: Problem, response: str) -> Submission:
-    """Return the signature and the response, and the hidden tests."""
+    """Return the program (the signature with the response as its body) and the hidden tests."""
     signature = problem.prompt.split("\n")[1]
     cases = tuple(FunctionCase(arguments, expected) for arguments, expected in problem.answer)
     return Submission(f"{signature}\n{response}", "f", cases)

@@ -1,15 +1,15 @@
 """Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly, by us.
 
 The library's own scores are made to be shown, not to be optimised: many give credit for a long text that contains the
-answer, some run the answer as Python. So here a family is of one of four kinds, and the reward is 0 or 1:
+answer, and some run the answer as Python. So here a family is of one of four kinds, and the reward is 0 or 1:
 
 EXACT    one right answer: it must be the library's, up to spaces, quotes, case and trailing zeros of decimals
 NUMBERS  an arithmetic expression of given numbers with a given value: computed here, exactly, each number used once
 SHAPES   many right answers: one that has the family's form, whole, and for which the library's scorer gives 1.0
 REFUSED  not usable, with the reason. A family that is in no list has not been examined, and is refused too.
 
-A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out): the library numbers its
-problems by seed + index, so that two seeds share most of their problems.
+A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out), because the library numbers
+its problems by seed + index, so that two seeds share most of their problems.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ REFUSED = {
     "simple_integration": EXECUTES,
     "word_ladder": UNSTABLE,
 }
-LONGEST = 1 << 16  # characters of an answer
+LONGEST = 1 << 16  # most characters of an answer
 INSTRUCTIONS = {
     "tags": "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>.",
     "boxed": "Think step by step, and put the final answer, and nothing else, within \\boxed{}.",
 }
-KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')  # what a value is given to: A in A=1, "0" in {"0": 1}
+KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')  # the name that a value is given to: A in A=1, "0" in {"0": 1}
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 INSTALL = 'pip install "gspo[gym]"'
 
@@ -98,14 +98,14 @@ class Entry:
 @dataclass
 class GymProblems(Ranged):
     """One family, `dataset`, with the library's settings for it in `config`. Training problems are made without end;
-    there are `evaluation_size` evaluation problems. `form`: where the answer stands, between tags or in a box."""
+    there are `evaluation_size` evaluation problems. `form` says where the answer stands: between tags, or in a box."""
 
     name: str = "reasoning_gym"
     dataset: str = "chain_sum"
     config: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int = ranged(200, least=1, most=100_000)
     form: str = "tags"  # tags | boxed
-    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
+    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +118,8 @@ class GymProblems(Ranged):
         for key in {"seed", "size"} & set(self.config):
             raise ValueError(f"config.{key}={self.config[key]}: set by the harness, from the run's seed")
         self._scorer: Any = None
-        self._held_out: dict[tuple[int, int], Problem] = {}  # an evaluation asks for the same ones again and again
+        # kept, since evaluations ask for the same ones again and again
+        self._held_out: dict[tuple[int, int], Problem] = {}
 
     def evaluation_sets(self) -> list[str]:
         return [self.name]
@@ -128,7 +129,7 @@ class GymProblems(Ranged):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index` of a split. Raises ValueError if the library is missing or refuses `config`."""
+        """Return problem `index` of a split. Raises ValueError if the library is missing or refuses `config`."""
         check_split(split, self.evaluation_sets())
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
@@ -147,7 +148,7 @@ class GymProblems(Ranged):
         return problem
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """There are none."""
+        """Raise ValueError: there are no demonstrations."""
         raise ValueError(f"task={self.name} has no demonstrations: start from a model that can follow instructions")
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
@@ -159,7 +160,7 @@ class GymProblems(Ranged):
         return {}
 
     def close(self) -> None:
-        """Nothing to end: scoring needs no process."""
+        """Do nothing: scoring needs no process."""
 
     def _score(self, entry: Entry, text: str) -> Score:
         try:
@@ -180,14 +181,14 @@ class GymProblems(Ranged):
             self._scorer = self._make(0)
         try:
             score = self._scorer.score_answer(answer, {"answer": entry.answer, "metadata": entry.metadata})
-        except Exception:  # a scorer that fails on an answer, however it does, has not accepted it
+        except Exception:  # a scorer that fails on an answer, in whatever way, has not accepted it
             return False
         return score >= 1.0
 
     def _make(self, seed: int) -> Any:
-        """Return a dataset of one problem."""
+        """Return the library's dataset of one problem."""
         try:
-            import reasoning_gym  # optional: an extra of the installation
+            import reasoning_gym  # optional, an extra of the installation
         except ImportError:
             raise ValueError(f"task={self.name} needs the package reasoning-gym: {INSTALL}") from None
         try:
@@ -210,14 +211,15 @@ def final_answer(text: str, form: str) -> str:
 
 
 def has_shape(family: str, answer: str) -> bool:
-    """Return whether an answer has the form of its family, whole, and gives no key two values: the last one would
-    count."""
+    """Return whether the whole answer has the form of its family and gives no key two values, of which only the last
+    would count."""
     keys = KEY.findall(answer)
     return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
 
 
 def normal_form(answer: str) -> str:
-    """Lines without spaces at their ends, between signs, and doubled; one kind of quote; no case; 5.0 as 5."""
+    """Return the text in one spelling: no spaces at the ends of lines or between signs, none doubled, one kind of
+    quote, no case, 5 for 5.0."""
     lines = [" ".join(line.split()) for line in answer.strip().replace('"', "'").casefold().split("\n")]
     text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
     return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
@@ -237,7 +239,8 @@ def reaches(expression: str, numbers: list[int], target: int) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the exact value; notes the numbers it meets. Raises ValueError for anything but the four operations."""
+    """Return the exact value and add the numbers found to `used`. Raises ValueError for anything but the four
+    operations."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)

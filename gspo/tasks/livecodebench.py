@@ -1,5 +1,6 @@
-"""LiveCodeBench (Jain et al., arXiv:2403.07974): problems of programming contests by date, so that a window can be
-chosen which a model cannot have seen. Reward 1 if all public and private tests pass, else 0.
+"""LiveCodeBench (Jain et al., arXiv:2403.07974): contest problems by date. Reward 1 if all tests pass, else 0.
+
+A window of dates can be chosen that a model cannot have seen. Both public and private tests must pass.
 
 Records, as released: {question_content, platform, contest_date, starter_code, difficulty, public_test_cases, metadata,
 private_test_cases}. Tests are a JSON list of {input, output, testtype: stdin or functional}. Functional tests call the
@@ -29,18 +30,18 @@ from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
 from gspo.tasks.records_file import Row, writable
 from gspo.verifiers.code.grader import FunctionCase, StdinCase
 
-LARGEST = 1 << 28  # bytes of a record's decompressed tests; a few kB of zlib can hold gigabytes
-OPCODES = 16  # of a pickled text there are five
-PARTS = 1 << 23  # lists, objects and values in the JSON of a problem's tests: in memory each is up to 60 bytes
-STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # of JSON
-LONGEST_INTEGER = 30_000  # digits; the grader hands over no more than 39,000
+LARGEST = 1 << 28  # most bytes of a record's decompressed tests; a few kB of zlib can hold gigabytes
+OPCODES = 16  # most opcodes; a pickled text has five
+PARTS = 1 << 23  # most lists, objects and values in the JSON of a problem's tests; each takes up to 60 bytes of memory
+STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # a string of JSON
+LONGEST_INTEGER = 30_000  # digits; the grader hands over at most 39,000
 TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-HARMLESS = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}  # of a pickled text
+HARMLESS = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}  # the other opcodes of a pickled text
 USE_STARTER = (
     "You will use the following starter code to write the solution to the problem and enclose your code within "
     "delimiters."
 )
-# what LiveCodeBench's own grader puts before every program, lcb_runner/evaluation/testing_util.py
+# LiveCodeBench's own grader puts this before every program, lcb_runner/evaluation/testing_util.py.
 STAR = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
@@ -55,7 +56,7 @@ IMPORTS = "".join(
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The tests of a problem as they stand in the file."""
+    """The tests of a problem, undecoded, as they stand in the file."""
 
     where: str
     function: str
@@ -84,7 +85,7 @@ class LiveCodeBench(CodeBenchmark):
             raise ValueError(f"start_date={self.start_date} is after end_date={self.end_date}")
 
     def item(self, row: Row, training: bool) -> Item | None:
-        day = str(row.values.get("contest_date", ""))[:10]  # a text, or a time that a reader made of it
+        day = str(row.values.get("contest_date", ""))[:10]  # the date is a text, or a time if the reader has parsed it
         if not _is_date(day):
             raise row.wrong("contest_date", "is missing, or does not begin with a date such as 2024-10-01")
         if not training and not (self.start_date or day) <= day <= (self.end_date or day):
@@ -111,7 +112,7 @@ class LiveCodeBench(CodeBenchmark):
         return Tests(answer.function, tuple(_case(row, test, answer.function) for test in tests), answer.preamble)
 
     def entry_point(self, tests: Tests, code: str) -> str:
-        """LiveCodeBench's rule: a method of `Solution` if the program has that class, else a function."""
+        """Return what LiveCodeBench calls: a method of `Solution` if the program has that class, else a function."""
         if tests.entry_point and "class Solution" in code:
             return f"Solution.{tests.entry_point}"
         return tests.entry_point
@@ -120,7 +121,7 @@ class LiveCodeBench(CodeBenchmark):
         return f"no problem has a contest_date from {self.start_date or 'ever'} to {self.end_date or 'ever'}"
 
     def _function(self, row: Row) -> str:
-        """Return the function that functional tests call; "" for standard input."""
+        """Return the function that functional tests call, or "" for tests by standard input."""
         metadata = row.get("metadata", str, dict, default="")
         try:
             fields = json.loads(metadata or "{}") if isinstance(metadata, str) else metadata
@@ -133,10 +134,10 @@ class LiveCodeBench(CodeBenchmark):
 
 
 def read_tests(text: str, where: str, key: str) -> list[Any]:
-    """Return the tests in JSON, or in base64 of zlib of a pickled JSON text. Raises ValueError naming record and
+    """Return the tests of JSON text, or of base64 of zlib of a pickled JSON text. Raises ValueError naming record and
     key."""
     try:
-        tests = _loads(text if "[" in text else unpacked(text))  # which base64 does not have
+        tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}") from None
     if not isinstance(tests, list):
@@ -145,20 +146,20 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
 
 
 def _loads(text: str) -> Any:
-    """JSON. Raises ValueError for so many values that they would fill the memory, before there are any."""
+    """Parse JSON. Raises ValueError before parsing if it has so many values that they would fill the memory."""
     if _values(text) > PARTS:
         raise ValueError(f"more than {PARTS} values")
     return json.loads(text)
 
 
 def _values(text: str) -> int:
-    """At least as many as a JSON text holds: its commas and brackets outside of strings."""
+    """Return an upper bound on the values of a JSON text: its commas and brackets outside of strings."""
     bare = STRING.sub("", text)
     return sum(map(bare.count, ",[{"))
 
 
 def _parts(test: Any) -> int:
-    """Return the values in a functional test, whose input and output are JSON in turn."""
+    """Return how many values a functional test has, whose input and output are JSON in turn."""
     if not isinstance(test, dict) or test.get("testtype") != "functional":
         return 1
     return sum(_values(text) for key in ("input", "output") if isinstance(text := test.get(key), str))
@@ -175,7 +176,7 @@ def unpacked(text: str) -> str:
     if not decoder.eof:
         raise ValueError(f"cut off, or more than {LARGEST} bytes when decompressed")
     found = []
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):  # reads, runs nothing
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):  # this reads the opcodes and runs nothing
         if number == OPCODES:
             raise ValueError(f"a pickle of more than {OPCODES} opcodes: it must hold one text and nothing else")
         if opcode.name in TEXTS:
@@ -188,7 +189,7 @@ def unpacked(text: str) -> str:
 
 
 def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
-    """Return one test. Raises ValueError if it is wrong."""
+    """Return one test case. Raises ValueError if it is wrong."""
     if not isinstance(test, dict):
         raise row.wrong("private_test_cases", "or 'public_test_cases' holds a test that is no object")
     inner = Row(f"{row.where}, a test", test)
@@ -211,14 +212,14 @@ def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
 
 
 def _integer(digits: str) -> int:
-    """Return an integer that may be longer than the 4,300 digits which int() reads, as a few tests are."""
+    """Return an integer, also one longer than the 4,300 digits that int() reads; a few tests have such."""
     if len(digits) > LONGEST_INTEGER:
         raise ValueError(f"an integer of more than {LONGEST_INTEGER} digits")
     return int(Decimal(digits))
 
 
 def _json_text(row: Row, key: str) -> str:
-    """Return a value as text: hub readers may have parsed the JSON."""
+    """Return a value as JSON text, also where the hub's reader has parsed it already."""
     value = row.get(key, str, list)
     return value if isinstance(value, str) else json.dumps(value)
 

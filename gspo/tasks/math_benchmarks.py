@@ -5,8 +5,9 @@ r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023. Reward
 boxed    problem, then "Please reason step by step, and put your final answer within \boxed{}."   (Qwen2.5-Math, Qwen3)
 hash     problem, then "Let's think step by step and output the final answer after "####"."       (verl's GSM8K)
 answer   "Solve the following math problem step by step. ... Answer: $Answer ..."                   (DAPO)
-What counts as correct is documented in gspo/verifiers/math/verifier.py. Whether the prompt becomes the user's turn of a
-chat or stays plain text is not the task's matter: that is `prompt.format`.
+
+gspo/verifiers/math/verifier.py documents what counts as correct. Whether the prompt becomes the user's turn of a chat
+or stays plain text is decided by `prompt.format`, not by the task.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ WORDINGS = {
     ),
 }
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")  # 025 and 27.0; some copies write 336^\circ
-QWEN_MATH = 2048  # max_tokens_per_call of Qwen2.5-Math's evaluation (evaluation/math_eval.py)
+WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")  # also 025 and 27.0; some copies write 336^\circ
+QWEN_MATH = 2048  # max_tokens_per_call in Qwen2.5-Math's evaluation (evaluation/math_eval.py)
 DEEPSEEK_R1 = 32_768  # "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
-R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"  # DeepSeek-R1's chat, written into the prompt
+R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"  # the markers of DeepSeek-R1's chat, which some copies have in the prompt
 
 
 @dataclass
 class MathBenchmark(Benchmark):
-    """A set of problems with final answers. Records: {problem or question, answer or solution}, more keys are ignored.
+    """A set of problems with final answers. Records: {problem or question, answer or solution}; more keys are ignored.
 
     `workers` processes compare formulas, each within `seconds` and `memory_mb`; numbers and words need none.
     """
@@ -59,7 +60,7 @@ class MathBenchmark(Benchmark):
         return Item(text, WORDINGS[self.form].format(text), gold, self.family(row))
 
     def read(self, row: Row) -> tuple[str, str]:
-        """Return the problem and its gold. Raises ValueError for a record that is wrong."""
+        """Return the problem and its gold (the right answer). Raises ValueError for a record that is wrong."""
         return row.first("problem", "question"), gold_of(row)
 
     def family(self, row: Row) -> str:
@@ -67,8 +68,8 @@ class MathBenchmark(Benchmark):
         return ""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Correct or not; a response that was cut off scores 0, whatever it says so far. Where the gold cannot be read
-        there is no reward."""
+        """Score each response as correct or not. A response that was cut off scores 0, whatever it says so far. Where
+        the gold cannot be read there is no reward."""
         found = self._verifier.verify([(text if ended else "", problem.answer) for problem, text, ended in answers])
         scores = []
         for (_, _, ended), (verdict, answer) in zip(answers, map(astuple, found), strict=True):
@@ -90,7 +91,8 @@ class MathBenchmark(Benchmark):
 
 @dataclass
 class GSM8K(MathBenchmark):
-    """Grade-school word problems, 7473 + 1319 (Cobbe et al., arXiv:2110.14168): {question, answer with "#### N"}."""
+    """Grade-school word problems, 7473 for training and 1319 for testing (Cobbe et al., arXiv:2110.14168). Records:
+    {question, answer with "#### N"}."""
 
     name: str = "gsm8k"
     hub: str = "openai/gsm8k"
@@ -111,7 +113,7 @@ class Math500(MathBenchmark):
     """500 problems of MATH (Hendrycks et al., arXiv:2103.03874; the split of Lightman et al., arXiv:2305.20050).
 
     Records: {problem, answer, subject, level}, as on the hub, or {prompt, reference_solution that ends in "#### gold"},
-    where DeepSeek-R1's chat markers in the prompt are taken off. For training also {problem, solution} with the gold in
+    where DeepSeek-R1's chat markers are removed from the prompt. For training also {problem, solution} with the gold in
     the last box, as in MATH itself.
     """
 
@@ -138,7 +140,7 @@ class Math500(MathBenchmark):
 
 @dataclass
 class Competition(MathBenchmark):
-    """Competitions whose answers are numbers. For training, other golds are taken too."""
+    """Competitions whose answers are numbers. For training, golds of other kinds are accepted too."""
 
     max_new_tokens: ClassVar[int] = DEEPSEEK_R1
     largest: ClassVar[int] = 999

@@ -16,13 +16,14 @@ from gspo.tasks.function_writing import FunctionWriting
 
 @dataclass
 class Mixture(Ranged):
-    """A share `code_share` of the training problems is code, the others math. Evaluation sets stay apart."""
+    """A mixture in which a share `code_share` of the training problems is code and the rest math. Evaluation sets stay
+    apart."""
 
     name: str = "mixed"
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
     code: FunctionWriting = field(default_factory=FunctionWriting)
     code_share: float = ranged(0.5, least=0, most=1)
-    max_new_tokens: ClassVar[int] = 0  # there is no published evaluation
+    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,12 +34,13 @@ class Mixture(Ranged):
         return self.math.evaluation_sets() + self.code.evaluation_sets()
 
     def size(self, split: str) -> int | None:
-        """Problems are made without end."""
+        """Return None, since problems are made without end."""
         check_split(split, self.evaluation_sets())
         return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Problem `index` of the task that owns the evaluation set or, in training, of the one drawn for `index`."""
+        """Return problem `index` of the task that owns the evaluation set or, in training, of the task drawn for
+        `index`."""
         check_split(split, self.evaluation_sets())
         if split in self.math.evaluation_sets():
             return self.math.problem(seed, split, index)
@@ -51,7 +53,7 @@ class Mixture(Ranged):
         return self._owner(problem).demonstration(problem, wrong_step_rate, rng)
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Each task scores its own responses together; the order is kept."""
+        """Let each task score its own responses together; the order is kept."""
         scores: dict[int, Score] = {}
         for task in (self.math, self.code):
             mine = [i for i, (problem, _, _) in enumerate(answers) if self._owner(problem) is task]

@@ -14,7 +14,7 @@ from typing import Any
 
 DIGITS = tuple(range(1, 10))
 LETTERS = tuple("abcdefgh")
-INPUT_LETTERS = "abcd"  # few letters, so that replacing and counting them matters
+INPUT_LETTERS = "abcd"  # few letters, so that replacing and counting them makes a difference
 PAIRS = tuple(old + new for old in INPUT_LETTERS for new in INPUT_LETTERS if old != new)
 
 
@@ -22,18 +22,18 @@ PAIRS = tuple(old + new for old in INPUT_LETTERS for new in INPUT_LETTERS if old
 class Operation:
     """One elementary operation on an int `x`, a list of ints `a` or a string `s`."""
 
-    word: str  # what the prompt calls it
-    code: str  # its line in the program; {} is the parameter
-    apply: Callable[[Any, Any], Any]  # the reference: (value, parameter) -> value
+    word: str  # its name in the prompt
+    code: str  # its line in the program, where {} is the parameter
+    apply: Callable[[Any, Any], Any]  # the reference implementation, (value, parameter) -> value
     parameters: tuple[int | str, ...] = (None,)
-    ends: bool = False  # it turns a list or string into a number and can only come last
+    ends: bool = False  # whether it turns a list or string into a number, and so can only come last
 
     def line(self, parameter: int | str | None) -> str:
         return ("return " if self.ends else "") + self.code.format(parameter)
 
 
 Step = tuple[Operation, Any]  # an operation and its parameter
-Family = tuple[str, tuple[str, ...]]  # the variable (x, a or s) and the words
+Family = tuple[str, tuple[str, ...]]  # the variable (x, a or s) and the operations' names
 
 _OPERATIONS = {
     "x": [
@@ -88,7 +88,7 @@ FAMILIES = _families(
     s="rev end start, swap end, start times, take end rev, drop start upper, swap rev start, end count, swap count,"
     "start swap times, end start swap len, upper end take times",
 )
-# compositions that training never sees, of operations that it does
+# Training never sees these compositions, though it sees their operations.
 HELD_OUT_FAMILIES = _families(
     x="add times mod, sub square add, div neg sub",
     a="above add rev, push times sum, drop sort push",
@@ -103,7 +103,8 @@ def draw_steps(family: Family, rng: random.Random) -> list[Step]:
 
 
 def wrong_step(variable: str, step: Step, rng: random.Random) -> Step:
-    """Another parameter of the same operation, or another operation that fits in its place; half of each if it can."""
+    """Return another parameter of the same operation or another operation that fits in its place, each half of the time
+    where both exist."""
     operation, parameter = step
     others = [value for value in operation.parameters if value != parameter]
     if others and rng.random() < 0.5:
@@ -121,7 +122,7 @@ def reference(steps: list[Step], value: Any) -> Any:
 
 
 def hidden_inputs(variable: str, rng: random.Random) -> list[Any]:
-    """Eight inputs: the edge cases, then random ones that tell similar functions apart."""
+    """Return eight inputs: the edge cases, then random ones that tell similar functions apart."""
     if variable == "x":
         return [0, 1, -1, rng.randint(-9, -2), rng.randint(2, 9), *(rng.randint(10, 99) for _ in range(2)), -37]
     lengths = [0, 1, *(rng.randint(3, 8) for _ in range(6))]

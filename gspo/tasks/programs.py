@@ -1,9 +1,9 @@
 """What benchmarks of programs share: from a response to a program, and from a program to a score.
 
-The answer of a chat model is the last fenced block that says python, py or nothing; without one the verdict is
-"no-answer". A base model's response continues the prompt and is cut where the next thing begins, so that a model which
-never stops is judged by what it wrote for this problem. A response that was cut off by the token limit scores 0.
-What programs may use, and what counts as equal, is documented in gspo/verifiers/code/grader.py.
+The answer of a chat model is the last fenced block whose language is python, py or not given; without one the verdict
+is "no-answer". A base model's response continues the prompt and is cut where the next definition or statement begins,
+so that a model which never stops is judged by what it wrote for this problem. A response that was cut off by the token
+limit scores 0. gspo/verifiers/code/grader.py documents what programs may use, and what counts as equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gspo.verifiers.code.grader import Asserts, CodeGrader, FunctionCase, StdinC
 
 PYTHON = ("", "python", "py", "python3")
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
-# LiveCodeBench's prompt, lcb_runner/prompts/code_generation.py
+# LiveCodeBench's prompt, lcb_runner/prompts/code_generation.py.
 EXPERT = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
     "correct Python program that matches the specification and passes all tests.\n\n"
@@ -35,17 +35,19 @@ READ_STDIN = (
 
 @dataclass(frozen=True, eq=False)
 class Tests:
-    """How a problem's programs are put together and judged. One object per problem: the grader knows it by identity."""
+    """How a problem's programs are put together and judged. There is one object per problem, and the grader tells
+    problems apart by it."""
 
     entry_point: str
     cases: tuple[FunctionCase | StdinCase | Asserts, ...]
-    preamble: str = ""  # what the problem gives: goes before a program
-    start: str = ""  # what a completion continues
+    preamble: str = ""  # code that the problem gives, put before a program
+    start: str = ""  # the start of the function, which a completion continues
 
 
 @dataclass
 class CodeBenchmark(Benchmark):
-    """Problems whose answers are programs; up to `slots` run at a time, within CPU seconds, waiting and megabytes."""
+    """Problems whose answers are programs. Up to `slots` run at a time, within limits on CPU seconds, waiting and
+    megabytes."""
 
     slots: int = ranged(1, least=1, most=64)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
@@ -55,7 +57,7 @@ class CodeBenchmark(Benchmark):
 
     # "the maximum generation length is set to 32,768 tokens", DeepSeek-R1 on contests (arXiv:2501.12948, model card)
     max_new_tokens: ClassVar[int] = 32_768
-    stops: ClassVar[tuple[str, ...]] = ()  # where a completion ends
+    stops: ClassVar[tuple[str, ...]] = ()  # the texts at which a completion ends
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +70,7 @@ class CodeBenchmark(Benchmark):
         return False
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Return all tests or nothing. A program that could not be run, by no fault of its own, has no reward."""
+        """Score 1 if all tests pass, else 0. A program that could not be run, by no fault of its own, has no reward."""
         scores: list[Score | None] = []
         submissions, places = [], []
         tests: dict[int, Tests] = {}
@@ -76,7 +78,7 @@ class CodeBenchmark(Benchmark):
             code, verdict = self.program(problem.answer, text, ended)
             scores.append(Score(0.0, verdict) if verdict else None)
             if not verdict:
-                if id(problem.answer) not in tests:  # once for all responses to a problem
+                if id(problem.answer) not in tests:  # decoded once for all responses to a problem
                     tests[id(problem.answer)] = self.tests(problem.answer)
                 decoded = tests[id(problem.answer)]
                 submissions.append(Submission(code, self.entry_point(decoded, code), decoded.cases))
@@ -87,7 +89,7 @@ class CodeBenchmark(Benchmark):
         return scores
 
     def program(self, answer: Tests, text: str, ended: bool) -> tuple[str, str]:
-        """Return the program of a response, and "" or the verdict if there is none."""
+        """Return the program of a response and "", or "" and the verdict if there is no program."""
         text = text.replace("\r\n", "\n")
         if self.completes():
             places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
@@ -101,15 +103,15 @@ class CodeBenchmark(Benchmark):
         return (with_preamble(answer.preamble, code), "") if code.strip() else ("", "no-answer")
 
     def tests(self, answer: Tests) -> Tests:
-        """Return the tests of a problem."""
+        """Return the decoded tests of a problem."""
         return answer
 
     def entry_point(self, tests: Tests, code: str) -> str:
-        """What is called in a program."""
+        """Return the name of the function that the tests call in a program."""
         return tests.entry_point
 
     def ready(self) -> dict[str, str]:
-        """Return the layers of the sandbox; the first call in a process runs a few attacks on it."""
+        """Start the sandbox and return its layers; the first call in a process runs a few attacks on it."""
         return self._grader.layers()
 
     def close(self) -> None:
@@ -118,19 +120,20 @@ class CodeBenchmark(Benchmark):
 
 
 def check_wording(wording: str) -> None:
-    """Raises ValueError for a wording that there is not."""
+    """Raise ValueError for an unknown wording."""
     if wording not in ("instruct", "completion"):
         raise ValueError(f"wording={wording!r}: choose instruct or completion")
 
 
 def last_code_block(text: str) -> str:
-    """Return the last closed fenced block whose language is Python or not given; "" if there is none."""
+    """Return the last closed fenced block whose language is Python or not given, or "" if there is none."""
     found, block = "", []
-    language: str | None = None  # of the block that is open
+    language: str | None = None  # the language of the block that is open
     for line in text.split("\n"):
         mark = line.strip()
         if language is None:
-            if mark.startswith("```") and "```" not in mark[3:]:  # else it opens and closes on one line: a quotation
+            # otherwise it opens and closes on one line, as a quotation
+            if mark.startswith("```") and "```" not in mark[3:]:
                 language, block = (mark.strip("`").lower().split() or [""])[0], []
         elif mark.endswith("```") or mark.startswith("```"):
             block.append(line[: line.index("```")])
@@ -143,5 +146,5 @@ def last_code_block(text: str) -> str:
 
 
 def with_preamble(preamble: str, code: str) -> str:
-    """Return the code after the preamble; imports from __future__ go first, as Python demands."""
+    """Return the code after the preamble, with imports from __future__ first, as Python demands."""
     return "".join(FUTURE.findall(code)) + preamble + FUTURE.sub("", code) if preamble else code

@@ -1,9 +1,8 @@
-"""Reads the records of a benchmark: JSONL (.jsonl, also .jsonl.gz), JSON (a list), Parquet, a folder of these, or the
-Hugging Face hub.
+"""Reads the records of a benchmark from JSONL (also .jsonl.gz), JSON (a list), Parquet, a folder, or the hub.
 
 A folder gives the files whose names begin with the split ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"),
 in the order of their names. If none does, it gives those that do not begin with another split's name ("math500.jsonl").
-The hub needs datasets, which comes with pip install "gspo[hub]".
+The Hugging Face hub needs the package datasets, which comes with pip install "gspo[hub]".
 
 Everything that is wrong with a file is a ValueError which says where: setting, file, line, key. A file may come from
 anywhere: what it unpacks to is bounded, and a text that cannot be written again as UTF-8 is refused where it is read.
@@ -23,23 +22,24 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
 INSTALL = 'pip install "gspo[hub]"'
 NOTHING = object()
-LONGEST = 1 << 28  # bytes of a line, of a JSON list, of the texts of a batch of Parquet rows
-LINES = 1 << 22  # of a file
-UNPACKED = 100  # times its size a compressed file may unpack to: texts are 3 to 20 times as long
-SMALL = 1 << 26  # bytes that any compressed file may unpack to
-PARQUET_ROWS = 16  # that are in memory at a time
-UNREADABLE = (OSError, EOFError, zlib.error)  # gzip's, for a file that is none, or is cut off, or damaged
+LONGEST = 1 << 28  # most bytes of a line, of a JSON list, and of the texts of a batch of Parquet rows
+LINES = 1 << 22  # most lines of a file
+UNPACKED = 100  # a compressed file may unpack to this many times its size; texts are 3 to 20 times as long
+SMALL = 1 << 26  # any compressed file may unpack to this many bytes
+PARQUET_ROWS = 16  # rows that are in memory at a time
+UNREADABLE = (OSError, EOFError, zlib.error)  # gzip raises these for a file that is cut off, damaged or not compressed
 
 
 @dataclass(frozen=True)
 class Row:
     """One record, and where it stands."""
 
-    where: str  # "aime24/test.jsonl, line 3"
+    where: str  # for messages, such as "aime24/test.jsonl, line 3"
     values: dict[str, Any]
 
     def get(self, key: str, *kinds: type, default: Any = NOTHING) -> Any:
-        """Return the value of a key, of one of the given types. Raises ValueError naming file, line and key."""
+        """Return the value of a key, which must be of one of the given types. Raises ValueError naming file, line and
+        key."""
         if key not in self.values:
             if default is not NOTHING:
                 return default
@@ -51,7 +51,7 @@ class Row:
         return value
 
     def text(self, key: str, default: Any = NOTHING) -> str:
-        """Return a text, with Windows' line ends made plain ones. Empty only where there is a default."""
+        """Return a text, with Windows' line ends made plain ones. It may be empty only where there is a default."""
         value = self.get(key, str, default=default).replace("\r\n", "\n")
         if default is NOTHING and not value.strip():
             raise self.wrong(key, "is empty")
@@ -82,15 +82,15 @@ class Row:
 class Source:
     """Where records come from: a file or folder, or the hub where `path` is empty."""
 
-    setting: str  # the setting that gives the path, for messages: "task.path"
+    setting: str  # the setting that gives the path, for messages, such as "task.path"
     path: str
-    split: str  # which files of a folder
-    hub: str = ""  # a dataset's name; or files in one, "hf://datasets/OWNER/NAME/test*.jsonl"
+    split: str  # the split, which chooses the files of a folder
+    hub: str = ""  # a dataset's name, or files in one: "hf://datasets/OWNER/NAME/test*.jsonl"
     hub_config: str = ""
     hub_split: str = "test"
 
     def rows(self) -> Iterator[Row]:
-        """The records in order, read one at a time."""
+        """Yield the records in order, read one at a time."""
         if not self.path:
             yield from self._hub_rows()
             return
@@ -98,7 +98,7 @@ class Source:
             yield from file_rows(file)
 
     def files(self) -> list[Path]:
-        """The files that hold the split. Raises ValueError if there are none."""
+        """Return the files that hold the split. Raises ValueError if there are none."""
         path = Path(self.path).expanduser()
         if not path.exists():
             raise ValueError(f"{self.setting}={self.path}: there is no such file or folder. {self._advice()}")
@@ -120,7 +120,7 @@ class Source:
         if not self.hub:
             raise ValueError(f"{self.setting} is empty, and no hub dataset is known. {self._advice()}")
         try:
-            import datasets  # optional: an extra of the installation
+            import datasets  # optional, an extra of the installation
         except ImportError:
             raise ValueError(
                 f"{self.setting} is empty, and the hub dataset {self.hub} needs the package datasets. {self._advice()}"
@@ -131,7 +131,7 @@ class Source:
                 records = datasets.load_dataset(kind, data_files=self.hub, split="train")
             else:
                 records = datasets.load_dataset(self.hub, self.hub_config or None, split=self.hub_split)
-        except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset, no such split, no access
+        except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, or no access
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
                 f"{self.setting} is empty, and reading {self.hub} from the hub failed: {lines[0]}. {self._advice()}"
@@ -145,7 +145,7 @@ class Source:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """The records of one file. Blank lines of JSONL are skipped."""
+    """Yield the records of one file. Blank lines of JSONL are skipped."""
     if path.name.endswith(".parquet"):
         rows = _parquet(path)
     elif ".jsonl" in path.suffixes:
@@ -159,8 +159,7 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 def checked(where: str, values: dict[str, Any]) -> Row:
-    """Return the record. Raises ValueError for a key or value that cannot be written again, as a run's files would have
-    to."""
+    """Return the record. Raises ValueError for a key or value that cannot be written to a run's files."""
     row = Row(where, values)
     for key, value in values.items():
         try:
@@ -173,7 +172,7 @@ def checked(where: str, values: dict[str, Any]) -> Row:
 
 
 def writable(value: Any) -> bool:
-    """Return whether all texts in a value can be written as UTF-8. JSON's escapes can make some that cannot."""
+    """Return whether all texts in a value can be written as UTF-8, which some of JSON's escapes prevent."""
     if isinstance(value, str):
         try:
             return value.isascii() or bool(value.encode())
@@ -185,11 +184,11 @@ def writable(value: Any) -> bool:
 
 
 class Opened:
-    """A file's bytes, unpacked if it is compressed. Raises OSError where that is more than may be read."""
+    """A file's bytes, unpacked if it is compressed. Reading raises OSError beyond what may be read."""
 
     def __init__(self, path: Path):
         packed = path.suffix == ".gz"
-        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None  # None: as much as there is
+        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None  # None for no bound
         self.file = gzip.open(path, "rb") if packed else path.open("rb")  # noqa: SIM115, closed by __exit__
 
     def __enter__(self) -> Opened:
@@ -199,7 +198,7 @@ class Opened:
         self.file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """By bytes: U+2028 inside a text ends no line."""
+        """Yield the lines. They are split as bytes, so that U+2028 inside a text does not end a line."""
         for _ in range(LINES):
             if not (line := self._bounded(self.file.readline, "a line")):
                 return
@@ -246,12 +245,13 @@ def _list(path: Path) -> Iterator[tuple[str, Any]]:
 def _json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of many thousand digits; too deep
+    # not JSON, not UTF-8, a number of many thousand digits, or nested too deeply
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # here, for it takes a moment to import
+    import pyarrow  # imported here because it takes a moment
     from pyarrow import parquet
 
     number = 0

@@ -1,4 +1,4 @@
-"""Whether a response is right. No torch.
+"""Judge whether a response is right. This package does not use torch.
 
-`math` compares answers, `code` grades programs by their tests, `sandbox` runs these programs confined.
+`math` compares answers, `code` grades programs by their tests, and `sandbox` runs these programs confined.
 """

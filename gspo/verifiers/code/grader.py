@@ -1,10 +1,10 @@
 """Grades untrusted programs on tests. Expected values and comparisons never enter a process where such a program runs.
 
-Each kind of test:
+There are three kinds of test:
 
-- FunctionCase: the program is loaded once, in a fresh confined process; for each case that process gets the arguments
+- FunctionCase: the program is loaded once, in a fresh confined process. For each case that process gets the arguments
   and sends back a value, which is compared here (values.equal). What a program forges is only a value to compare.
-- StdinCase: a fresh process per case; its standard output is compared here (values.same_output).
+- StdinCase: each case has a fresh process, whose standard output is compared here (values.same_output).
 - Asserts: trusted test code runs in a second confined process, which asks for each call of the program (asserts.py).
 
 Verdicts of a case:
@@ -18,7 +18,7 @@ Verdicts of a case:
     unserialisable   the result is not plain data (values.py)
     missing          there is no such function
     compile-error    the program is not Python
-    protocol         messages that nobody asked for, or that are no messages
+    protocol         messages that nobody asked for, or that are not messages
     sandbox-error    our own fault: no verdict on the program
 """
 
@@ -36,10 +36,11 @@ from gspo.verifiers.sandbox.values import Malformed, Unserialisable, encode, equ
 
 ATTEMPTS = 2
 OUTPUT_BYTES = 4 << 20
-TOTAL_CASES = 50  # a program's CPU time in all: that of so many cases
+TOTAL_CASES = 50  # a program may use the CPU time of this many cases in all
 CODE_CHARACTERS = 1 << 20
 DETAIL_CHARACTERS = 200
-FAILURES = ("runtime-error", "memory", "unserialisable", "missing", "compile-error")  # that a program's process may say
+# the verdicts that a program's own process may report
+FAILURES = ("runtime-error", "memory", "unserialisable", "missing", "compile-error")
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class StdinCase:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Trusted test code that calls the program: HumanEval's check(candidate), MBPP's assert lines.
+    """Trusted test code that calls the program, such as HumanEval's check(candidate) or MBPP's assert lines.
 
-    It is run after `prelude`. A name that neither defines is the program's.
+    It runs after `prelude`. A name that neither of the two defines is taken from the program.
     """
 
     test: str
@@ -71,7 +72,8 @@ class Asserts:
 
 @dataclass(frozen=True)
 class Submission:
-    """A program and its tests. entry_point "Solution.name": of a fresh Solution() for every case; "": none needed."""
+    """A program and its tests. The entry point "Solution.name" is a method, called on a fresh Solution() for every
+    case; "" is for tests that need none."""
 
     code: str
     entry_point: str
@@ -80,16 +82,17 @@ class Submission:
 
 @dataclass(frozen=True)
 class Grade:
-    """The verdict is that of the first case that does not pass, the last of `cases`: grading stops there."""
+    """A verdict on a program. It is that of the first case that does not pass, which is the last of `cases`, since
+    grading stops there."""
 
     verdict: str
     cases: tuple[str, ...]
-    detail: str = ""  # of that case, for people; partly the program's own words
+    detail: str = ""  # a note on that case for people, partly in the program's own words
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A FunctionCase in JSON form."""
+    """A FunctionCase whose values are in JSON form."""
 
     arguments: Any
     expected: Any
@@ -99,7 +102,7 @@ class _Call:
 class _Outcome:
     verdict: str
     detail: str = ""
-    again: bool = False  # may be the machine's fault
+    again: bool = False  # whether it may be the machine's fault
 
 
 PASS = _Outcome("pass")
@@ -107,14 +110,16 @@ PASS = _Outcome("pass")
 
 @dataclass
 class CodeGrader:
-    """Grades `slots` programs at a time. The limits are per case; CPU time is also limited in all (50 cases' worth).
+    """Grades `slots` programs at a time. The limits are per case; the CPU time of all cases together is limited too, to
+    that of 50 cases.
 
-    Usable from any thread, from a forked copy and, pickled, from another process. Raises ValueError for bad settings.
+    It can be used from any thread, from a forked copy and, pickled, from another process. Raises ValueError for bad
+    settings.
     """
 
     slots: int = 1
     cpu_seconds: float = 2.0
-    wall_seconds: float = 10.0  # of waiting, not computing
+    wall_seconds: float = 10.0  # seconds of waiting, not of computing
     memory_mb: int = 512
     allow_weak_sandbox: bool = False
 
@@ -130,7 +135,8 @@ class CodeGrader:
         self.close()
 
     def grade(self, submissions: list[Submission]) -> list[Grade]:
-        """Grade in order. Identical submissions are graded once; what may be the machine's fault is tried twice.
+        """Grade the submissions in order. Identical ones are graded once; what may be the machine's fault is tried
+        twice.
 
         Raises ValueError for a submission without tests, for a function case without entry point, and for expected
         values or arguments that are not plain data.
@@ -150,16 +156,16 @@ class CodeGrader:
         return [grades[key] for key in keys]
 
     def layers(self) -> dict[str, str]:
-        """What confines the programs here, layer by layer, for printing."""
+        """Return what confines the programs here, layer by layer, for printing."""
         return self._runner.layers()
 
     def close(self) -> None:
-        """End the processes. The grader can be used again; they then start anew."""
+        """End the processes. They start anew if the grader is used again."""
         self._runner.close()
 
 
 def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[list[Any], bytes]:
-    """Return the tests with values in JSON form, and a digest that is the same for the same tests."""
+    """Return the tests with their values in JSON form, and a digest that is the same for the same tests."""
     if not tests:
         raise ValueError("tests=(): a program without tests would pass")
     prepared, texts = [], []
@@ -175,7 +181,7 @@ def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[lis
 
 
 def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
-    """Run the tests until one does not pass; all once more if that may be the machine's fault."""
+    """Run the tests until one does not pass, and all of them once more if that may be the machine's fault."""
     for attempt in range(ATTEMPTS):
         cases = []
         with contextlib.closing(_outcomes(slot, *job)) as outcomes:
@@ -185,19 +191,20 @@ def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
                     break
         if not outcome.again or attempt == ATTEMPTS - 1:
             break
-    detail = outcome.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # no lone surrogates
+    # this removes lone surrogates
+    detail = outcome.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()
     return Grade(outcome.verdict, tuple(cases), detail)
 
 
 def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[_Outcome]:
-    """Outcomes of the tests in order, each obtained when asked for."""
+    """Yield the outcomes of the tests in order; each test runs when its outcome is asked for."""
     if len(submission.code) > CODE_CHARACTERS:
         yield _Outcome("compile-error", f"longer than {CODE_CHARACTERS} characters")
         return
     calls: list[_Call] = []
     try:
         for test in (*tests, None):
-            if isinstance(test, _Call):  # calls in a row share a process
+            if isinstance(test, _Call):  # consecutive calls share a process
                 calls.append(test)
                 continue
             if calls:
@@ -207,7 +214,7 @@ def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[
                 yield _run_outcome(slot, submission.code, test)
             elif isinstance(test, Asserts):
                 yield _assert_outcome(slot, submission, test)
-    except OSError as error:  # no process, no descriptor, no fork server
+    except OSError as error:  # no process, descriptor or fork server was to be had
         yield _Outcome("sandbox-error", f"{type(error).__name__}: {error}", again=True)
 
 
@@ -215,7 +222,7 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
     output, ended = slot.run_program(code, case.stdin)
     if ended.why != "exit" or ended.code != 0:
         return _ended(ended)
-    printed = output.decode("utf-8", "surrogateescape")  # bytes that are not text equal no expected text
+    printed = output.decode("utf-8", "surrogateescape")  # bytes that are not text never equal an expected text
     return PASS if same_output(case.stdout, printed) else _Outcome("wrong")
 
 
@@ -231,7 +238,7 @@ def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> It
 
 
 def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outcome:
-    """Carry calls from the test's process to the program's, and results back."""
+    """Carry calls from the test's process to the program's, and the results back."""
     with slot.open("function", {"code": submission.code, "objects": True}) as program:
         _, failed = _result(program.exchange(None), -1)
         if failed:
@@ -243,7 +250,8 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
                 reply, failed = _call(program, index, said["call"], said["arguments"], said["keywords"])
                 if failed:
                     return failed
-                if "object" in reply and said["call"] == submission.entry_point:  # what is judged must be plain
+                # the value that is judged must be plain
+                if "object" in reply and said["call"] == submission.entry_point:
                     return _Outcome("unserialisable", "an object that is not plain data")
                 said, index = tester.exchange(reply), index + 1
     if not isinstance(said, Ended):
@@ -256,13 +264,13 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
 def _call(
     session: Session, index: int, name: str, arguments: Any, keywords: Any, pause: bool = True
 ) -> tuple[dict[str, Any], _Outcome | None]:
-    """Ask a program for one call: its answer {"value"} or {"object"}, or how it failed."""
+    """Ask a program for one call and return its answer, {"value"} or {"object"}, or how it failed."""
     message = {"index": index, "call": name, "arguments": arguments, "keywords": keywords}
     return _result(session.exchange(message, pause), index)
 
 
 def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], _Outcome | None]:
-    """Take from an untrusted answer just what was asked for; anything else is a breach of protocol."""
+    """Take from an untrusted answer exactly what was asked for; anything else breaks the protocol."""
     if isinstance(reply, Ended):
         return {}, _ended(reply)
     detail = reply.get("detail", "")
@@ -290,7 +298,7 @@ def _compare(expected: Any, reply: dict[str, Any]) -> _Outcome:
 
 
 def _ended(ended: Ended) -> _Outcome:
-    """Return the outcome of a case in which the process ended (and which did not end well)."""
+    """Return the outcome of a case in which the process ended, and did not end well."""
     if ended.why == "exit":
         return _Outcome("runtime-error", f"ended with {ended.code}")
     detail = ended.detail or ("waiting" if ended.waited else "")

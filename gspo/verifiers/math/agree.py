@@ -1,15 +1,16 @@
-r"""Rules of judgement for mathematical answers: when an answer agrees with a gold.
+r"""Rules of judgement for mathematical answers: when an answer agrees with a gold (the right answer).
 
-1. A gold that is a number needs a number (see gspo.verifiers.math.literal): exact, so a rounded decimal is wrong.
-2. One answer for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong unless the gold is one.
-   An equation that names the value answers it, either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see
+1. A gold that is a number requires a number (see gspo.verifiers.math.literal), and an exact one: a rounded decimal is
+   wrong.
+2. One answer is given for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong unless the gold
+   is one. An equation that names the value answers it, either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see
    gspo.verifiers.math.names; 2x=14 and 3+4=7 do not). Where both name something, it must be the same.
-3. Lists and sets agree in any order, element by element, neither missing one nor having one too many; the braces of a
+3. Lists and sets agree in any order, element by element, with no element missing and none too many; the braces of a
    set may be left out. Tuples, points and intervals keep their order and brackets; unions agree in any order.
    A point may be given by its names: (x,y)=(3,-1), or x=3, y=-1 where the alphabet says which comes first.
    An inequality is its interval: x \le 3 is (-\infty,3]; \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty).
    Matrices agree entry by entry, whatever their brackets.
-4. Text answers agree letter by letter, case aside; a choice (B) is B.
+4. Text answers agree letter by letter without regard to case; a choice (B) is B.
 5. Other formulas agree if they are equal for all values of their variables (see formula.py for the words
    an answer may use). Equations agree if they are multiples of each other, but x=5 is not answered by 2x=10.
 6. An answer that is written as the gold is, spaces aside, is correct.
@@ -30,8 +31,8 @@ Equal = Callable[[str, str, str], bool]  # (kind, gold, answer) -> whether two f
 
 
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether an answer agrees with a gold. `equal` is asked about formulas and equations of different
-    spelling."""
+    """Return whether an answer agrees with a gold. `equal` decides on formulas and equations that are spelled
+    differently."""
     if squeeze(gold.text) == squeeze(answer.text):
         return True
     if gold.kind == "words" or re.fullmatch(r"[A-E]", gold.text):
@@ -64,9 +65,10 @@ def _all(pairs: Any, equal: Equal) -> bool:
 
 
 def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """Return the two in the form in which they can be compared."""
+    """Return the two in a form in which they can be compared."""
     kinds = {gold.kind, answer.kind}
-    if kinds == {"several", "number"} and gold.kind == "several" and "," in answer.text:  # 100,200 is no number here
+    # here 100,200 is a list, not a number
+    if kinds == {"several", "number"} and gold.kind == "several" and "," in answer.text:
         return gold, Node("several", answer.text, tuple(map(structure, answer.text.split(","))))
     if kinds == {"several", "ordered"}:
         return _as_point(gold), _as_point(answer)
@@ -81,7 +83,7 @@ def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
 
 
 def _as_point(node: Node) -> Node:
-    """x=3, y=-1 as (3,-1)."""
+    """Turn x=3, y=-1 into (3,-1)."""
     named = {p.parts[0]: p.parts[2] for p in node.parts if node.kind == "several" and p.kind == "named"}
     order = usual_order(tuple(named))
     if len(named) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
@@ -90,7 +92,7 @@ def _as_point(node: Node) -> Node:
 
 
 def _by_name(node: Node) -> Node:
-    """(x,y)=(3,-1) as x=3, y=-1."""
+    """Turn (x,y)=(3,-1) into x=3, y=-1."""
     if node.kind != "named" or not node.parts[0].startswith("("):
         return node
     names = node.parts[0][1:-1].split(",")
@@ -100,8 +102,8 @@ def _by_name(node: Node) -> Node:
 
 
 def _as_besides(node: Node) -> Node:
-    r"""Return a union of intervals by what it leaves out: (-\infty,2)\cup(2,\infty) by 2. They are taken from left to
-    right as they are written, but for the endless ones."""
+    r"""Turn a union of intervals into what it leaves out: (-\infty,2)\cup(2,\infty) into 2. The intervals are taken
+    from left to right as written, except that the endless ones go first and last."""
     parts = node.parts if node.kind == "several" else (node,)
     if len({part.parts[:2] if part.kind == "named" else "" for part in parts}) == 1:  # x<2 or x>3
         parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
@@ -135,7 +137,8 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return multiples of each other. A gold that gives a variable its value is not answered by another equation."""
+    """Return whether the equations are multiples of each other. A gold that gives a variable its value is not answered
+    by another equation."""
     if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
         return False
     sides = [side for text in (gold.text, answer.text) for side in text.split("=")]
@@ -166,14 +169,14 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
 
 
 def _plain(gold: str) -> bool:
-    """Return whether a gold is a formula that can be computed at all: no words, relations or bases of number
+    """Return whether a gold is a formula that can be computed at all, without words, relations or bases of number
     systems."""
     number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
     return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", gold) and not number_system
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:
-    """Return a partner for every element, each used once."""
+    """Return whether every element has a partner, each used once."""
     left = list(answers)
     for gold in golds:
         partner = next((place for place, answer in enumerate(left) if agree(gold, answer, equal)), None)

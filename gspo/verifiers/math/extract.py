@@ -1,11 +1,11 @@
 r"""Where the answer stands in a response, and the one spelling ("normal form") in which it is judged.
 
-The answer is, by `form`,
+`form` says where the answer stands:
 boxed     what the last \boxed{} holds (also \fbox, \framebox, `\boxed 7`), by brace matching; of boxes inside boxes the
           outermost counts. A last box that is never closed is malformed, also when an earlier one was closed.
 hash      the rest of the line after the last #### (GSM8K)
 answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Minerva)
-A response is never searched for the last number: "I do not know. 1 2 3" would be an answer.
+A response is never searched for its last number: "I do not know. 1 2 3" would then be an answer.
 
 The normal form removes what has no meaning: dollar signs, \left and \right, fonts, spaces within formulas, spellings of
 the same command. Full-width digits and marks, which models trained on Chinese text write, are mapped one by one, and
@@ -21,13 +21,13 @@ import unicodedata
 from collections import deque
 
 FORMS = ("boxed", "hash", "answer")
-TEXT_CHARACTERS = 65536  # of a response, from its end; the answer is at the end
+TEXT_CHARACTERS = 65536  # characters of a response that are read, counted from its end, where the answer is
 ANSWER_CHARACTERS = 300
-NESTING = 12  # levels of brackets in an answer
+NESTING = 12  # most levels of brackets in an answer
 
 
 class Refused(Exception):
-    """There is no answer to judge. The message is the verdict, "no-answer" or "malformed"."""
+    """Raised where there is no answer to judge. The message is the verdict, "no-answer" or "malformed"."""
 
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
@@ -55,7 +55,7 @@ def extract(text: str, form: str) -> str:
 
 
 def _last_box(text: str) -> str:
-    """What the last box holds. Work is bounded: boxes are followed for a few hundred characters each."""
+    """Return what the last box holds. The work is bounded: a box is followed for a few hundred characters only."""
     places = [place.end() for place in deque(BOX.finditer(text), maxlen=9)]
     if not places:
         raise Refused("no-answer")
@@ -67,14 +67,14 @@ def _last_box(text: str) -> str:
     end = _closing(text, inside)
     if end < 0:
         raise Refused("malformed")
-    for other in places[:-1]:  # a box around it?
+    for other in places[:-1]:  # look for a box around it
         if text[other : other + 1] == "{" and (other_end := _closing(text, other)) > end:
             return text[other + 1 : other_end]
     return text[inside + 1 : end]
 
 
 def _closing(text: str, opening: int) -> int:
-    r"""Where the brace at `opening` is closed; -1: nowhere near. \{ and \} do not count."""
+    r"""Return where the brace at `opening` is closed, or -1 if that is nowhere near. \{ and \} do not count."""
     depth = 0
     for brace in BRACE.finditer(text, opening, opening + 2 * ANSWER_CHARACTERS):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -84,7 +84,8 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _unwrap(content: str) -> str:
-    """Return the content of a box, out of any box that is all of it. More boxes inside are guesses side by side."""
+    """Return the content of a box, freed from any box that encloses all of it. Several boxes inside are guesses side by
+    side."""
     while (box := BOX.match(content.strip())) and content.strip()[box.end() :][:1] == "{":
         content = content.strip()
         if _closing(content, box.end()) != len(content) - 1:
@@ -96,7 +97,8 @@ def _unwrap(content: str) -> str:
 
 
 def _checked(answer: str) -> str:
-    """Raises Refused for what is empty, too long, too deep or holds characters that are not what they seem."""
+    """Return the answer. Raises Refused if it is empty, too long, too deep, or has characters that are not what they
+    seem."""
     if not answer.strip():
         raise Refused("no-answer")
     if len(answer) > ANSWER_CHARACTERS:
@@ -117,7 +119,8 @@ def _checked(answer: str) -> str:
 
 
 def _harmless(character: str) -> bool:
-    """Letters of any script but full-width, bold and other look-alikes of ASCII; no digits, no invisible marks."""
+    """Return whether a character may stand in an answer: letters of any script, except full-width, bold and other
+    look-alikes of ASCII; no digits, no invisible marks."""
     category = unicodedata.category(character)
     if category not in ("Lu", "Ll", "Lo", "Mn"):
         return False
@@ -141,7 +144,7 @@ POWER_OF_TEN = re.compile(r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１
 
 
 def _with_powers_of_ten(answer: str) -> str:
-    """3×10⁴ with an exponent that cannot be taken for digits: 3×10^{4}."""
+    """Return 3×10⁴ with an exponent that cannot be taken for digits, 3×10^{4}."""
     return POWER_OF_TEN.sub(lambda m: f"{m.group(1)}^{{{m.group(2).translate(SUPERSCRIPTS)}}}", answer)
 
 
@@ -149,7 +152,7 @@ STEPS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"(?<=\{)~", " "),
-        (r"\\\$", r"\\dollar "),  # a currency sign; a bare $ is a delimiter
+        (r"\\\$", r"\\dollar "),  # this is a currency sign, whereas a bare $ is a delimiter
         (r"\$|(?<!\\)\\[()\[\]]", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (
@@ -187,14 +190,14 @@ STEPS = [
         (r"\s+", " "),
     ]
 ]
-LAST_MARK = re.compile(r"(?<![.,。\s])\s*[.,。]\Z")  # one: an ellipsis says something else
+LAST_MARK = re.compile(r"(?<![.,。\s])\s*[.,。]\Z")  # only one, since an ellipsis says something else
 OVER = re.compile(r"\\over(?![A-Za-z])")
-PLAIN = re.compile(r"-?[0-9][0-9.,/]*(?<=[0-9])")  # most answers
+PLAIN = re.compile(r"-?[0-9][0-9.,/]*(?<=[0-9])")  # most answers are of this form
 FONT = re.compile(r"\\text\{([^{}]*)\}\Z")
 
 
 def normal(answer: str) -> str:
-    r"""Return the normal form. Words stay in \text{}; spaces between words, numbers and letters stay, one at a time."""
+    r"""Return the normal form. Words stay in \text{}; single spaces between words, numbers and letters stay."""
     if PLAIN.fullmatch(answer):
         return answer
     answer = _with_powers_of_ten(answer)
@@ -210,12 +213,13 @@ def normal(answer: str) -> str:
         answer = answer[1:-1].strip()
     whole = FONT.match(answer)
     if whole and re.fullmatch(r"[-+]?[\d.(\[].*|\([A-Z]\)|[A-Z]", whole.group(1).strip()):
-        answer = whole.group(1).strip()  # a number in another font, a choice
+        answer = whole.group(1).strip()  # a number in another font, or a choice
     return answer
 
 
 def _over(answer: str) -> str:
-    r"""{a \over b} as \frac{a}{b}, the inner ones first: what stands before and after it in its braces, as in TeX."""
+    r"""Return {a \over b} as \frac{a}{b}, the innermost first; as in TeX it takes all that stands before and after it
+    in its braces."""
     for found in OVER.finditer(answer):
         braces = (m.start() for m in BRACE.finditer(answer, 0, found.start()) if m.group() == "{")
         around = [place for place in braces if _closing(answer, place) >= found.end()]
@@ -224,7 +228,7 @@ def _over(answer: str) -> str:
         if OVER.search(above + below) or (not around and re.search(r"[=<>,;:&]", above + below)):
             continue
         before, fraction = answer[: max(start, 0)], rf"\frac{{{above}}}{{{below}}}"
-        if re.search(r"(?:\\[A-Za-z]+|[\]}^_])\s*\Z", before):  # it is the argument of \sqrt or ^: its braces stay
+        if re.search(r"(?:\\[A-Za-z]+|[\]}^_])\s*\Z", before):  # an argument of \sqrt or ^ keeps its braces
             fraction = f"{{{fraction}}}"
         return _over(before + fraction + answer[end + 1 :])
     return answer

@@ -1,21 +1,21 @@
-r"""Formulas that are no plain numbers: which ones an expensive comparison may see, and how they are rewritten for it.
+r"""Formulas that are not plain numbers: which ones may be compared at some cost, and how they are rewritten for that.
 
 A formula must stay in the vocabulary of the gold: the arithmetic signs, fractions and roots; functions only of a
-family the gold uses (so that \sin 60^\circ is no answer where \frac{\sqrt{3}}{2} is asked for); sums, products,
-integrals, limits, factorials, binomials only where the gold has them; variables only those of the gold. A complex gold
-may be answered by an exponential, and an exponential by \cos and \sin. This keeps out
-restatements of the question, and with the bounds on powers and digits what would take long to parse or to compute.
+family that the gold uses (so that \sin 60^\circ does not answer \frac{\sqrt{3}}{2}); sums, products, integrals, limits,
+factorials and binomials only where the gold has them; variables only those of the gold. A complex gold may be answered
+by an exponential, and an exponential by \cos and \sin. Together with the bounds on powers and digits this keeps out
+restatements of the question, and formulas that would take long to parse or to compute.
 """
 
 from __future__ import annotations
 
 import re
 
-DIGITS = 30  # of one number
+DIGITS = 30  # most digits of one number
 EXPONENT_DIGITS = 4
-LARGEST_POWER = 10_000  # product of exponents that lie on each other: ((x^a)^b)^c has a b c
+LARGEST_POWER = 10_000  # largest product of nested exponents: ((x^a)^b)^c has a b c
 FACTORIAL_DIGITS = 3
-BARS = 8  # of absolute values: they can be paired in as many ways as a parser cares to try
+BARS = 8  # most bars of absolute values, which a parser may try to pair in very many ways
 
 BASIC = {"frac", "sqrt", "cdot", "times", "div", "pi"}
 FAMILIES = [
@@ -33,7 +33,7 @@ def commands(formula: str) -> set[str]:
 
 
 def letters(formula: str) -> set[str]:
-    """Return the variables: single letters, case counts."""
+    """Return the variables: single letters, where case counts."""
     return set(re.findall(r"[A-Za-z]", COMMAND.sub(" ", formula)))
 
 
@@ -44,7 +44,7 @@ def comparable(gold: str, answer: str) -> bool:
         if family & allowed:
             allowed |= family
     names = letters(gold)
-    if "i" in names:  # a complex number, in either of its two forms
+    if "i" in names:  # a complex number may have either of its two forms
         allowed |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
         names |= set() if re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)) else {"e"}
     return (
@@ -112,10 +112,10 @@ def _balanced(formula: str) -> bool:
 
 
 def rewrite(formula: str) -> str:
-    r"""Return the formula as the parser of math-verify reads it rightly.
+    r"""Return the formula in a spelling that the parser of math-verify reads rightly.
 
     That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and decimals as
-    rounded: they become products, subscripted variables and fractions. It does not know \lg.
+    rounded, so these become products, subscripted variables and fractions. It does not know \lg.
     """
     formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
     formula = re.sub(r"(\d|\})\s*\(", r"\1\\cdot (", formula)

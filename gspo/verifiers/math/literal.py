@@ -1,11 +1,11 @@
-r"""Numbers as they are written out, with their units: exact values, in microseconds, without a parser.
+r"""Numbers that are written out, with their units: exact values, in microseconds, without a parser.
 
-Evaluated, hence literals: integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions of
-integers, mixed numbers, scientific notation, percentages. Not evaluated, hence no literals: sums, products, powers,
-roots, functions, factorials, binomials, and disguises of them: 7+0x, 7^1, \frac{14}{1+1}, 7\pm 0.
+Literals are integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions of integers, mixed
+numbers, scientific notation and percentages. What would have to be evaluated is not a literal: sums, products, powers,
+roots, functions, factorials, binomials, and disguises of them such as 7+0x, 7^1, \frac{14}{1+1} and 7\pm 0.
 
 Units, currency and degree signs may be left out on either side; where both sides have one they must agree. Words that
-change or hedge a number (half, million, or, not, about) are no units.
+change or hedge a number (half, million, or, not, about) are not units.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-LARGEST_EXPONENT = 300  # of ten; larger ones are no literals: nobody asked for such a number
+LARGEST_EXPONENT = 300  # the largest exponent of ten; nobody asks for a larger number, so it is not a literal
 
 
 @dataclass(frozen=True)
 class Literal:
-    """An exact value; `percent` where it was written with a percent sign (50% has the value 50)."""
+    """An exact value. `percent` is set where it was written with a percent sign (50% has the value 50)."""
 
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Literal) -> bool:
-        """50% is 50%, 50 and 0.5; 50% is not 0.5%. Decimals are exact: 0.333 is not 1/3."""
+        """Return whether two literals agree. 50% is 50%, 50 and 0.5, but not 0.5%. Decimals are exact: 0.333 is not
+        1/3."""
         if self.percent == other.percent:
             return self.value == other.value
         whole, plain = (self, other) if self.percent else (other, self)
@@ -51,7 +52,7 @@ PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|%)\s*\}|percent)\Z")
 
 
 def literal(text: str) -> Literal | None:
-    """Return the value of a number in normal form without its unit; None if it is not evaluated, or no number."""
+    """Return the value of a number in normal form without its unit, or None if the text is not a literal."""
     text = text.strip()
     shorter = PERCENT.sub("", text)
     percent = shorter != text
@@ -67,7 +68,7 @@ def literal(text: str) -> Literal | None:
 
 
 def _magnitude(text: str) -> Fraction | None:
-    """Return the value of an unsigned number. Everything is bounded by the length of an answer and LARGEST_EXPONENT."""
+    """Return the value of an unsigned number. The work is bounded by the length of an answer and LARGEST_EXPONENT."""
     if DECIMAL_PATTERN.fullmatch(text):
         return Fraction(_plain(text))
     if match := SLASH.fullmatch(text) or FRAC.fullmatch(text):
@@ -93,7 +94,7 @@ def _plain(digits: str) -> str:
     return digits.replace("\\,", "").replace(",", "").replace(" ", "")
 
 
-# What is written after a number and is not its unit: it changes the number, hedges it or takes it back.
+# Words that may follow a number but are not its unit: they change the number, hedge it or take it back.
 _CHANGING = """
 or and not no never isn wrong incorrect false less more least most than about approximately approx around
 nearly almost roughly plus minus times over divided by squared cubed factorial mod modulo base hundred
@@ -103,7 +104,7 @@ perhaps possibly between to through either neither if unless except is are was e
 otherwise unknown percent k bn point unsolvable undefined infinity pi the answer guess
 """
 NO_UNITS = frozenset(_CHANGING.split())
-LETTERS = set("mglhsLCFNJWVA")  # single letters that are units
+LETTERS = set("mglhsLCFNJWVA")  # the single letters that are units
 UNIT_WORDS = {
     "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km",
     "millimeter": "mm", "millimetre": "mm", "feet": "foot", "ft": "foot", "inche": "inch", "in": "inch",
@@ -145,19 +146,20 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _sign(found: re.Match[str]) -> str:
-    """Return a degree or currency sign after the number."""
+    """Return the degree or currency sign after the number."""
     sign = found.group(2)
     return SIGNS[sign[1:]] if sign.startswith("\\") else "°" + sign.lower()
 
 
 def _is_unit(words: str) -> bool:
-    """Return whether words may follow a number as its unit. A single letter is a variable unless it is a known unit."""
+    """Return whether words may follow a number as its unit. A single letter is a variable unless it is a unit's
+    symbol."""
     names = re.findall(r"[A-Za-z]+", words)
     return all(name in LETTERS if len(name) == 1 else name.lower() not in NO_UNITS for name in names)
 
 
 def _unit(words: str, power: str) -> str:
-    """Return one spelling for a unit: cm, centimeters and "square cm", cm^2."""
+    """Return one spelling for a unit: cm for centimeters, cm^2 for "square cm"."""
     names = []
     for word in re.findall(r"[a-z]+", words.lower()):
         single = word if word in ("s", "g", "cents") else word[:-1] if word.endswith("s") else word

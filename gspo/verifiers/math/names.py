@@ -1,6 +1,6 @@
 r"""Which sides of an equation name what the other side is worth: f(3) = 5, AB = 5, m + n = 16, (x, y) = (3, -1).
 
-A side is such a name only if nothing is left to solve: 2x = 10, x + 1 = 6, x^2 = 25, |x| = 5 and x(x-1) = 6 give no
+A side is such a name only if nothing is left to solve. 2x = 10, x + 1 = 6, x^2 = 25, |x| = 5 and x(x-1) = 6 give no
 value of x; 3 + 4 = 7 and \log_2 128 = 7 restate the question. Sides are given in normal form.
 """
 
@@ -40,12 +40,12 @@ CONSTANT = re.compile(r"\\(?:pi|infty|emptyset|ldots|dots|cdots)(?![A-Za-z])")
 
 
 def tight(side: str) -> str:
-    r"""Without spaces, but after a command and before a letter: \cos x."""
+    r"""Return the side without spaces, except between a command and a letter, as in \cos x."""
     return re.sub(r"(\\[A-Za-z]+ (?=[A-Za-z]))|\s+", lambda match: match.group(1) or "", side)
 
 
 def names_a_value(side: str) -> bool:
-    """Return whether a side is one name: a letter, f(3), AB, an angle, words, the cosine of an angle."""
+    """Return whether a side is one name: a letter, f(3), AB, an angle, words, or the cosine of an angle."""
     name = tight(side)
     if CONSTANT.match(name):
         return False
@@ -53,28 +53,28 @@ def names_a_value(side: str) -> bool:
         return re.fullmatch(VARIABLE, name) is not None
     if found.group("words"):
         return not HEDGES & set(re.findall("[a-z]+", side.lower())) and not CHINESE_HEDGES & set(side)
-    own = found.group("function")  # x(x-1) is a product
+    own = found.group("function")  # x(x-1) is a product, not a function's value
     return not (own and re.search(rf"(?<![A-Za-z\\]){re.escape(own)}(?![A-Za-z(])", name[len(own) :]))
 
 
 def combines_values(side: str) -> bool:
-    """Return whether a side is put together of two names or more: m+n, xy, x^2+y^2, AB/BC. One unknown alone, or a
-    coefficient, make it an equation to be solved."""
+    """Return whether a side is put together from two names or more: m+n, xy, x^2+y^2, AB/BC. A single unknown, or a
+    coefficient, makes it an equation to be solved."""
     side = tight(side)
     names = re.findall(LETTER + INDEX, re.sub(r"\\(?:frac|cdot|times|overline|vec|overrightarrow|widehat)", "", side))
     return COMBINATION.fullmatch(side) is not None and len(set(names)) > 1
 
 
 def tuple_of_names(side: str) -> tuple[str, ...]:
-    """Return the names of (x,y); none if it is no such tuple, or turned round: (y,x) is not the point that was asked
-    for."""
+    """Return the names in (x,y), or none if it is not such a tuple or is reversed: (y,x) is not the point asked for."""
     found = TUPLE.fullmatch(tight(side))
     names = tuple(re.split(r"[,;](?![^()]*\))", found.group(1))) if found else ()
     return names if len(set(names)) == len(names) and usual_order(names) in ((), names) else ()
 
 
 def usual_order(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Neighbouring letters in the order of the alphabet; none if they are no neighbours, so that no order is usual."""
+    """Return neighbouring letters in the order of the alphabet, or none if they are not neighbours and so have no usual
+    order."""
     ordered = tuple(sorted(names))
     neighbours = all(len(name) == 1 for name in names) and all(ord(b) - ord(a) == 1 for a, b in pairwise(ordered))
     return ordered if neighbours and len(names) > 1 else ()

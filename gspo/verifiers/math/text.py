@@ -1,6 +1,6 @@
-r"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals, equations, formulas.
+"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals, equations, formulas.
 
-When two of them agree is said in gspo.verifiers.math.agree.
+gspo.verifiers.math.agree says when two of them agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Node:
 
 
 class TooMany(ValueError):
-    """More elements than any answer has."""
+    """Raised for more elements than any answer has."""
 
 
 ELEMENTS = 40
@@ -61,12 +61,12 @@ WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*|[Nn]o(?: [^\W\d_]{3,})+|\([A
 
 
 def squeeze(text: str) -> str:
-    """Without spaces, but between digits: 1 1/2 is not 11/2."""
+    """Return the text without spaces, except between digits: 1 1/2 is not 11/2."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def fold(text: str) -> str:
-    r"""Return the letters of a text answer: without \text{}, brackets round a choice, quotes, spaces, case."""
+    r"""Return the letters of a text answer, without \text{}, brackets round a choice, quotes, spaces and case."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"[\s\"'`\\]+", "", text).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
@@ -74,7 +74,7 @@ def fold(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def structure(text: str) -> Node:
-    """What a text in normal form is made of. Raises TooMany."""
+    """Return what a text in normal form is made of. Raises TooMany."""
     text = text.strip()
     if _is_text(text):
         return Node("words", text)
@@ -97,7 +97,8 @@ def structure(text: str) -> Node:
 
 
 def _is_text(text: str) -> bool:
-    r"""Words: \text{...} as a whole, a plain word of three letters or more, "no ...", a choice in brackets."""
+    r"""Return whether this is words: \text{...} as a whole, a plain word of three letters or more, "no ...", or a
+    choice in brackets."""
     if re.fullmatch(r"\\text\s*\{\s*\(?[A-Za-z][^{}=]*\}", text):
         return not OR.search(text[6:])
     return WORDS.fullmatch(text) is not None and not OR.search(text)
@@ -112,11 +113,11 @@ def _alternatives(text: str) -> list[str]:
 
 
 def _several(text: str, parts: list[str]) -> Node:
-    """Elements in any order; lists within lists are one list."""
+    """Return elements in any order as one node; lists within lists become one list."""
     nodes: list[Node] = []
     for part in parts:
         node = structure(part)
-        # the empty set is an element; so is a set with braces of its own
+        # the empty set is an element, and so is a set with braces of its own
         flat = node.kind == "several" and node.parts and not part.strip().startswith("\\{")
         nodes += node.parts if flat else [node]
         if len(nodes) > ELEMENTS:
@@ -125,7 +126,7 @@ def _several(text: str, parts: list[str]) -> Node:
 
 
 def _single(text: str) -> Node:
-    """Return a text without separators at its top."""
+    """Return the node for a text without separators at its top level."""
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
@@ -146,7 +147,7 @@ def _single(text: str) -> Node:
         inside = split(text[1:-1], (";",) if ";" in text else (",",))
         if len(inside) > 1:
             return Node("ordered", text, (text[0], *map(structure, inside), text[-1]))
-    if "\\mp" in text and text.count("\\pm") < 2:  # alone it is \pm; beside it, the other sign
+    if "\\mp" in text and text.count("\\pm") < 2:  # alone it means \pm; beside \pm it is the other sign
         upper = ("+", "-") if "\\pm" in text else ("-", "+")
         return _several(text, [text.replace("\\pm", pm).replace("\\mp", mp) for pm, mp in (upper, upper[::-1])])
     if "\\pm" in text and text.count("\\pm") < 4 and "\\mp" not in text:
@@ -157,8 +158,8 @@ def _single(text: str) -> Node:
 
 
 def _equation(text: str, left: str, right: str) -> Node:
-    """Return a name and what it is worth, on either side; else an equation. A name whose worth has it in is to be
-    solved."""
+    """Return a name and its value, whichever side names it, or else an equation. A name whose value contains it is to
+    be solved."""
     if names_a_value(right) and not names_a_value(left):
         left, right = right, left
     if names := tuple_of_names(left):
@@ -174,7 +175,7 @@ def _equation(text: str, left: str, right: str) -> Node:
 
 
 def worth(node: Node) -> Node | None:
-    """Return the value that an equation gives for several names together, as in m+n = 16; None if there is none."""
+    """Return the value that an equation gives for several names together, as in m+n = 16, or None if there is none."""
     for names, value in (node.parts, node.parts[::-1]) if node.kind == "equation" else ():
         if combines_values(names) and not letters(value):
             return structure(value)
@@ -182,7 +183,7 @@ def worth(node: Node) -> Node | None:
 
 
 def _besides(text: str, left_out: str | None) -> Node:
-    """Return the real numbers but those."""
+    """Return the real numbers without those that are left out."""
     node = structure(left_out) if left_out else Node("several", "")
     parts = node.parts if node.kind == "several" else (node,)
     return Node(
@@ -191,9 +192,9 @@ def _besides(text: str, left_out: str | None) -> Node:
 
 
 def _inequality(text: str, sides: list[str]) -> Node:
-    """Return an interval for x < b, a < x or a < x < b; otherwise a formula, which only its own spelling equals."""
+    """Return an interval for x < b, a < x or a < x < b, and otherwise a formula, which only its own spelling equals."""
     terms, signs = sides[::2], [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]]
-    if signs and all(sign[0] == ">" for sign in signs):  # read it from right to left
+    if signs and all(sign[0] == ">" for sign in signs):  # such a chain is read from right to left
         terms, signs = terms[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
     names = [place for place, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term]
     if len(names) != 1 or len(terms) > 3 or any(sign[0] != "<" for sign in signs) or len(terms) - names[0] > 2:

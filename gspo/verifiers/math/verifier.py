@@ -1,13 +1,14 @@
 r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a gold.
 
-Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to workers, processes
-of their own (worker.py), which start with the first formula and are replaced when they end. Verdicts:
+Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to workers, which are
+processes of their own (worker.py) that start with the first formula and are replaced when they end. Verdicts:
 
 correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
 malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or invisible characters
 timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from the cache
-unreadable-gold   the gold is empty, or no answer that could be compared with: no fault of the response
+unreadable-gold   the gold is empty, or cannot be compared with anything: no fault of the response
+
 The rules of judgement are in gspo/verifiers/math/agree.py.
 """
 
@@ -32,30 +33,31 @@ from gspo.verifiers.math.extract import FORMS, TEXT_CHARACTERS, Refused, extract
 from gspo.verifiers.math.text import Node, TooMany, spelling, structure
 
 WORKER = Path(__file__).with_name("worker.py")
-CPU_SHARE = 0.4  # of `seconds`: a question's CPU time; the rest is for ending the worker and starting the next one
-PATIENCE = 4  # times `seconds` without any CPU time used: the worker hangs
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need them to start
+# a question's CPU time as a share of `seconds`; the rest is for ending the worker and starting the next
+CPU_SHARE = 0.4
+PATIENCE = 4  # a worker that uses no CPU time for this many times `seconds` hangs
+LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 
 Question = tuple[str, str, str]  # kind, gold, answer
 
 
 @dataclass(frozen=True)
 class MathVerdict:
-    """What became of an answer; `answer` is its normal form, "" if there is none."""
+    """What became of an answer. `answer` is its normal form, "" if there is none."""
 
     verdict: str
     answer: str = ""
 
 
 class _Asked(Exception):
-    """A question that only a worker can answer."""
+    """Raised for a question that only a worker can answer."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
 
 
 class _Unsettled(Exception):
-    """A question whose worker ran out of CPU time or memory."""
+    """Raised for a question whose worker ran out of CPU time or memory."""
 
 
 @dataclass
@@ -67,9 +69,9 @@ class MathVerifier:
 
     form: str = "boxed"  # boxed | hash (GSM8K's ####) | answer ("Answer: ...")
     workers: int = 1
-    seconds: float = 5.0  # within which an answer is judged on an idle machine; 0.4 of them are its CPU limit
-    memory_mb: int = 2048  # address space of a worker
-    cache: int = 65536  # comparisons that are remembered
+    seconds: float = 5.0  # an idle machine judges an answer within these; its CPU limit is 0.4 of them
+    memory_mb: int = 2048  # the address space of a worker
+    cache: int = 65536  # number of comparisons that are remembered
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -91,16 +93,16 @@ class MathVerifier:
         self.close()
 
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
-        """Verdicts in the order of `items` = (response text, gold)."""
-        if self._owner != os.getpid():  # a forked copy: the workers belong to the process that started them
+        """Return the verdicts in the order of `items` = (response text, gold)."""
+        if self._owner != os.getpid():  # in a forked copy, the workers belong to the process that started them
             self._start_over()
         tasks = [_read(text[-TEXT_CHARACTERS:], gold, self.form) for text, gold in items]
         verdicts = [task if isinstance(task, MathVerdict) else None for task in tasks]
         left = [place for place, verdict in enumerate(verdicts) if verdict is None]
         with self._lock:
             self._recent.clear()
-            while left:  # each round answers one more question of every answer that still has one
-                asked: dict[Question, None] = {}  # in order, each once
+            while left:  # each round settles one more question of every answer that has one left
+                asked: dict[Question, None] = {}  # a dict keeps the order and holds each once
                 for place in left:
                     try:
                         verdicts[place] = self._judge(*tasks[place])
@@ -108,7 +110,8 @@ class MathVerifier:
                         asked[asks.question] = None
                 try:
                     self._answer(list(asked))
-                except BaseException:  # Ctrl-C: a worker that still computes would answer the next question with it
+                # after Ctrl-C a worker that still computes would answer the next question with this result
+                except BaseException:
                     for worker in self._pool:
                         worker.stop()
                     raise
@@ -123,18 +126,19 @@ class MathVerifier:
                     worker.stop()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers that were started and not stopped."""
+        """Return the process ids of the workers that were started and not stopped."""
         return [worker.process.pid for worker in self._pool if worker.process]
 
     def _start_over(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._answers: OrderedDict[Question, bool | str] = OrderedDict()
-        self._recent: dict[Question, bool | str] = {}  # of this call: what is needed together is not forgotten singly
+        # the answers of this call, none of which may be forgotten before it ends
+        self._recent: dict[Question, bool | str] = {}
         self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
 
     def _judge(self, gold: Node, answer: Node) -> MathVerdict:
-        """Return the verdict by the answers so far. Raises _Asked."""
+        """Return the verdict by the answers so far. Raises _Asked if it needs a further one."""
         try:
             verdict = "correct" if agree(gold, answer, self._answered) else "wrong"
         except _Unsettled:
@@ -142,6 +146,7 @@ class MathVerifier:
         return MathVerdict(verdict, spelling(answer))
 
     def _answered(self, *question: str) -> bool:
+        """Return the answer to a question. Raises _Asked if there is none yet, and _Unsettled if there can be none."""
         if question not in self._recent:
             if question not in self._answers:
                 raise _Asked(question)
@@ -152,7 +157,7 @@ class MathVerifier:
         return self._recent[question]
 
     def _answer(self, questions: list[Question]) -> None:
-        """Keep the workers busy until every question has an answer, a string where there is none.
+        """Keep the workers busy until every question has an answer; a string says why there is none.
 
         A lost worker's question is asked once more.
         """
@@ -193,7 +198,7 @@ def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
 
 @lru_cache(maxsize=16384)
 def gold_structure(gold: str) -> Node | None:
-    """Return the pieces of a gold; None if there are none."""
+    """Return the pieces of a gold, or None if it has none."""
     try:
         text = normal(extract(gold, "boxed") if "\\boxed" in gold else gold)
         return structure(text) if text else None
@@ -207,21 +212,21 @@ class _Worker:
     def __init__(self, seconds: float, memory_mb: int) -> None:
         self.seconds, self.memory_mb = seconds, memory_mb
         self.process: subprocess.Popen[bytes] | None = None
-        self.cpu, self.since = 0.0, 0.0  # CPU time when it was last seen to change, and the time of day then
+        self.cpu, self.since = 0.0, 0.0  # its CPU time when that was last seen to change, and when that was
 
     def send(self, question: Question) -> None:
-        """Hand over a question; starts the worker if it is not there."""
+        """Hand over a question, and start the worker if it is not running."""
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
         self.cpu, self.since = 0.0, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # it died just now: receive() will find the end of its output
+        with contextlib.suppress(BrokenPipeError):  # it died just now, and receive() will find the end of its output
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> bool | str:
-        """true, false; "timeout" if the kernel ended it for its CPU time; "lost" if it died or hangs otherwise, or has
-        no memory left, perhaps by what earlier questions left behind."""
+        """Return the worker's answer, true or false. Returns "timeout" if the kernel ended it for its CPU time, and
+        "lost" if it died or hangs otherwise, or has no memory left, perhaps because of earlier questions."""
         line = self.process.stdout.readline() if wait([self.process.stdout], timeout=0) else b""
         with contextlib.suppress(ValueError):
             if line.endswith(b"\n") and isinstance(reply := json.loads(line), bool):
@@ -231,23 +236,23 @@ class _Worker:
         return "timeout" if timed_out else "lost"
 
     def hangs(self) -> bool:
-        """Return whether it has used no CPU time for long: stopped, or waiting for what will not come."""
+        """Return whether it has used no CPU time for long, and so is stopped or waits for what will not come."""
         cpu, now = _cpu_time(self.process.pid), time.monotonic()
         if cpu != self.cpu:
             self.cpu, self.since = cpu, now
         return now - self.since > PATIENCE * self.seconds
 
     def start(self) -> None:
-        """Start the worker and waits until it has loaded math-verify. Raises RuntimeError if it cannot."""
+        """Start the worker and wait until it has loaded math-verify. Raises RuntimeError if it cannot."""
         limits = map(str, (os.getpid(), self.memory_mb, CPU_SHARE * self.seconds))
         environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = subprocess.Popen(
             [sys.executable, "-s", "-P", str(WORKER), *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # nothing half written for a forked copy to write once more
+            bufsize=0,  # so that nothing half written is left for a forked copy to write again
             env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"} | environment,
-            start_new_session=True,  # Ctrl-C is for the harness, which then ends the worker
+            start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the worker
         )
         if self.process.stdout.readline() != b"ready\n":
             status = self.process.wait()
@@ -255,7 +260,7 @@ class _Worker:
             raise RuntimeError(f"the math worker did not start (exit status {status}): is math-verify installed?")
 
     def stop(self) -> None:
-        """End the worker and collects it, so that no zombie stays."""
+        """End the worker and collect it, so that no zombie stays."""
         if self.process is None:
             return
         self.process.kill()
@@ -267,7 +272,7 @@ class _Worker:
 
 
 def _ready(workers: list[_Worker]) -> list[_Worker]:
-    """Return the workers that answered, ended or hang; waits until there is one."""
+    """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
         answered = wait([worker.process.stdout for worker in workers], timeout=0.5)
         ready = [worker for worker in workers if worker.process.stdout in answered or worker.hangs()]
@@ -276,7 +281,7 @@ def _ready(workers: list[_Worker]) -> list[_Worker]:
 
 
 def _cpu_time(pid: int) -> float:
-    """CPU seconds of a process so far; 0 where the system cannot tell."""
+    """Return the CPU seconds of a process so far, or 0 where the system cannot tell."""
     if sys.platform != "linux":
         return 0.0
     with contextlib.suppress(OSError):

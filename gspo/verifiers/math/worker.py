@@ -1,12 +1,12 @@
-"""The worker: says whether two formulas, or two equations, are equal. Started by gspo.verifiers.math.verifier.
+"""The worker: says whether two formulas, or two equations, are equal. gspo.verifiers.math.verifier starts it.
 
-A process of its own, because parsing and computing what a model wrote can take any time and memory: it has a memory
-limit, and each question has a CPU limit after which the kernel ends the process, however deaf to signals the
-computation is. CPU time, not waiting, so that a busy machine changes no verdict.
+It is a process of its own, because parsing and computing what a model wrote can take any time and memory. It has a
+memory limit, and each question has a CPU limit after which the kernel ends the process, even if the computation ignores
+signals. The limit is on CPU time, not on waiting, so that a busy machine changes no verdict.
 
-It reads lines [kind, gold, answer] of JSON and answers true, false or "memory", after which it ends. Formulas are
-parsed by math-verify (latex2sympy2_extended) and evaluated to 100 digits at some points; math-verify's own comparison,
-which rounds, is asked only about what is no function of numbers.
+It reads lines [kind, gold, answer] of JSON and answers true, false or "memory"; after "memory" it ends. Formulas are
+parsed by math-verify (latex2sympy2_extended) and evaluated to 100 digits at some points. math-verify's own comparison,
+which rounds, is asked only about objects that are not functions of numbers.
 The command line gives the parent's process id, megabytes and CPU seconds.
 """
 
@@ -24,12 +24,12 @@ from pathlib import Path
 
 DIGITS = 100
 TOLERANCE = 80  # digits in which two values must agree
-SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points: about these, different for each variable
+SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points are taken near these, different for each variable
 LONGEST_LINE = 65536
 
 
 def serve(parent: int, seconds: float) -> None:
-    """Answer until the input ends or the parent is gone. It asks who its parent is, since a forked copy of the parent
+    """Answer until the input ends or the parent is gone. It asks for its parent's id, since a forked copy of the parent
     may hold the other end of the input open."""
     print("ready", flush=True)
     pending = b""
@@ -42,7 +42,7 @@ def serve(parent: int, seconds: float) -> None:
         pending += received
         while b"\n" in pending:
             line, _, pending = pending.partition(b"\n")
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
             reply = judge(*json.loads(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
             print(json.dumps(reply), flush=True)
@@ -51,17 +51,17 @@ def serve(parent: int, seconds: float) -> None:
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
-    """Return whether they are equal. What cannot be parsed or computed is not."""
+    """Return whether the two are equal. What cannot be parsed or computed is not equal."""
     try:
         return same_equation(gold, answer) if kind == "equation" else same_formula(gold, answer)
     except MemoryError:
         return "memory"
-    except Exception:  # the parser and sympy raise of everything on what a model writes; none of it is equality
+    except Exception:  # the parser and sympy raise all kinds of exceptions on what a model writes; none means equality
         return False
 
 
 def parsed(formula: str):
-    """A sympy expression. Raises what the parser raises."""
+    """Return a formula as a sympy expression. Raises what the parser raises."""
     from gspo.verifiers.math.formula import rewrite
 
     text = normalize_latex(rewrite(formula), config=CONFIG)
@@ -106,7 +106,8 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
 
 
 def points(symbols: list) -> Iterator[dict]:
-    """No two points lie on one line through the origin, where y = 3x and x = 3y are in constant proportion."""
+    """Yield points of which no two lie on one line through the origin, where y = 3x and x = 3y are in constant
+    proportion."""
     for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
         yield {
             symbol: sympy.Rational(above * (37 + 10 * place + number * place * place), below * (31 + place))
@@ -115,7 +116,7 @@ def points(symbols: list) -> Iterator[dict]:
 
 
 def value(expression, point: dict):
-    """The number at a point; None where there is none."""
+    """Return the number at a point, or None where there is none."""
     number = expression.evalf(DIGITS, subs=point)
     if number.free_symbols or not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
         return None
@@ -129,7 +130,7 @@ def real(number) -> bool:
 
 
 def near(one, other) -> bool:
-    """Equal in TOLERANCE digits."""
+    """Return whether the numbers are equal in TOLERANCE digits."""
     size = max(abs(one), abs(other))
     return bool(size < sympy.Float(10) ** -TOLERANCE or abs(one - other) <= size * sympy.Float(10) ** -TOLERANCE)
 
@@ -145,6 +146,6 @@ if __name__ == "__main__":
 
     CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     logging.disable(logging.CRITICAL)
-    if sys.platform == "linux":  # elsewhere the system's own mappings count, or the limit is refused
+    if sys.platform == "linux":  # elsewhere the limit counts the system's own mappings, or is refused
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     serve(int(sys.argv[1]), cpu_seconds)

@@ -1,16 +1,16 @@
-"""In a confined child of its own: runs trusted test code, and asks the harness for each call of the program under test.
+"""Runs trusted test code in a confined child of its own, and asks the harness for each call of the tested program.
 
     first message   {"prelude", "test", "entry_point"}
     asks            {"call", "arguments", "keywords"}       is answered {"value"} or {"object": number}
     ends with       {"verdict", "detail"}
 
 The names that the program should provide are stand-ins: calling one sends the arguments to the program's process, and
-plain data comes back, of exact types, so that `==` here means what it means in Python. Something else that the program
-made, such as Pair(5, 24), comes back as an opaque object, which can only be given back to the program. Only this
-process, which the program cannot reach, decides whether the test passed.
+plain data comes back, of exact types, so that `==` here means what it means in Python. Anything else that the program
+made, such as Pair(5, 24), comes back as an opaque object, which can only be given back to the program. This process,
+which the program cannot reach, alone decides whether the test passed.
 
-HumanEval: the prompt is the prelude (the tests call its helper functions), the test defines check(candidate), which is
-called with the stand-in of the entry point. MBPP: the test is its assert lines.
+HumanEval: the prompt is the prelude (the tests call its helper functions), and the test defines check(candidate), which
+is called with the stand-in of the entry point. MBPP: the test is its assert lines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ OPERATIONS = (
 
 
 class Refused(BaseException):
-    """The test looked at something that is not plain data. No test swallows it: it is not an Exception."""
+    """Raised when the test looks at something that is not plain data. It is not an Exception, so no test swallows
+    it."""
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -56,7 +57,7 @@ for _name in OPERATIONS.split():
 
 
 def run(channel: Channel) -> None:
-    """Run the test of the first message and says how it went."""
+    """Run the test of the first message and report how it went."""
     first = channel.read()
     tester = Tester(channel, first["entry_point"])
     random.seed(SEED)
@@ -68,7 +69,7 @@ def describe(error: BaseException) -> str:
     """Return an exception in a few words."""
     try:
         return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
-    except Exception:  # untrusted: its own __str__, or an integer of too many digits
+    except Exception:  # the exception is untrusted: it may have its own __str__, or an integer of too many digits
         return "an exception without words"
 
 
@@ -80,7 +81,8 @@ class Tester:
         self.calls = 0
 
     def judge(self, prelude: str, test: str) -> tuple[str, str]:
-        """(verdict, detail). What goes wrong before the program was called is the test's own fault: a sandbox error."""
+        """Return (verdict, detail). An error before the program was first called is the test's own fault, a sandbox
+        error."""
         try:
             self._run(prelude, test)
         except AssertionError as error:
@@ -103,7 +105,7 @@ class Tester:
         names.update(self._outside_names(trees))
         exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), names)
         if self.entry_point:
-            names[self.entry_point] = self.stand_in(self.entry_point)  # HumanEval's prelude has an empty one
+            names[self.entry_point] = self.stand_in(self.entry_point)  # replaces the empty one of HumanEval's prelude
         exec(compile(test, "test.py", "exec", dont_inherit=True), names)
         if _defines_check(trees[1]):
             names["check"](names[self.entry_point])
@@ -121,7 +123,7 @@ class Tester:
         forms = [encode(value, limit, _by_number) for value in (arguments, keywords)]
         self.channel.write({"call": name, "arguments": forms[0], "keywords": forms[1]})
         reply = self.channel.read()
-        if reply is None:  # the harness has had enough
+        if reply is None:  # the harness has closed the channel
             raise SystemExit
         if "object" not in reply:
             return decode(reply["value"])
@@ -130,7 +132,8 @@ class Tester:
         return thing
 
     def _outside_names(self, trees: tuple[ast.Module, ...]) -> dict[str, Any]:
-        """What the test uses and does not define: modules of the standard library, and stand-ins for the rest."""
+        """Return what the test uses and does not define: modules of the standard library, and stand-ins for all other
+        names."""
         used, own = set(), set(dir(builtins))
         for node in (node for tree in trees for node in ast.walk(tree)):
             if isinstance(node, ast.Name):
@@ -150,7 +153,7 @@ class Tester:
 
 
 def _by_number(value: Any) -> Any:
-    """The form of an opaque object that goes back to the program."""
+    """Return the form in which an opaque object goes back to the program."""
     if type(value) is not Opaque:
         raise Unserialisable("an argument that is not plain data")
     return ["h", NUMBER.__get__(value)]

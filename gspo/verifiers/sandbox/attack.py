@@ -1,11 +1,11 @@
 """An attack on the sandbox: a program that tries to have an effect, and what the harness saw when it ran.
 
 An attack succeeds only by an effect that the harness observes (scene.py): a file, a message, a dead process, too much
-memory, the secret in the output. Where success leaves no trace outside the program (a forbidden system call that
-the kernel granted) the program says so by `won`, which prints a random word of this run; that these programs do
-win where nothing confines them is tested in tests/unit/verifiers/test_attacks.py.
+memory, the secret in the output. Where success leaves no trace outside the program (the kernel grants a forbidden
+system call), the program reports it by `won`, which prints a random word of this run.
+tests/unit/verifiers/test_attacks.py tests that these programs do win where nothing confines them.
 
-In a program @SECRET@, @HOST@ ... stand for the decoys: see `Scene.values`.
+In a program, @SECRET@, @HOST@ and so on stand for the decoys; see `Scene.values`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspo.verifiers.sandbox.scene import Scene, Watch, left_over, long_seconds
 from gspo.verifiers.sandbox.session import Limits
 
 HONEST = "import builtins, math\nprint(6 * 7, hasattr(builtins, 'left') or hasattr(math, 'left'))"
-PATIENCE = 20.0  # seconds beyond ten times the limits: a busy machine is no breach
+PATIENCE = 20.0  # seconds beyond ten times the limits, so that a busy machine does not count as a breach
 
 PRELUDE = """
 import ctypes, os, signal, socket, struct, sys, threading, time
@@ -54,7 +54,7 @@ def until(): return time.monotonic() + LONG
 
 
 class Attack(NamedTuple):
-    """One attack. `before`: a program that runs first; `ends`: how it must end (empty: any way)."""
+    """One attack. `before` is a program that runs first; `ends` lists how the attack must end (empty: in any way)."""
 
     name: str
     tries: str
@@ -64,7 +64,7 @@ class Attack(NamedTuple):
 
 
 class AttackResult(NamedTuple):
-    """What became of one attack. `seen`: the effects if it came through, else how the program ended."""
+    """What became of one attack. `seen` lists its effects if it succeeded, and otherwise says how the program ended."""
 
     name: str
     stopped: bool
@@ -72,7 +72,7 @@ class AttackResult(NamedTuple):
 
 
 def run_attack(slot: Any, attack: Attack, decoys: Scene) -> AttackResult:
-    """Run one attack in a slot, then an honest program, and looks for effects."""
+    """Run one attack in a slot, then an honest program, and look for effects."""
     if attack.before:
         slot.run_program(decoys.fill(attack.before, slot.limits), decoys.token)
     program = decoys.fill(PRELUDE + attack.program, slot.limits)
@@ -91,8 +91,9 @@ def run_attack(slot: Any, attack: Attack, decoys: Scene) -> AttackResult:
 
 
 def _breaches(attack: Attack, limits: Limits, output: bytes, ended: Any, seconds: float, decoys: Scene) -> list[str]:
-    """What the output and the end of the program show."""
-    failed = ended.why == "exit" and ended.code != 0 and seconds < long_seconds(limits)  # by an error of its own
+    """Return what the output and the end of the program show to be breaches."""
+    # it ended by an error of its own
+    failed = ended.why == "exit" and ended.code != 0 and seconds < long_seconds(limits)
     found = []
     if decoys.token.encode() in output:
         found.append("the secret was printed")
@@ -102,7 +103,8 @@ def _breaches(attack: Attack, limits: Limits, output: bytes, ended: Any, seconds
         found.append(f"{len(output)} bytes of output")
     if ended.why in ("sandbox-error", "compile-error", "protocol"):
         found.append(f"the sandbox failed: {ended.why} {getattr(ended, 'detail', '')}")
-    elif attack.ends and ended.why not in (*attack.ends, "timeout") and not failed:  # a busy machine: late is stopped
+    # a timeout also counts as stopped, since the machine may be busy
+    elif attack.ends and ended.why not in (*attack.ends, "timeout") and not failed:
         found.append(f"ended by {ended.why} {ended.code}, not by {' or '.join(attack.ends)}")
     if seconds > 10 * (limits.total_cpu_seconds + limits.wall_seconds) + PATIENCE:
         found.append(f"it took {seconds:.0f} s")

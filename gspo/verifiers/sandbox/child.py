@@ -1,11 +1,11 @@
-"""In the confined child: loads an untrusted program once, then calls its functions as the harness asks.
+"""Loads an untrusted program once, in the confined child, then calls its functions as the harness asks.
 
     first message       {"code", "objects"}
     then, again and again  {"index", "call", "arguments", "keywords"}   (values.py has the form of values)
     answers             {"index", "value"}, or {"index", "object": number} for a result that is not plain and stays here
                         (only with "objects": true), or {"index", "status", "detail"}; index -1 is that of loading
 
-Nothing here is trusted by the harness: the program lives in the same process, may change everything in this module and
+The harness trusts nothing here: the program lives in the same process, may change everything in this module, and may
 write frames of its own. What it sends is a value to be compared, by a process that it cannot reach, with an expected
 value that never comes here.
 """
@@ -29,18 +29,18 @@ LOADING = -1
 
 
 class Missing(Exception):
-    """The program has no such function."""
+    """Raised when the program has no such function."""
 
 
 def run(kind: str, channel: Channel) -> None:
-    """Serve one program (kind "function") or one test (kind "tester") until the harness has had enough."""
+    """Serve one program (kind "function") or one test (kind "tester") until the harness closes the channel."""
     sys.argv[:] = ["program.py"]
     try:
         if kind == "tester":
             asserts.run(channel)
         else:
             serve(channel)
-    except MemoryError:  # not even an answer was possible
+    except MemoryError:  # there was no memory even for an answer
         signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), MEMORY_SIGNAL)
 
@@ -68,18 +68,19 @@ class Candidate:
 
     def __init__(self, keeps_objects: bool, limit: int) -> None:
         self.keeps_objects, self.limit = keeps_objects, limit
-        self.module = types.ModuleType("program")  # not __main__: what is written for the command line does not run
+        # the name is not __main__, so that code for the command line does not run
+        self.module = types.ModuleType("program")
         self.objects: list[Any] = []
 
     def answer(self, index: int, work: Any, argument: Any) -> dict[str, Any]:
-        """What `work` gives, or how it failed."""
+        """Return what `work` gives, or how it failed."""
         try:
             return {"index": index, **work(argument)}
         except Missing as error:
             return failure(index, "missing", str(error))
         except MemoryError:
             return failure(index, "memory", "MemoryError")
-        except BaseException as error:  # untrusted: SystemExit and KeyboardInterrupt are errors like any other
+        except BaseException as error:  # from untrusted code SystemExit and KeyboardInterrupt are errors like any other
             return failure(index, "runtime-error", describe(error))
 
     def load(self, code: str) -> dict[str, Any]:
@@ -88,12 +89,12 @@ class Candidate:
             program = compile(code, "program.py", "exec", dont_inherit=True)
         except COMPILE_ERRORS as error:
             return {"status": "compile-error", "detail": describe(error)}
-        sys.modules["program"] = self.module  # dataclasses and pickle look there
+        sys.modules["program"] = self.module  # dataclasses and pickle look the module up there
         exec(program, self.module.__dict__)
         return {"value": None}
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Call a function with arguments that nobody else has; "Solution.name" on a new Solution()."""
+        """Call a function with arguments that nobody else holds; "Solution.name" is called on a new Solution()."""
         arguments = decode(message["arguments"], self.objects.__getitem__)
         keywords = decode(message["keywords"], self.objects.__getitem__)
         result = self.find(message["call"])(*arguments, **keywords)
@@ -102,7 +103,7 @@ class Candidate:
         except Unserialisable as error:
             if not self.keeps_objects:
                 return {"status": "unserialisable", "detail": str(error)}
-        except RuntimeError:  # changed by another thread meanwhile
+        except RuntimeError:  # another thread changed it meanwhile
             return {"status": "unserialisable", "detail": "it changes"}
         self.objects.append(result)
         return {"object": len(self.objects) - 1}

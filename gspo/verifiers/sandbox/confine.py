@@ -1,16 +1,17 @@
 """What a process gives up before it runs an untrusted program: resource limits, rights, files, system calls.
 
-Layers, each useful without the others; `prepare` finds out what this machine offers, and says so:
+Each layer is useful without the others; `prepare` finds out which ones this machine offers, and reports them:
 - resource limits: CPU, address space, file size, open files, processes and threads;
 - user: root becomes a user of its own; an ordinary user enters a user namespace, so that the limit on processes counts
-  only the program's threads. A limit that does not bind is found by trying, and then there are no threads at all;
+  only the program's threads. Trying shows whether that limit binds; if it does not, no threads are allowed at all;
 - capabilities: none (CAP_DAC_READ_SEARCH alone stays where the interpreter lies in a home that others cannot enter, and
   only under landlock, which then decides what may be read);
 - landlock: read the standard library, shared libraries and time zones; write nothing; no TCP; no signals out;
 - seccomp: gspo/verifiers/sandbox/seccomp.py.
-Metadata (does a path exist, how long is it) is not covered by landlock; bubblewrap hides that too.
+Landlock does not cover metadata (whether a path exists, how long a file is); bubblewrap hides that too.
 
-Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). Standard library only: runs in the confined process.
+Sources: Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). This module uses the standard library only,
+since it runs in the confined process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 8, 22, 24
 PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER, CLONE_NEWUSER = 38, 2, 0x10000000
-LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
+# these numbers are the same on every architecture
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 CAP_DAC_READ_SEARCH = 2
 CAPABILITY_VERSION = 0x20080522
@@ -46,7 +48,7 @@ STACK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Bounds:
-    """Resource limits of one program."""
+    """The resource limits of one program."""
 
     cpu_seconds: float
     memory_mb: int
@@ -57,9 +59,9 @@ class Bounds:
 class Plan:
     """The layers that a process of this machine puts on."""
 
-    uid: int | None = None  # root only: the user to become
-    namespace: bool = False  # enter a user namespace
-    reads_all: bool = False  # keep CAP_DAC_READ_SEARCH
+    uid: int | None = None  # the user that root becomes; None for others
+    namespace: bool = False  # whether to enter a user namespace
+    reads_all: bool = False  # whether to keep CAP_DAC_READ_SEARCH
     threads: int = THREADS
     landlock_fd: int | None = None
     landlock_abi: int = 0
@@ -67,7 +69,7 @@ class Plan:
 
 
 class CannotConfine(OSError):
-    """A layer that was planned could not be put on."""
+    """Raised when a layer that was planned could not be put on."""
 
 
 def prctl(option: int, *values: object) -> int:
@@ -83,14 +85,16 @@ def checked(result: int, what: str) -> int:
 
 
 def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
-    """Put on every layer of the plan, in the order in which each is still possible. Raises OSError, ValueError."""
+    """Put on every layer of the plan, in an order in which each is still possible. Raises OSError or ValueError."""
     limit_resources(bounds)
     if not LINUX:
         return
     change_user(plan)
-    # only now: a user namespace remembers this limit for the user outside, whose other processes it would then count
-    limit("NPROC", plan.threads + 4 if plan.threads else 0)  # + itself, in bubblewrap its fork server and init
-    prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a change of user clears it
+    # This comes last, since a user namespace remembers this limit for the user outside, whose other processes it would
+    # then count.
+    # 4 more for itself and, in bubblewrap, its fork server and init
+    limit("NPROC", plan.threads + 4 if plan.threads else 0)
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # set after the change of user, which clears it
     if os.getppid() != parent:
         os._exit(1)
     checked(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
@@ -102,7 +106,8 @@ def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
 
 
 def limit_resources(bounds: Bounds) -> None:
-    """Soft = hard limits, so that the program cannot raise them. CPU is a back-stop: the fork server watches closer."""
+    """Set soft and hard limits alike, so that the program cannot raise them. The CPU limit is a back-stop: the fork
+    server watches more closely."""
     limits = {
         "CPU": math.ceil(bounds.cpu_seconds) + 2,
         "AS": bounds.memory_mb << 20,
@@ -113,15 +118,15 @@ def limit_resources(bounds: Bounds) -> None:
         "MSGQUEUE": 0,
     }
     for name, value in limits.items():
-        if name != "AS" or LINUX:  # macOS refuses address-space limits
+        if name != "AS" or LINUX:  # macOS refuses limits on the address space
             limit(name, value)
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # programs may ask for more: the address space bounds it
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # programs may ask for more, since the address space bounds it
     if LINUX and (hard == resource.RLIM_INFINITY or hard > STACK_BYTES):
         resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
 
 
 def limit(name: str, value: int) -> None:
-    """Lower the soft and the hard limit; a lower one that we inherited stays."""
+    """Lower the soft and the hard limit; a lower one that was inherited stays."""
     number = getattr(resource, f"RLIMIT_{name}", None)
     if number is not None:
         hard = resource.getrlimit(number)[1]
@@ -150,22 +155,24 @@ def set_capabilities(wanted: int) -> None:
 
 
 def drop_bounding_set() -> None:
-    """No program started from here on can gain a capability; needs CAP_SETPCAP, and matters little without exec."""
+    """Prevent all programs started from here on from gaining a capability. It needs CAP_SETPCAP, and matters little
+    where exec is forbidden."""
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) < 0:
             break
 
 
 def landlock_abi() -> int:
-    """Return the version of landlock that the kernel offers; 0: none."""
+    """Return the version of landlock that the kernel offers, or 0 for none."""
     return max(0, LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)) if LINUX else 0
 
 
 def landlock_rules(abi: int, readable: list[str]) -> int:
-    """Return a rule set that refuses all it can but reading `readable`; a file descriptor for many processes to
-    apply."""
+    """Return a file descriptor for a rule set that refuses everything it can except reading `readable`; many processes
+    can apply it."""
     rights = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    attributes = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)  # files, TCP, scopes
+    # rights on files, on TCP, and scopes
+    attributes = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     rules = checked(LIBC.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "landlock rules")
     for path, allowed in dict(grant for each in readable if os.path.exists(each) for grant in grants(each)).items():
@@ -177,13 +184,14 @@ def landlock_rules(abi: int, readable: list[str]) -> int:
 
 
 def grants(path: str) -> Iterator[tuple[str, int]]:
-    """Rights below a path: to read all but installed packages, among which benchmarks with their answers may be."""
+    """Yield the rights below a path: to read everything except installed packages, which may include benchmarks with
+    their answers."""
     if not os.path.isdir(path):
         yield path, READ_FILE
         return
-    yield path, READ_DIR  # the names of everything below
+    yield path, READ_DIR  # this lets the names of everything below be listed
     for entry in os.scandir(path):
-        if entry.is_symlink():  # its target lies in here too, or is nothing of ours
+        if entry.is_symlink():  # its target lies in here too, or is none of our concern
             continue
         if entry.is_dir() and entry.name.startswith("python"):
             yield from grants(entry.path)
@@ -192,7 +200,7 @@ def grants(path: str) -> Iterator[tuple[str, int]]:
 
 
 def install(program: bytes) -> None:
-    """Install a seccomp filter for good."""
+    """Install a seccomp filter, which cannot be removed."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
@@ -202,7 +210,8 @@ def install(program: bytes) -> None:
 
 
 def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
-    """Return the strongest plan that works here, found by trying in children that end at once, and its layers in words.
+    """Return the strongest plan that works here and its layers in words. It is found by trying, in children that end at
+    once.
 
     `uid`: a user that nobody else is; used by root. `readable`: what programs may read beside the system's libraries.
     """
@@ -210,7 +219,8 @@ def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
     rules = landlock_rules(abi, [*readable, *READABLE]) if abi else None
     filters = seccomp.template(True) if LINUX and seccomp.supported() else None
     plan = Plan(landlock_fd=rules, landlock_abi=abi, filter=filters)
-    bare = [replace(plan, landlock_fd=None, reads_all=reads) for reads in (False, True)]  # a closed home
+    # reads_all is for an interpreter in a closed home
+    bare = [replace(plan, landlock_fd=None, reads_all=reads) for reads in (False, True)]
     if filters is not None and all(attempt(choice, []) < 0 for choice in bare):
         plan = replace(plan, filter=None)
     for users in user_choices(uid, bool(abi)):
@@ -221,13 +231,14 @@ def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
     else:
         raise CannotConfine("no way to confine a child that can still read the standard library")
     alone = not LINUX or choice.namespace or choice.uid is not None
-    if not alone or not 0 < started <= THREADS + 4:  # the limit counts the user's other processes, or does not bind
+    # otherwise the limit counts the user's other processes, or does not bind
+    if not alone or not 0 < started <= THREADS + 4:
         choice = replace(choice, threads=0, filter=seccomp.template(False) if plan.filter else None)
     return choice, describe(choice)
 
 
 def user_choices(uid: int, landlock: bool) -> list[dict[str, object]]:
-    """Users to try, the best first."""
+    """Return the users to try, the best first."""
     if not LINUX:
         return [{}]
     if os.geteuid() == 0:
@@ -238,7 +249,8 @@ def user_choices(uid: int, landlock: bool) -> list[dict[str, object]]:
 
 
 def attempt(plan: Plan, readable: list[str]) -> int:
-    """Confines a child by the plan; the number of threads that it could start, -1 if confining or reading failed."""
+    """Confine a child by the plan and return the number of threads that it could start, or -1 if confining or reading
+    failed."""
     parent, child = os.getpid(), os.fork()
     if child == 0:
         code = 255
@@ -257,7 +269,7 @@ def attempt(plan: Plan, readable: list[str]) -> int:
 
 
 def threads_possible() -> int:
-    """Start threads until that fails, at most eight beyond what should be possible."""
+    """Start threads until that fails, at most eight more than should be possible, and return how many started."""
     for count in range(THREADS + 8):
         try:
             threading.Thread(target=time.sleep, args=(5,), daemon=True).start()

@@ -2,7 +2,8 @@
 
     frame = 4 bytes, big-endian: length of what follows   |   one JSON object, UTF-8
 
-Both ends distrust the other's length and content. Standard library only: it is imported on both sides.
+Neither end trusts the other's length and content. This module uses the standard library only, since both ends import
+it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import struct
 from typing import Any
 
 HEADER = struct.Struct(">I")
-TO_CHILD_BYTES = 1 << 26  # the largest message to a program: its arguments
+TO_CHILD_BYTES = 1 << 26  # the largest message to a program, which holds its arguments
 
 
 class ProtocolError(Exception):
-    """What came is not a frame: not JSON, not an object, or cut off in the middle."""
+    """Raised for bytes that are not a frame: not JSON, not an object, or cut off in the middle."""
 
 
 class TooLong(ProtocolError):
-    """A frame announces more bytes than allowed."""
+    """Raised for a frame that announces more bytes than allowed."""
 
 
 def encode(message: dict[str, Any], limit: int = TO_CHILD_BYTES) -> bytes:
-    """Return the frame of a message. TooLong beyond `limit` bytes; ValueError/TypeError for what is not JSON."""
-    body = json.dumps(message, allow_nan=False).encode("ascii")  # lone surrogates stay escaped
+    """Return the frame of a message. Raises TooLong beyond `limit` bytes, and ValueError or TypeError for what is not
+    JSON."""
+    body = json.dumps(message, allow_nan=False).encode("ascii")  # ASCII keeps lone surrogates escaped
     if len(body) > limit:
         raise TooLong(f"a message of {len(body)} bytes; at most {limit}")
     return HEADER.pack(len(body)) + body
@@ -43,7 +45,7 @@ class Decoder:
         self.buffer += data
 
     def message(self) -> dict[str, Any] | None:
-        """Return the next whole message; None if more bytes are needed. Raises ProtocolError, TooLong."""
+        """Return the next whole message, or None if more bytes are needed. Raises ProtocolError or TooLong."""
         if len(self.buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self.buffer)
@@ -60,7 +62,8 @@ class Decoder:
 def _parse(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body.decode("utf-8"), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, integers of > 4300 digits, deep nesting
+    # bad UTF-8, bad JSON, integers of more than 4300 digits, or deep nesting
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {type(error).__name__}") from None
     if not isinstance(message, dict):
         raise ProtocolError("not an object")
@@ -72,7 +75,7 @@ def _refuse(constant: str) -> Any:
 
 
 class Channel:
-    """Blocking reads and writes of frames on a file descriptor: the program's side."""
+    """The program's side: blocking reads and writes of frames on a file descriptor."""
 
     def __init__(self, fd: int, write_limit: int = 1 << 20, read_limit: int = TO_CHILD_BYTES) -> None:
         self.fd = fd
@@ -80,7 +83,7 @@ class Channel:
         self.decoder = Decoder(read_limit)
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send one message. Too long: raises TooLong, after telling the other end, which refuses it."""
+        """Send one message. If it is too long, raise TooLong after telling the other end, which then refuses it."""
         try:
             data = memoryview(encode(message, self.write_limit))
         except TooLong:
@@ -90,7 +93,7 @@ class Channel:
             data = data[os.write(self.fd, data) :]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next message; None at the end of the stream. Raises ProtocolError also when cut off in the
+        """Return the next message, or None at the end of the stream. Raises ProtocolError also when cut off in the
         middle."""
         while (message := self.decoder.message()) is None:
             data = os.read(self.fd, 1 << 16)

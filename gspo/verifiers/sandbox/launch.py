@@ -1,4 +1,4 @@
-"""Starts fork servers, inside bubblewrap where that works, and carries the control messages. See server.py."""
+"""Starts fork servers, inside bubblewrap where that works, and carries their control messages (see server.py)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().with_name("server.py")
-START_SECONDS = 120.0  # until a server that has not said hello is given up
+START_SECONDS = 120.0  # a server that has not said hello by then is given up
 SILENCE_SECONDS = 60.0  # a server with a running child gives a sign of life every second
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need them to start
-CAPABILITIES = ("SETUID", "SETGID", "SETPCAP", "KILL", "DAC_READ_SEARCH")  # what root keeps inside bubblewrap
+LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
+# the capabilities that root keeps inside bubblewrap
+CAPABILITIES = ("SETUID", "SETGID", "SETPCAP", "KILL", "DAC_READ_SEARCH")
 FIRST_UID = 0x40000000
 
 _counter = itertools.count()
-_launcher: dict[int, ThreadPoolExecutor] = {}  # by process id: threads do not survive a fork
+_launcher: dict[int, ThreadPoolExecutor] = {}  # by process id, since threads do not survive a fork
 _bubblewrap_works: dict[int, bool] = {}  # by user id
 
 
 class ServerFailure(OSError):
-    """The fork server could not be started, or has died."""
+    """Raised when the fork server could not be started, or has died."""
 
 
 class Server:
-    """One fork server: its process, the control socket, the layers it found."""
+    """One fork server: its process, its control socket, and the layers that it found."""
 
     def __init__(self, bubblewrap: bool) -> None:
         self.programs = 0
@@ -62,13 +63,13 @@ class Server:
             raise ServerFailure(f"the fork server is gone: {error}") from None
 
     def say(self, op: bytes) -> None:
-        """r, p or k: see server.py. A dead server is noticed when it is read."""
+        """Send r, p or k (see server.py). A dead server is noticed when it is next read."""
         with contextlib.suppress(OSError):
             self.control.send(op + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """Return the answer about a child's end if it is there; waits for any message. Raises ServerFailure at the
-        end."""
+        """Wait for any message and return the report on a child's end, or None if the message was another one. Raises
+        ServerFailure at the end."""
         if not self.lines:
             try:
                 data = self.control.recv(1 << 16)
@@ -86,7 +87,7 @@ class Server:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the server and collects it. Its child dies with it."""
+        """End the server and collect it. Its child dies with it."""
         self.control.close()
         self.process.kill()
         self.process.wait()
@@ -96,12 +97,12 @@ class Server:
         number = next(_counter)
         uid = (
             FIRST_UID + (os.getpid() % (1 << 20)) * 256 + number % 256
-        )  # nobody else's, so that limits count one child
+        )  # a user id that nobody else has, so that limits count one child
         # With an otherwise empty environment -s -P -S isolate as -I does, which would ignore the hash seed: the order
         # of a program's sets, and with it a reward, must not depend on the run.
         command = [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", str(SCRIPT)]
         arguments = [str(theirs.fileno()), str(0 if boxed else os.getpid()), str(uid)]
-        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}  # one arena: threads reserve no memory
+        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}  # with one arena threads reserve no memory
         environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = _launch(
             lambda: subprocess.Popen(
@@ -111,7 +112,7 @@ class Server:
                 stderr=subprocess.DEVNULL if boxed else None,
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the harness, which then ends the server
+                start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the server
             )
         )
         theirs.close()
@@ -134,7 +135,8 @@ def readable(connection: socket.socket, seconds: float) -> bool:
 
 
 def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a process from a thread that lives as long as this process: Linux's death signal follows the thread."""
+    """Start a process from a thread that lives as long as this process, because Linux's death signal follows the
+    thread."""
     pid = os.getpid()
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
@@ -148,7 +150,8 @@ def _why_not(wanted: bool) -> str:
 
 
 def bubblewrap_command() -> list[str]:
-    """Namespaces of its own and a file system of the interpreter, the shared libraries and this package, read-only."""
+    """Return the command for own namespaces and a read-only file system with the interpreter, the shared libraries and
+    this package."""
     command = [
         shutil.which("bwrap") or "bwrap",
         "--die-with-parent",
@@ -158,7 +161,7 @@ def bubblewrap_command() -> list[str]:
         "--unshare-uts",
     ]
     command += ["--unshare-cgroup-try", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    if os.geteuid() == 0:  # no user namespace: only in this one are there unused users to become
+    if os.geteuid() == 0:  # no user namespace, since only in this one are there unused users to become
         command += ["--cap-drop", "ALL", *(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}"))]
     else:
         command += ["--unshare-user"]

@@ -1,4 +1,4 @@
-"""Runs untrusted programs, each in a fresh confined process: the harness's side. See server.py for the other.
+"""Runs untrusted programs, each in a fresh confined process. This is the harness's side; server.py is the other.
 
 A runner has slots, which work side by side. A slot has a fork server for candidate programs and, once needed, a
 separate one for trusted test code, so that what the tests expect never enters a process from which candidates are
@@ -24,7 +24,7 @@ from gspo.verifiers.sandbox.session import Ended, Limits, Session, memory_file, 
 __all__ = ["CodeRunner", "Ended", "Limits", "Session", "Slot"]
 
 T, R = TypeVar("T"), TypeVar("R")
-RECYCLE = 2000  # programs after which a server is replaced
+RECYCLE = 2000  # a server is replaced after so many programs
 
 
 class Slot:
@@ -36,9 +36,9 @@ class Slot:
         self._servers: dict[str, Server] = {}
 
     def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
-        """Run a whole program on an input. What it wrote (at most output_bytes) and how it ended.
+        """Run a whole program on an input. Returns what it wrote (at most output_bytes) and how it ended.
 
-        Ended.why is also "compile-error" here: the program did not start.
+        Here Ended.why may also be "compile-error", for a program that did not start.
         """
         with memory_file(stdin.encode("utf-8", "surrogateescape")) as given, memory_file(None) as written:
             with self._session("stdin", [given, written]) as session:
@@ -53,17 +53,18 @@ class Slot:
 
     @contextlib.contextmanager
     def open(self, kind: str, first: dict[str, Any]) -> Iterator[Session]:
-        """A session with a fresh child: kind "function" (candidates) or "tester" (trusted code). Sends `first`."""
+        """Yield a session with a fresh child of kind "function" (candidates) or "tester" (trusted code), to which
+        `first` was sent."""
         with self._session(kind, []) as session:
             session.send(first)
             yield session
 
     def layers(self) -> dict[str, str]:
-        """What confines the programs here."""
+        """Return what confines the programs here."""
         return self._server("candidate").layers
 
     def server_pids(self) -> list[int]:
-        """Process ids of the servers that were started (in bubblewrap: of bubblewrap)."""
+        """Return the process ids of the servers that were started (in bubblewrap, of bubblewrap)."""
         return [server.process.pid for server in self._servers.values()]
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class Slot:
         role = "tester" if kind == "tester" else "candidate"
         try:
             session = Session(self._server(role), kind, files, self.limits)
-        except ServerFailure:  # it died since its last program: once more with a new one
+        except ServerFailure:  # the server died since its last program, so try once more with a new one
             self._servers.pop(role).stop()
             session = Session(self._server(role), kind, files, self.limits)
         try:
@@ -100,14 +101,14 @@ class CodeRunner:
     """Slots for untrusted programs. Servers start with the first program; a forked or unpickled copy starts its own.
 
     Threads may share a runner: each piece of work takes a free slot. At the first use in a process a few attacks are
-    run against the sandbox. Raises ValueError where programs would not be confined (landlock or seccomp missing, and
+    run against the sandbox. Raises ValueError where programs would not be confined (landlock or seccomp is missing, and
     bubblewrap too) or an attack came through, unless `allow_weak_sandbox`.
     """
 
     limits: Limits = field(default_factory=Limits)
     slots: int = 1
     allow_weak_sandbox: bool = False
-    bubblewrap: bool = True  # run inside bubblewrap where it is installed and works
+    bubblewrap: bool = True  # whether to run inside bubblewrap where it is installed and works
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= 256:
@@ -124,9 +125,10 @@ class CodeRunner:
         self.close()
 
     def each(self, work: Callable[[Slot, T], R], items: list[T]) -> list[R]:
-        """work(slot, item) for every item, as many at a time as there are slots; results in the order of the items.
+        """Return work(slot, item) for every item, in the order of the items, with as many at a time as there are slots.
 
-        `work` must not call `each` of the same runner. Its first exception ends the call, after what is running.
+        `work` must not call `each` of the same runner. Its first exception ends the call, after what is already
+        running.
         """
         self._check()
         if self.slots == 1 or len(items) < 2:
@@ -135,7 +137,7 @@ class CodeRunner:
             return list(pool.map(lambda item: self._with_slot(work, item), items))
 
     def layers(self) -> dict[str, str]:
-        """What confines the programs here, layer by layer, for printing."""
+        """Return what confines the programs here, layer by layer, for printing."""
         self._check()
         return self._with_slot(lambda slot, _: slot.layers(), None)
 
@@ -144,7 +146,7 @@ class CodeRunner:
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
     def close(self) -> None:
-        """End the servers. The runner can be used again. Not while another thread uses it."""
+        """End the servers. The runner can be used again. No other thread may use it during this call."""
         if self._owner == os.getpid():
             for slot in self._slots:
                 slot.close()
@@ -166,8 +168,8 @@ class CodeRunner:
             self._free.put(slot)
 
     def _check(self) -> None:
-        """Once per process and kind of confinement: is it as strong as it says?"""
-        if self._owner != os.getpid():  # we are a forked copy: the servers belong to the process that started them
+        """Check once per process and kind of confinement that the confinement is as strong as it says."""
+        if self._owner != os.getpid():  # in a forked copy, the servers belong to the process that started them
             self._start_over()
         with self._lock:
             if not self._checked:

@@ -1,4 +1,4 @@
-"""The decoys that attacks aim at, and what the harness sees of an effect. All are the scene's own and harmless."""
+"""The decoys that attacks aim at, all harmless and the scene's own, and how the harness sees an attack's effects."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[3]
 PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/run/lock", "/", sys.prefix, str(PROJECT), os.path.dirname(os.__file__))
-LONGEST_FOLDER = 70  # bytes of the temporary folder: the path of a Unix socket in it has 108 at most
-THREADS = 64  # more at the same time count as a breach
+LONGEST_FOLDER = 70  # most bytes of the temporary folder's path, since the path of a Unix socket in it has 108 at most
+THREADS = 64  # more than this at the same time count as a breach
 LINUX = sys.platform == "linux"
 
 
 def long_seconds(limits: Any) -> float:
-    """Return how long programs go on that would go on for ever: well beyond the limits."""
+    """Return how long programs run that would run for ever: well beyond the limits."""
     return 2 * (limits.cpu_seconds + limits.wall_seconds) + 2
 
 
 def package_folders() -> list[str]:
-    """Where packages are installed: in the environment, in the interpreter under it, by the system."""
+    """Return where packages are installed: in the environment, in the interpreter under it, and by the system."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = [sysconfig.get_path("purelib"), f"{sys.base_prefix}/lib/{version}/site-packages"]
     for prefix in ("/usr/lib", "/usr/local/lib"):
@@ -41,11 +41,11 @@ def package_folders() -> list[str]:
 
 
 class Scene:
-    """Decoys in a temporary folder, open to everybody: file modes must not be what stops an attack."""
+    """Decoys in a temporary folder that is open to everybody, so that file modes are not what stops an attack."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = f"a{secrets.token_hex(7)}"  # 15 characters, as long as the name of a process may be
+        self.name = f"a{secrets.token_hex(7)}"  # 15 characters, the most that a process's name may have
         self.token = f"tok{secrets.token_hex(12)}"
         self.word = f"won{secrets.token_hex(8)}"
         folder.chmod(0o777)
@@ -72,7 +72,7 @@ class Scene:
 
     @cached_property
     def victim(self) -> subprocess.Popen[bytes]:
-        """A process with the secret in its arguments, environment and memory."""
+        """Start a process with the secret in its arguments, environment and memory."""
         command = [sys.executable, "-I", "-S", "-c", "import sys; kept = sys.argv[1] * 2; sys.stdin.read()", self.token]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env={"DECOY_SECRET": self.token})
         self._victim_before = state_of(process.pid)
@@ -105,7 +105,7 @@ class Scene:
         return program
 
     def effects(self) -> Iterator[str]:
-        """Every effect there is now, each once: what was changed is put back for the next attack."""
+        """Yield every effect that there is now, each once; what was changed is put back for the next attack."""
         for name, listener in self.listeners.items():
             listener.setblocking(False)
             with contextlib.suppress(BlockingIOError):
@@ -126,7 +126,7 @@ class Scene:
             self._end_victim()
 
     def _files(self) -> list[tuple[Any, ...]]:
-        """What can be changed about the files, without the time of the last access."""
+        """Return what can be changed about the files, without the time of the last access."""
         found = []
         for file in (self.secret, self.inherited):
             with contextlib.suppress(OSError):
@@ -147,14 +147,14 @@ class Scene:
 
 
 def temporary_folder() -> str:
-    """Return the usual one, unless a socket's path in it would be too long."""
+    """Return the usual temporary folder, unless a socket's path in it would be too long."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) < LONGEST_FOLDER else "/tmp"
 
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Set the scene in a temporary folder, and clears it away."""
+    """Set the scene in a temporary folder, and clear it away afterwards."""
     with tempfile.TemporaryDirectory(prefix="decoys-", dir=temporary_folder()) as folder:
         decoys = Scene(Path(folder))
         try:
@@ -165,7 +165,7 @@ def scene() -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def exposed(decoys: Scene) -> Iterator[None]:
-    """For processes that start now, the secret is also in the environment and in a descriptor that they inherit."""
+    """Put the secret also into the environment, and into a descriptor, that processes started meanwhile inherit."""
     fd = os.open(decoys.inherited, os.O_RDWR)
     os.set_inheritable(fd, True)
     os.environ["DECOY_SECRET"] = decoys.token
@@ -177,7 +177,8 @@ def exposed(decoys: Scene) -> Iterator[None]:
 
 
 def state_of(pid: int) -> tuple[Any, ...]:
-    """What others could change about a process: alive, stopped or traced, limits, scheduling."""
+    """Return what others could change about a process: whether it is alive, stopped or traced, its limits and
+    scheduling."""
     if not LINUX:
         with contextlib.suppress(OSError):
             os.kill(pid, 0)
@@ -193,7 +194,8 @@ def state_of(pid: int) -> tuple[Any, ...]:
 
 
 class Watch(threading.Thread):
-    """While a program runs: the most processes, threads and MB that processes of its name had at a time (Linux)."""
+    """Counts, while a program runs, the most processes, threads and MB that processes of its name had at one time
+    (Linux)."""
 
     def __init__(self, name: str) -> None:
         super().__init__(daemon=True)
@@ -226,7 +228,7 @@ class Watch(threading.Thread):
 
 
 def named(name: str) -> list[int]:
-    """Return processes of a name, in whatever namespace; zombies do not count."""
+    """Return the processes of a name, in any namespace; zombies do not count."""
     found = []
     for entry in os.listdir("/proc") if LINUX else ():
         if entry.isdigit():
@@ -238,7 +240,7 @@ def named(name: str) -> list[int]:
 
 
 def left_over(name: str, seconds: float = 0.5) -> list[int]:
-    """Return processes of a name that are still there after some time; they are killed."""
+    """Return the processes of a name that are still there after some time, and kill them."""
     deadline = time.monotonic() + seconds
     while (pids := named(name)) and time.monotonic() < deadline:
         time.sleep(0.02)

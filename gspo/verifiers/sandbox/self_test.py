@@ -1,4 +1,4 @@
-"""Is the sandbox as strong as it says? A few attacks before the first use; refusal where they are not stopped."""
+"""Checks that the sandbox is as strong as it says: a few attacks before the first use, and refusal if one succeeds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gspo.verifiers.sandbox.attack import run_attack
 from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
 from gspo.verifiers.sandbox.scene import scene
 
-_results: dict[tuple[Any, ...], dict[str, str]] = {}  # what came out, by user and layers, in this process or its parent
+_results: dict[tuple[Any, ...], dict[str, str]] = {}  # the results by user and layers, of this process or its parent
 
 
 def self_test(runner: Any) -> dict[str, str]:
-    """Return the layers of a CodeRunner, and "stopped" or what came through for each of the quick attacks; for
+    """Return the layers of a CodeRunner and, for each of the quick attacks, "stopped" or what came through; for
     `report`.
 
     Raises ValueError naming the layer or the attack unless the runner has `allow_weak_sandbox`.
@@ -22,7 +22,7 @@ def self_test(runner: Any) -> dict[str, str]:
 
 
 def require(slot: Any, allow_weak: bool) -> None:
-    """Raises ValueError, with the reason, unless the slot confines programs or `allow_weak`."""
+    """Raise ValueError, with the reason, unless the slot confines programs or `allow_weak`."""
     if allow_weak:
         return
     problem = weakness(slot.layers())
@@ -37,7 +37,7 @@ def require(slot: Any, allow_weak: bool) -> None:
 
 
 def weakness(layers: dict[str, str]) -> str:
-    """Return why the layers are too few; "" if they are enough: landlock and seccomp, or bubblewrap."""
+    """Return why the layers are too few, or "" if they suffice, which takes landlock and seccomp, or bubblewrap."""
     missing = [name for name in ("landlock", "seccomp") if layers[name].startswith("off")]
     if not missing or layers["bubblewrap"] == "on":
         return ""
@@ -45,8 +45,9 @@ def weakness(layers: dict[str, str]) -> str:
 
 
 def attack(slot: Any) -> dict[str, str]:
-    """Run the quick attacks, once per user and kind of confinement."""
-    layers = {name: state for name, state in slot.layers().items() if name != "user"}  # "user" has a number of its own
+    """Run the quick attacks, once per user and kind of confinement, and return each one's result."""
+    # "user" contains a number that differs for each slot
+    layers = {name: state for name, state in slot.layers().items() if name != "user"}
     key = (os.geteuid(), *sorted(layers.items()))
     if key not in _results:
         with scene() as decoys:
@@ -56,6 +57,6 @@ def attack(slot: Any) -> dict[str, str]:
 
 
 def report(states: dict[str, str]) -> str:
-    """Layers and attacks as lines for printing."""
+    """Return the layers and attacks as lines for printing."""
     width = max(map(len, states), default=0)
     return "\n".join(f"  {name:<{width}}  {state}" for name, state in states.items())

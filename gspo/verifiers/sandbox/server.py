@@ -1,9 +1,9 @@
 """The fork server: starts a fresh confined child for each untrusted program and watches it. See runner.py.
 
 It sees neither code nor outputs, so that a later child finds nothing of an earlier program in the memory it
-inherits: a request is one line {"kind", "limits"} with file descriptors (the child's channel to the harness; for
+inherits. A request is one line {"kind", "limits"} with file descriptors (the child's channel to the harness; for
 kind "stdin" also the program's input and output), and the child talks to the harness itself. While a child runs,
-the harness may say
+the harness may send
 
     r   an exchange begins: the CPU and waiting allowances are renewed       p   it is over: waiting does not count
     k   kill it
@@ -16,8 +16,8 @@ queue of the scheduler (/proc/PID/task/*/schedstat). On a busy machine a program
 longer. Of several threads the one that queued longest between two looks counts: threads that stand in the queue at
 the same time would otherwise excuse their program many times over.
 
-Command line: file descriptor of the control socket, process id of the harness (0 where it is not visible), spare
-user id.
+The command line gives the file descriptor of the control socket, the process id of the harness (0 where it is not
+visible), and a spare user id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-LIBRARY = list(sys.path)  # what programs may import: the standard library (the command line leaves out everything else)
+LIBRARY = list(sys.path)  # programs may import the standard library, to which the command line limits this list
 sys.path.insert(0, os.path.abspath(__file__).removesuffix("/gspo/verifiers/sandbox/server.py"))
 
 from gspo.verifiers.sandbox import child as code_child  # noqa: E402
@@ -43,7 +43,7 @@ from gspo.verifiers.sandbox import confine  # noqa: E402
 from gspo.verifiers.sandbox import stdin as code_stdin  # noqa: E402
 from gspo.verifiers.sandbox.frames import Channel  # noqa: E402
 
-# imported once here and inherited: each program starts faster
+# these are imported once here and inherited, so that each program starts faster
 USUAL = """
 abc bisect calendar cmath collections.abc copy dataclasses datetime decimal enum fractions functools hashlib
 heapq io itertools math numbers operator queue random re statistics string textwrap threading traceback types
@@ -56,14 +56,14 @@ TABLE_FDS = 4096
 
 
 def main() -> NoReturn:
-    control = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number, which children close for certain
+    control = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number, which children are certain to close
     os.close(int(sys.argv[1]))
     parent, uid = int(sys.argv[2]), int(sys.argv[3])
     if confine.LINUX:
         confine.prctl(confine.PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if parent and os.getppid() != parent:  # it ended before we asked
+        if parent and os.getppid() != parent:  # the harness ended before we asked
             os._exit(1)
-        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # nobody of the same user reads or stops us
+        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # so that nobody of the same user reads or stops us
         confine.drop_bounding_set()
     for module in USUAL:
         with contextlib.suppress(ImportError):
@@ -99,17 +99,17 @@ def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 fds.frombytes(packed[: len(packed) - len(packed) % fds.itemsize])
         lines = data.split(b"\n")
         for line in lines[:-1]:
-            if line.startswith(b"{"):  # the others were meant for the child before this one
+            if line.startswith(b"{"):  # other lines were meant for the previous child
                 return json.loads(line), list(fds)
         data = lines[-1]
 
 
 def start(request: dict[str, Any], fds: list[int], plan: confine.Plan) -> int:
-    """Fork the child of a request; returns its process id."""
+    """Fork the child of a request and return its process id."""
     server = os.getpid()
     child = os.fork()
     if child == 0:
-        leave = os._exit  # the program may replace it
+        leave = os._exit  # kept, since the program may replace it
         try:
             serve_child(request, fds, plan, server)
         finally:
@@ -118,7 +118,7 @@ def start(request: dict[str, Any], fds: list[int], plan: confine.Plan) -> int:
 
 
 def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, server: int) -> None:
-    """In the child: confinement, then the program."""
+    """Confine the child, then run the program in it."""
     kind, limits = request["kind"], request["limits"]
     os.setsid()
     channel = Channel(CHANNEL_FD, write_limit=limits["output_bytes"])
@@ -129,7 +129,7 @@ def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, ser
     except (OSError, ValueError) as error:
         channel.write({"failed": f"{type(error).__name__}: {error}"})
         return
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # too much output ends the program
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # so that too much output ends the program
     gc.enable()
     channel.write({"ready": True})
     if kind == "stdin":
@@ -140,11 +140,12 @@ def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, ser
 
 
 def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
-    """0, 1, 2: input, output, nothing; 3: the channel; 4: the landlock rules, until applied; none beside."""
+    """Place the descriptors, and close all others. 0, 1, 2: input, output, nothing; 3: the channel; 4: the landlock
+    rules, until they are applied."""
     nothing = os.open(os.devnull, os.O_RDWR)
     channel, stdin, stdout = (*fds, nothing, nothing)[:3]
     wanted = [stdin, stdout, nothing, channel, *([plan.landlock_fd] if plan.landlock_fd is not None else [])]
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]  # out of each other's way
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]  # moved up, out of each other's way
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(len(wanted), TABLE_FDS)
@@ -152,7 +153,7 @@ def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
 
 
 def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[str, Any]:
-    """Wait for the child's end, or brings it about; then says how it ended."""
+    """Wait for the child's end, or bring it about, then return how it ended."""
     clock = Clock(child, limits)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -208,13 +209,13 @@ class Clock:
         self.time = time.monotonic()
 
     def patience(self) -> float:
-        """Return seconds until the next look: when a limit may be reached, or to tell waiting from queueing."""
+        """Return the seconds until the next look, when a limit may be reached or waiting must be told from queueing."""
         cpu_left = min(self.limits["cpu_seconds"] + self.renewed, self.limits["total_cpu_seconds"]) - self.cpu
         return max(0.001, min(TICK / 4, self.limits["wall_seconds"] / 8, cpu_left))
 
     def hear(self, said: bytes) -> None:
-        """The harness begins or ends exchanges."""
-        if b"r" in said:  # the queue is read at the next look: older time in it only makes that look more lenient
+        """Note that the harness begins or ends exchanges."""
+        if b"r" in said:  # the queue is read at the next look; older time in it only makes that look more lenient
             self.time, self.cpu = time.monotonic(), self.cpu_now()
             self.renewed, self.waited = self.cpu, 0.0
         if b"r" in said or b"p" in said:
@@ -225,12 +226,13 @@ class Clock:
         now, cpu, queued = time.monotonic(), self.cpu_now(), self.queue_times()
         delay = max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0) / 1e9
         if self.active:
-            # time in the queue is booked when it is over: it looks like waiting first and is then taken back
+            # Time in the queue is booked only when it is over; until then it looks like waiting, and is afterwards
+            # taken back.
             self.waited = max(0.0, self.waited + now - self.time - (cpu - self.cpu) - delay)
         self.time, self.cpu, self.queued = now, cpu, queued
 
     def check(self) -> str:
-        """ "exit" while all is well, "timeout" or "waited" past a limit."""
+        """Return "exit" while no limit is passed, else "timeout" or "waited"."""
         self.measure()
         if self.cpu - self.renewed >= self.limits["cpu_seconds"] or self.cpu >= self.limits["total_cpu_seconds"]:
             return "timeout"
@@ -248,16 +250,16 @@ class Clock:
     def cpu_now(self) -> float:
         try:
             return time.clock_gettime(self.id) if confine.LINUX else 0.0
-        except OSError:  # it has just ended
+        except OSError:  # the child has just ended
             return self.cpu
 
     def queue_times(self) -> dict[str, int]:
-        """Return nanoseconds that each thread spent ready to run but not running."""
+        """Return the nanoseconds that each thread spent ready to run but not running."""
         times = {}
-        with contextlib.suppress(OSError):  # not Linux
+        with contextlib.suppress(OSError):  # raised where the system is not Linux
             for task in os.listdir(self.tasks):
                 with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat", encoding="utf-8") as file:
-                    times[task] = int(file.read().split()[1])  # unless the thread has just ended
+                    times[task] = int(file.read().split()[1])  # fails if the thread has just ended
         return times
 
 

@@ -18,19 +18,20 @@ from gspo.verifiers.sandbox.launch import SILENCE_SECONDS, Server, ServerFailure
 from gspo.verifiers.sandbox.stdin import MEMORY_SIGNAL
 
 REPORTS = ("exit", "timeout", "killed")
-SHARED = 0.02  # of cpu_seconds
-END_SECONDS = 30.0  # for a server to report the end of a child that it was told to kill
+SHARED = 0.02  # exchanges in a row may share allowances up to this share of cpu_seconds
+END_SECONDS = 30.0  # most seconds for a server to report the end of a child that it was told to kill
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. CPU and waiting allowances are per exchange (a test case); CPU also in all."""
+    """What one program may use. The allowances of CPU time and waiting are per exchange (a test case); CPU time is also
+    limited in all."""
 
-    cpu_seconds: float = 2.0  # CPU time, so the load of the machine does not matter
+    cpu_seconds: float = 2.0  # CPU time, so that the load of the machine does not matter
     total_cpu_seconds: float = 30.0
-    wall_seconds: float = 10.0  # time neither running nor ready to run
-    memory_mb: int = 512  # address space
-    output_bytes: int = 1 << 20  # of standard output, and of one message
+    wall_seconds: float = 10.0  # time in which no thread was running or ready to run
+    memory_mb: int = 512  # the address space
+    output_bytes: int = 1 << 20  # most bytes of standard output, and of one message
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -49,11 +50,11 @@ class Ended:
     """How a program ended. why: exit | timeout | memory | output-limit | sandbox-error | protocol | compile-error."""
 
     why: str
-    code: int = 0  # exit status, or -signal
+    code: int = 0  # the exit status, or minus the signal
     cpu_seconds: float = 0.0
     memory_mb: float = 0.0
-    waited: bool = False  # a timeout by waiting, not by computing
-    detail: str = ""  # of a sandbox error or a breach of protocol
+    waited: bool = False  # whether a timeout was by waiting, not by computing
+    detail: str = ""  # a note on a sandbox error or a breach of protocol
 
 
 class Session:
@@ -62,7 +63,7 @@ class Session:
     def __init__(self, server: Server, kind: str, files: list[int], limits: Limits) -> None:
         self.server, self.limits = server, limits
         self.ended: Ended | None = None
-        self.surprised = False  # the server should be replaced
+        self.surprised = False  # whether the server should be replaced
         self._ready = self._paused = False
         self._renewed = time.monotonic()
         self._out = bytearray()
@@ -82,11 +83,11 @@ class Session:
         self._out += encode(message)
 
     def exchange(self, message: dict[str, Any] | None, pause: bool = True) -> dict[str, Any] | Ended:
-        """Renew the allowances, sends the message (if any), and waits for one message or the program's end.
+        """Renew the allowances, send the message (if any), and wait for one message or the program's end.
 
-        A message that came before it was asked for is a breach of protocol. `pause`: we have something else to do
-        before the next exchange, so the program's waiting does not count until then. Without pause, exchanges that
-        follow within a fiftieth of the CPU allowance share it, which spares the server two wake-ups each.
+        A message that came before it was asked for breaks the protocol. `pause` says that we have something else to do
+        before the next exchange, so the program's waiting does not count until then. Without it, exchanges that follow
+        within a fiftieth of the CPU allowance share it, which spares the server two wake-ups each.
         """
         if self.ended is not None:
             return self.ended
@@ -112,7 +113,7 @@ class Session:
         return reply
 
     def wait(self) -> Ended:
-        """Renew the allowances and waits for the program's end; what it still sends is ignored."""
+        """Renew the allowances and wait for the program's end; what it still sends is ignored."""
         if self.ended is None:
             self.server.say(b"r")
         return self._wait()
@@ -134,7 +135,7 @@ class Session:
         self._channel.close()
 
     def _next_message(self) -> dict[str, Any] | None:
-        """Return the next message of the program; None at the end of its channel or of itself."""
+        """Return the program's next message, or None at the end of its channel or of the program."""
         channel, control = self._channel.fileno(), self.server.control.fileno()
         poll = select.poll()
         poll.register(control, select.POLLIN)
@@ -161,7 +162,7 @@ class Session:
                 return self._decoder.message() if self._ready else None
 
     def _transfer(self, event: int) -> bool:
-        """Move bytes both ways; False at the end of the channel."""
+        """Move bytes both ways. Returns False at the end of the channel."""
         try:
             if event & select.POLLOUT and self._out:
                 del self._out[: self._channel.send(self._out)]
@@ -171,7 +172,7 @@ class Session:
                 return bool(data)
         except BlockingIOError:
             return True
-        except OSError:  # the program closed its end
+        except OSError:  # the program closed its end of the channel
             return False
         return True
 
@@ -204,7 +205,8 @@ class Session:
         return Ended(why, code, cpu, memory, waited=report["waited"])
 
     def _unasked(self) -> Ended:
-        """Data before the question: the program has ended (no data then), or speaks out of turn."""
+        """Handle data that came before the question: either the program has ended (and there is no data), or it breaks
+        the protocol."""
         try:
             data = bool(self._decoder.buffer) or self._channel.recv(1) != b""
         except OSError:
@@ -233,7 +235,8 @@ class Session:
 
 @contextlib.contextmanager
 def memory_file(content: bytes | None) -> Iterator[int]:
-    """A file in memory to read `content` from, or with None an empty one to write; a temporary file where need be."""
+    """Yield a file in memory to read `content` from or, with None, an empty one to write; a temporary file where there
+    is no such."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
@@ -252,9 +255,9 @@ def memory_file(content: bytes | None) -> Iterator[int]:
 
 
 def _seal(fd: int) -> None:
-    """Nobody can change the file any more."""
+    """Make sure that nobody can change the file any more."""
     if hasattr(os, "memfd_create"):
-        import fcntl  # not on every system
+        import fcntl  # not available on every system
 
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
 

@@ -1,7 +1,7 @@
-"""In the confined child: runs a whole program as `python program.py` would, its input and output being files.
+"""Runs a whole program, in the confined child, as `python program.py` would; its input and output are files.
 
-The channel is used before the program only: {"code"} comes in, {"compiled": true | false} goes out, and it is closed.
-Exit status by Python's rules; a MemoryError that nobody catches ends the process by MEMORY_SIGNAL.
+The channel is used only before the program: {"code"} comes in, {"compiled": true | false} goes out, and it is closed.
+The exit status follows Python's rules; a MemoryError that nobody catches ends the process by MEMORY_SIGNAL.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import types
 from gspo.verifiers.sandbox.frames import Channel
 
 MEMORY_SIGNAL = signal.SIGUSR2
-RESERVE_BYTES = 1 << 16  # set free when memory has run out, so that there is enough to say so
-COMPILE_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)  # ValueError: NUL, surrogates
+RESERVE_BYTES = 1 << 16  # freed when memory has run out, so that there is enough to report it
+# ValueError is for NUL and surrogates
+COMPILE_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 def run(channel: Channel) -> None:
-    """Read the program, runs it, and ends the process."""
-    leave = os._exit  # the program may replace it
+    """Read the program, run it, and end the process."""
+    leave = os._exit  # kept, since the program may replace it
     code = channel.read()["code"]
     try:
         program = compile(code, "program.py", "exec", dont_inherit=True)
@@ -41,13 +42,14 @@ def run(channel: Channel) -> None:
     main.__dict__.update(__builtins__=__builtins__, __file__="program.py")
     sys.modules["__main__"] = main
     sys.argv[:] = ["program.py"]
-    for name in ("exit", "quit"):  # what `site` adds, which the server starts without
+    for name in ("exit", "quit"):  # `site` adds these, and the server starts without it
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     status = 1
     try:
         status = execute(program, main)
         status = finish(status)
-    except BaseException:  # untrusted: whatever its exit handlers and patched streams raise is its own failure
+    # the program's exit handlers and patched streams may raise anything, which is its own failure
+    except BaseException:
         status = status or 1
     finally:
         leave(status)
@@ -66,7 +68,7 @@ def text_file(fd: int, mode: str) -> io.TextIOWrapper:
 
 
 def execute(program: types.CodeType, main: types.ModuleType) -> int:
-    """Exit status of the main thread."""
+    """Run the program and return the exit status of the main thread."""
     reserve = bytes(RESERVE_BYTES)
     try:
         exec(program, main.__dict__)
@@ -80,13 +82,14 @@ def execute(program: types.CodeType, main: types.ModuleType) -> int:
         signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), MEMORY_SIGNAL)
         return 1
-    except BaseException:  # untrusted: any exception ends it with status 1
+    except BaseException:  # any exception of the program ends it with status 1
         traceback.print_exc()
         return 1
 
 
 def finish(status: int) -> int:
-    """Wait for threads, runs exit handlers, writes what is buffered; 120 where that fails, as Python does."""
+    """Wait for threads, run exit handlers and write what is buffered. Returns the exit status, or 120 where that fails,
+    as Python does."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

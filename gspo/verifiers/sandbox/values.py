@@ -1,15 +1,15 @@
 """Plain Python values as JSON and back, and the rules by which a program's result equals the expected one.
 
-Plain: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, by their exact types: an object
-of a subclass can redefine what `==` means and is not plain. The standard library's Counter, OrderedDict and
-defaultdict travel as the dicts that they equal; the plain types themselves (int, list, ...) by their names.
+Plain values have exactly one of the types None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and
+dict: an object of a subclass can redefine what `==` means and is not plain. The standard library's Counter, OrderedDict
+and defaultdict travel as the dicts that they equal; the plain types themselves (int, list, ...) by their names.
 
 JSON form: null, true, 5 (below 2^63), 1.5, "text"; everything else is a list that starts with a tag:
 ["l", items...] list, ["t", ...] tuple, ["s", ...] set, ["z", ...] frozenset, ["d", key, value, key, value, ...] dict,
 ["i", hexadecimal] int, ["f", "inf" | "-inf" | "nan"], ["c", "1.0", "nan"] complex, ["b", hexadecimal] bytes,
 ["u", hexadecimal UTF-8] text with lone surrogates, ["y", "int"] type, ["h", 0] an object that stays where it is.
 
-Standard library only: it is imported in the confined programs too.
+This module uses the standard library only, since the confined programs import it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-DEPTH = 100  # levels of nesting
+DEPTH = 100  # most levels of nesting
 EXACT_ABOVE = 2**53  # beyond it floats are sparser than integers
 TOLERANCE = 1e-6
 TAGS = {list: "l", tuple: "t", set: "s", frozenset: "z"}
@@ -31,23 +31,23 @@ SEQUENCES, SETS = ("l", "t"), ("s", "z")
 TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
 DICTS = (dict, Counter, OrderedDict, defaultdict)
 SURROGATE = re.compile("[\ud800-\udfff]")
-# ASCII digits; of what Decimal takes beside, `nan`, `inf`, `1_0` and digits of other scripts are words like any other
+# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts; here these are words.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 
 
 class Unserialisable(ValueError):
-    """The value is not plain, or it is too deep or too large (a value that contains itself is too deep)."""
+    """Raised for a value that is not plain, too deep or too large (a value that contains itself is too deep)."""
 
 
 class Malformed(ValueError):
-    """Not the JSON form of any value."""
+    """Raised for what is not the JSON form of any value."""
 
 
 def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None = None) -> Any:
     """Return the JSON form of a value. `other` gives that of an object that is not plain, instead of Unserialisable.
 
-    `limit`: characters; more than that in JSON raises Unserialisable, in time proportional to the limit (not to the
-    value: a list of the same list 10^8 times is refused early). The JSON text may still be longer, by escapes.
+    More than `limit` characters of JSON raise Unserialisable, in time proportional to the limit (not to the value: a
+    list of the same list 10^8 times is refused early). The JSON text may still be longer, because of escapes.
     """
     return _Encoder(limit, other).encode(value, DEPTH)
 
@@ -91,7 +91,7 @@ class _Encoder:
     def _each(self, values: Any, depth: int) -> list[Any]:
         encoded = []
         for value in values:
-            if type(value) is int and -EXACT_ABOVE < value < EXACT_ABOVE:  # most are: a shortcut
+            if type(value) is int and -EXACT_ABOVE < value < EXACT_ABOVE:  # a shortcut for most values
                 self._spend(2)
                 encoded.append(value)
             else:
@@ -128,7 +128,7 @@ def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = D
 
 
 def unpack(form: Any) -> tuple[str, Any]:
-    """(kind, content) of a JSON form, one level deep. Time proportional to its length; raises Malformed.
+    """Return (kind, content) of a JSON form, one level deep, in time proportional to its length. Raises Malformed.
 
     Kinds: none, bool, number, text, bytes, complex, type, sequence, set, dict (keys and values in turn), handle.
     """
@@ -172,8 +172,8 @@ def _from_texts(tag: Any, *texts: str) -> tuple[str, Any]:
 
 
 def require_shallow(form: Any) -> None:
-    """Raises Malformed for what is nested too deep to be handled by recursion, and for what `encode` never makes:
-    JSON objects, and numbers such as 1e999 that cannot be written again."""
+    """Raise Malformed for what is nested too deeply for recursion, and for what `encode` never makes: JSON objects, and
+    numbers such as 1e999 that cannot be written again."""
     level = [form]
     for _ in range(DEPTH + 2):
         for part in level:
@@ -215,9 +215,9 @@ def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
 
 
 def close(expected: float, actual: float) -> bool:
-    """|actual - expected| <= 1e-6 max(1, |expected|) where at least one is a float; exact for two ints.
+    """Return |actual - expected| <= 1e-6 max(1, |expected|) where at least one is a float, and equality for two ints.
 
-    Exact also where one exceeds 2^53 in size. Infinity equals the same infinity, NaN equals NaN, both nothing else.
+    Equality is also required where one exceeds 2^53 in size. Infinity equals the same infinity, and NaN equals NaN.
     """
     if type(expected) is int and type(actual) is int:
         return expected == actual
@@ -255,7 +255,8 @@ def _by_key(parts: list[Any]) -> dict[bytes, Any]:
 
 
 def _digest(form: Any, depth: int) -> bytes:
-    """Return the same for equal values and for no others: numbers by value, tuple as list, sets in any order."""
+    """Return a digest that is the same for equal values and for no others: numbers by value, tuple as list, sets in any
+    order."""
     kind, content = unpack(form)
     if kind in ("sequence", "set", "dict"):
         if depth == 0:
@@ -276,7 +277,7 @@ def _digest(form: Any, depth: int) -> bytes:
 
 
 def same_output(expected: str, printed: str) -> bool:
-    """LiveCodeBench's rule for standard output.
+    """Return whether two outputs agree by LiveCodeBench's rule for standard output.
 
     Both are stripped, cut into lines, each line stripped. As many lines in both; two lines are alike if they are equal,
     or have as many words, all of them decimal numbers (ASCII digits, sign, point, exponent), that are equal in pairs as
@@ -296,5 +297,5 @@ def _same_line(expected: str, printed: str) -> bool:
         return False
     try:
         return all(Decimal(x) == Decimal(y) for x, y in zip(wanted, given, strict=True))
-    except ArithmeticError:  # an exponent beyond any decimal's
+    except ArithmeticError:  # an exponent is beyond any decimal's
         return False
