@@ -36,8 +36,8 @@ from gspo.verifiers.sandbox import self_test
 from gspo.verifiers.sandbox.runner import CodeRunner
 
 DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
-POISONS = 100  # different answers that would keep a naive verifier busy
-LONGEST = 5.0  # seconds within which every hostile answer must be judged
+POISONS = 100  # number of different answers that would keep a naive verifier busy
+LONGEST = 5.0  # every hostile answer must be judged within so many seconds
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """`name=value` words over the defaults. Raises ValueError for anything else."""
+    """Return the options: `name=value` words over the defaults. Raises ValueError for anything else."""
     options, _ = key_values(arguments, DEFAULTS, empty=False)
     for name in ("suite", "weak"):
         if options[name] not in ("", "yes", "no"):
@@ -66,7 +66,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
-    """Return every part that was asked for, printed as it is done."""
+    """Run every part that was asked for, and print each when it is done."""
     slots, weak, parts = int(options["slots"]), options["weak"] == "yes", {}
     if options["suite"] == "yes":
         parts["attacks on the sandbox"] = attacks(weak)
@@ -106,7 +106,7 @@ def attacks(weak: bool) -> list[Outcome]:
 
 
 def hostile(workers: int) -> list[Outcome]:
-    """Answer that make other verifiers hang, crash or give in: none may be judged correct, nor take long."""
+    """Judge answers that make other verifiers hang, crash or give in. None may be judged correct, nor take long."""
     boxed = [*hacks(), *poisons(POISONS)]
     cases = [(f"{answer} for {gold}", rf"\boxed{{{answer}}}", gold) for gold, answer in boxed]
     cases += [(f"{len(text)} characters: {text[:20]!r}", text, "7") for text in HOSTILE_RESPONSES]

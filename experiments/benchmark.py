@@ -85,7 +85,7 @@ def draw_curves(command: BenchmarkCommand) -> None:
 
 
 def prepared(command: BenchmarkCommand) -> Settings:
-    """Return the workload as the settings of a run that starts from a model folder; the folder is made if it is not
+    """Return the workload as the settings of a run that starts from a model folder, which is made if it is not
     there."""
     workload = WORKLOADS[command.workload].resized(command.size)
     own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]

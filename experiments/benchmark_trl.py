@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer with the GSPO objective on a benchmark's workload, in TRL's environment (`make setup-peer`).
 
-Called by experiments/benchmark.py with peer=trl, not by hand: `python experiments/benchmark_trl.py SPEC.json`. It adds
-clocks to TRL and changes nothing else. TRL's fastest settings on a CPU are used, which are not its defaults: no
-mixed precision, no gradient checkpointing (both together take twice as long there).
+experiments/benchmark.py calls it with peer=trl, not the user: `python experiments/benchmark_trl.py SPEC.json`. It adds
+clocks to TRL and changes nothing else. It uses TRL's fastest settings on a CPU, which are not its defaults: no mixed
+precision and no gradient checkpointing (both together take twice as long there).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # before the imports below, which need TRL's environment
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # checked before the imports below, which need TRL's environment
     print(__doc__.strip())
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 try:
@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clocked(GRPOTrainer):
-    """Seconds of every rollout batch: in all, of sampling, and what was sampled."""
+    """A GRPOTrainer that records, for every rollout batch, the seconds in all and of sampling, and what was sampled."""
 
     def __init__(self, *args, **kwargs):
         self.rows: list[dict] = []

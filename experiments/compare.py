@@ -21,7 +21,7 @@ from gspo.core.arguments import key_values
 from gspo.core.escaping import line
 from gspo.tracking.collapse import levels
 
-MEANS = {  # rows of the table: metric, its mean over the batches, as it is written
+MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
     "clipped tokens": ("clip/token_active", ".3g"),
     "routing consistency": ("routing/consistency", ".4f"),
     "entropy": ("policy/entropy", ".3f"),
@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> int:
 
 
 def table(runs: list[Run]) -> list[str]:
-    """Aligned lines: settings that differ, then what the runs did. Columns are numbered, with a legend above."""
+    """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered, with a legend
+    above."""
     keys = sorted({key for run in runs for key in run.settings})
     lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
@@ -65,7 +66,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def results(runs: list[Run]) -> list[list[str]]:
-    """Return a row per quantity, a cell per run; "-" where a run has not reported it."""
+    """Return a row per quantity with a cell per run, "-" where a run has not reported it."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("ended", ended),
         ("batches", lambda run: f"{run.last}/{run.planned}"),
@@ -90,7 +91,7 @@ def interval(values: pd.Series) -> str:
 
 
 def ended(run: Run) -> str:
-    """By the registered rule and what the run's directory says of its end."""
+    """Return how a run ended, by the registered rule and by what its directory says."""
     return run.ended if run.collapsed is None else f"{run.ended}; collapsed at step {run.collapsed}"
 
 
@@ -102,8 +103,8 @@ def best(run: Run) -> str:
 
 
 def held_out(run: Run, name: str) -> str:
-    """Return the last score with its 95 % interval over problems, and the best of all evaluations: chosen after the
-    fact."""
+    """Return the last score with its 95 % interval over problems, and the best of all evaluations, which is chosen
+    after the fact."""
     if name not in run.rows:
         return "-"
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
@@ -121,13 +122,13 @@ def mean(run: Run, metric: str, form: str) -> str:
 
 
 def total(run: Run, metric: str, form: str) -> str:
-    """Return the last value of a running total; seconds as hours."""
+    """Return the last value of a running total, with seconds as hours."""
     values = run.column(metric)
     return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
 
 
 def share_of_time(run: Run, name: str) -> str:
-    """Of the seconds that the run took, those in which it waited for this."""
+    """Return the share of the run's seconds in which it waited for this."""
     spent, seconds = run.column(f"time/{name}_s"), run.column("compute/seconds")
     return f"{100 * spent.sum() / seconds.iloc[-1]:.2f} %" if len(spent) and len(seconds) else "-"
 

@@ -84,8 +84,8 @@ def options(arguments: list[str]) -> dict[str, str]:
 
 
 def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views, checked against the registry and against what runs have recorded; and what is to be said of
-    that."""
+    """Return the views, checked against the registry and against what runs have recorded, and the notes on what was
+    left out."""
     if unplaced():
         raise ValueError(f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
@@ -109,7 +109,7 @@ def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], 
 
 
 def of_this_version(found: list[Record]) -> tuple[list[Record], list[tuple[Record, str]]]:
-    """Return the runs whose metrics are all in the registry, and the others with one that is not."""
+    """Return the runs whose metrics are all in the registry, and the others, each with one metric that is not."""
     strange = [(record, name) for record in found for name in unknown(reported(record))[:1]]
     others = {id(record) for record, _ in strange}
     return [record for record in found if id(record) not in others], strange
@@ -120,7 +120,8 @@ def reported(record: Record) -> list[str]:
 
 
 def mixed(found: list[Record], grouped_by: str) -> list[str]:
-    """What a group's mean would go over beside seeds."""
+    """Return a note if a group would contain runs that differ in more than the seed, so that its mean would hide
+    that."""
     groups: dict[object, list[Record]] = {}
     for record in found:
         groups.setdefault(tuple(record.settings.get(key) for key in grouped_by.split(",")), []).append(record)

@@ -34,8 +34,8 @@ from gspo.train.checkpoint import read_state
 
 register_schemas()
 CONF = Path(__file__).parent.parent / "conf"
-LONGEST = 2048  # tokens of a response, where neither the command, the benchmark nor a run says how many
-TRUNCATED = 0.2  # share of a set's responses that may be cut off unsaid
+LONGEST = 2048  # tokens of a response where neither the command nor the benchmark nor a run says how many
+TRUNCATED = 0.2  # a remark is printed when a larger share of a set's responses is cut off
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Subject:
 
     engine: LocalEngine
     sets: list[HeldOut]
-    step: int  # of training; 0 for a model
-    identity: dict  # its part of the evaluation's settings; with the precision that it is sampled in
-    name: str  # as the user calls it
-    folder: str  # of the result, but for the hash
-    why: str = ""  # in words, why this precision
+    step: int  # the step of training, 0 for a model
+    identity: dict  # its part of the evaluation's settings, with the precision that it is sampled in
+    name: str  # the name by which the user calls it
+    folder: str  # the result's folder without its hash
+    why: str = ""  # why this precision is used, in words
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
@@ -97,9 +97,9 @@ def main(config: DictConfig) -> None:
 
 
 def within_positions(held_out: HeldOut, engine: LocalEngine) -> HeldOut:
-    """Return the set with as much of its own response length as the model has positions for, beside the longest prompt;
-    half of the positions at least, so that one long prompt does not shorten all responses. Says so where that is
-    less."""
+    """Return the set with as much of its own response length as the model has positions for beside the longest prompt,
+    but at least half of the positions, so that one long prompt does not shorten all responses. Prints a remark where
+    that is less."""
     room = engine.room(held_out.problems, held_out.limit)
     if room == held_out.limit:
         return held_out
@@ -109,7 +109,7 @@ def within_positions(held_out: HeldOut, engine: LocalEngine) -> HeldOut:
 
 
 def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
-    """What is to be said of sets that a longer limit would score otherwise."""
+    """Return remarks on sets that a longer limit would score differently."""
     found = []
     for s in sets:
         share = results[s.name]["verdicts"].get("truncated", 0.0)
@@ -122,7 +122,7 @@ def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
 
 
 def find_data(config: DictConfig) -> None:
-    """Turn data=DIR into the benchmarks' paths, where they are not given: DIR/<name>, or a file DIR/<name>.*.
+    """Turn data=DIR into the benchmarks' paths where they are not given: DIR/<name>, or a file DIR/<name>.*.
 
     Raises ValueError where that changes nothing.
     """
@@ -146,14 +146,16 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], fold
             if problems and not sampled:
                 bar.write(f"{name}: {problems} problems were there already")
             if not sampled and not bar.disable:
-                bar.initial += problems  # they took no time, so they say nothing of the time that is left
+                # they took no time, so they must not count in the estimate of the time that is left
+                bar.initial += problems
             bar.update(problems)
 
         return evaluate_into(folder, subject.engine, sets, command.k, sampling, command.seed, subject.step, report)
 
 
 def of_run(command: EvaluateCommand) -> Subject:
-    """Return a run's checkpoint, on benchmarks or on its own task, in the precision that its own evaluations have."""
+    """Return a run's checkpoint as the subject, on benchmarks or on its own task, in the precision of the run's own
+    evaluations."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
@@ -175,7 +177,7 @@ def of_run(command: EvaluateCommand) -> Subject:
 
 
 def of_model(command: EvaluateCommand, device: str) -> Subject:
-    """Return a model on benchmarks."""
+    """Return a model as the subject, on benchmarks."""
     sets = all_sets(command, command.tasks)
     model, tokenizer = command.model.make()
     policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
@@ -186,10 +188,10 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
 
 
 def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[HeldOut]:
-    """Return the chosen sets of all tasks, each with its responses' limit: the command's, the benchmark's own, or
+    """Return the chosen sets of all tasks, each with its response limit: the command's, the benchmark's own, or
     `limit`.
 
-    Raises ValueError for a set that no task has, or two have.
+    Raises ValueError for a set that no task has, or that two tasks have.
     """
     available = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in available]
@@ -209,11 +211,11 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONG
 
 
 def with_benchmarks(arguments: list[str]) -> list[str]:
-    """Return the command line with one option file for each name of benchmark=[...]: `+task@tasks.NAME=NAME` makes
+    """Return the command line with one option file for each name of benchmark=[...]. `+task@tasks.NAME=NAME` makes
     Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes, types and refuses tasks.NAME.KEY=... like any
     setting.
 
-    Raises ValueError for a name without option file.
+    Raises ValueError for a name without an option file.
     """
     result, options = [], sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
     for argument in arguments:

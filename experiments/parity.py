@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """`name=value` words. Raises ValueError for anything else."""
+    """Return the options: `name=value` words. Raises ValueError for anything else."""
     chosen, _ = key_values(arguments, {"vectors": "", "out": ""}, empty=False)
     return {name: value for name, value in chosen.items() if value}
 

@@ -23,13 +23,13 @@ def main() -> None:
     if not arguments or set(arguments) <= {"-h", "--help"}:
         print(__doc__)
         sys.exit(0 if arguments else 2)
-    for argument in arguments:  # all are read before the first page is written
+    for argument in arguments:  # all arguments are checked before the first page is written
         key_values([argument], {"run": ""}, empty=False)
     wrong = False
     for argument in arguments:
         try:
             print(write(Path(argument.removeprefix("run="))))
-        except ValueError as error:  # the others' pages are written
+        except ValueError as error:  # the pages of the other runs are still written
             wrong = report(error)
     sys.exit(wrong)
 

@@ -41,9 +41,10 @@ from gspo.tracking.views import VIEWS
 OPTIONS = {"in": "browser", "open": "yes", "port": "7860"}
 CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
 HERE = "127.0.0.1"
-THEIRS = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")  # what trackio asks the environment for; and SYSTEM
-LONGEST = 100  # characters of a project's name
-PAUSE = 2.0  # seconds between two looks at the files, at least; nine times what a look takes, where that is longer
+# the variables that trackio reads from the environment, beside SYSTEM
+THEIRS = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")
+LONGEST = 100  # most characters of a project's name
+PAUSE = 2.0  # least seconds between two looks at the files; nine times what a look takes, where that is longer
 
 
 def main() -> None:
@@ -62,7 +63,8 @@ def main() -> None:
     for path in paths:
         if not path.startswith(sources.SERVER) and not Path(path).exists():
             raise ValueError(f"{path} does not exist")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the folder below goes
+    # handled like Ctrl-C, so that the folder below is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gspo-view-") as folder, contextlib.suppress(KeyboardInterrupt):
         if options["in"] == "terminal":
             sys.exit(terminal(paths, Path(folder)))
@@ -72,12 +74,13 @@ def main() -> None:
 
 # --------------------------------------------------------------------------------------------------------- in a browser
 def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
-    """Fill trackio's store from the files, show its page, go on filling until Ctrl-C."""
+    """Fill trackio's store from the files, show its page, and go on filling until Ctrl-C."""
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
     for name in [name for name in os.environ if name.startswith(THEIRS) or name == "SYSTEM"]:
-        del os.environ[name]  # where to listen, what to upload, whose page to show: it says none of that here
+        # these would say where to listen, what to upload and whose page to show, which is decided here
+        del os.environ[name]
     os.environ |= {"TRACKIO_DIR": str(folder), "TRACKIO_PLOT_ORDER": ",".join(order)}
-    os.environ["GRADIO_SERVER_PORT"] = port  # the first port that is tried
+    os.environ["GRADIO_SERVER_PORT"] = port  # trackio tries this port first
     try:
         from trackio import SQLiteStorage
     except ImportError:
@@ -99,19 +102,21 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
             started = time.monotonic()
             try:
                 page.look(paths)
-            except (OSError, ValueError) as error:  # a folder was moved, W&B cannot be reached: the next look may do
+            # a folder was moved or W&B cannot be reached; the next look may succeed
+            except (OSError, ValueError) as error:
                 page.say(str(error))
             time.sleep(max(PAUSE, 9 * (time.monotonic() - started)))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second one must not leave the folder behind
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave the folder behind
         server.should_exit = True
 
 
 def serve() -> tuple[object, str]:
-    """trackio's page for this machine alone: on the loopback address, without a tunnel to the outside, and for
-    requests alone that name this host, so that no other web page reads it under a name of its own (DNS rebinding).
-    `trackio.show` checks no host, and asks the environment for the rest. Returns the server and its address."""
+    """Serve trackio's page to this machine alone and return the server and its address. It listens on the loopback
+    address, without a tunnel to the outside, and answers only requests that name this host, so that no other web page
+    reads it under a name of its own (DNS rebinding). `trackio.show` does not check the host, and takes the rest from
+    the environment."""
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from trackio.launch import launch_trackio_dashboard
     from trackio.server import build_starlette_app_only
@@ -123,28 +128,28 @@ def serve() -> tuple[object, str]:
 
 
 class Page:
-    """What trackio's store has been given of each run, so that a look adds what is new and nothing else.
+    """What trackio's store has been given of each run, so that a look adds only what is new.
 
-    `store` is trackio.SQLiteStorage, which takes rows by the thousand; trackio.log would take them one by one. It is
-    no documented part of trackio, so its version is pinned (tests/unit/analysis/test_view.py).
+    `store` is trackio.SQLiteStorage, which takes rows by the thousand, whereas trackio.log would take them one by one.
+    It is not a documented part of trackio, so trackio's version is pinned (tests/unit/analysis/test_view.py).
     """
 
     def __init__(self, store: type):
         self.store = store
-        self.names: dict[tuple[str, str], str] = {}  # by study and run: whose name this is
+        self.names: dict[tuple[str, str], str] = {}  # from the page's study and run to the run that has this name
         self.sent: dict[tuple[str, str], list[dict[str, float]]] = {}  # by study and run
-        self.warned: dict[tuple[str, str], int] = {}  # alerts that the page has
+        self.warned: dict[tuple[str, str], int] = {}  # the number of alerts that the page has
         self.notes: set[str] = set()
 
     def studies(self) -> list[str]:
         return sorted({study for study, _ in self.sent})
 
     def look(self, paths: list[str]) -> int:
-        """Read the files again; returns how many rows were new."""
+        """Read the files again and return how many rows were new."""
         return sum(self.add(record) for path in paths for record in sources.records(path))
 
     def add(self, record: Record) -> int:
-        """Give the store the rows that it lacks; all of them again if a run went back and changed those it has."""
+        """Give the store the rows that it lacks, or all of them again if a run went back and changed earlier ones."""
         for note in record.notes:
             self.say(note)
         study, name = self.place(record)
@@ -170,7 +175,7 @@ class Page:
 
     def place(self, record: Record) -> tuple[str, str]:
         """Return the project and the name under which the page has a run. trackio takes names for the same that differ
-        in punctuation, and runs of one name for one: where it would, a few digits keep them apart."""
+        only in punctuation, and runs of one name for one; where it would, a few digits keep them apart."""
         study, name = line(record.settings.get("study", "runs")), line(record.path.name)
         if not self.takes(study):
             study = f"study-{study[:LONGEST]}-{digits(study)}"
@@ -180,15 +185,15 @@ class Page:
         return study, name
 
     def takes(self, study: str) -> bool:
-        """Return whether trackio keeps this name as it is."""
+        """Return whether trackio keeps this name unchanged."""
         try:
             self.store.validate_project_name(study)
-        except ValueError:  # reserved
+        except ValueError:  # raised for a reserved name
             return False
         return len(study) <= LONGEST and all(c.isalnum() or c in "-_" for c in study)
 
     def warn(self, study: str, name: str, events: list[dict]) -> None:
-        """The monitor's events as alerts of the page; those that it has are left alone."""
+        """Show the monitor's events as alerts of the page, except those that it already has."""
         if len(events) == self.warned.get((study, name), 0):
             return
         self.warned[study, name] = len(events)
@@ -200,19 +205,19 @@ class Page:
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
     def say(self, note: str) -> None:
-        """Each note once; that a file has no end yet is what one expects here."""
+        """Print each note once, except that a file has no end yet, which is normal here."""
         if note not in self.notes and "has no end" not in note:
             print(f"note: {line(note)}", file=sys.stderr)
         self.notes.add(note)
 
 
 def digits(name: str) -> str:
-    """Six hexadecimal ones of a name."""
+    """Return six hexadecimal digits of a name's hash."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:6]
 
 
 def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
-    """When the rows were written: back from the file's last change by the seconds of training since."""
+    """Return when the rows were written, counted back from the file's last change by the seconds of training since."""
     file = record.path / "metrics.jsonl"
     end = file.stat().st_mtime if file.exists() else time.time()
     seconds = [min(max(row.get("compute/seconds", 0.0), 0.0), 1e9) for row in rows]
@@ -221,10 +226,10 @@ def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------- in a terminal
 def terminal(paths: list[str], folder: Path) -> int:
-    """`wandb leet` over a folder of links to the newest offline files of each run; returns its exit code."""
+    """Run `wandb leet` over a folder of links to the newest offline files of each run, and return its exit code."""
     if away := [path for path in paths if path.startswith(sources.SERVER)]:
         raise ValueError(f"{away[0]}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`")
-    newest: dict[Path, Path] = {}  # by the folder that holds a run's wandb files and by its id
+    newest: dict[Path, Path] = {}  # by the folder that holds a run's wandb files, and the run's id
     for path in map(Path, paths):
         files = [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
         for file in sorted((file.resolve() for file in files), key=lambda file: file.parent.name):
@@ -232,7 +237,7 @@ def terminal(paths: list[str], folder: Path) -> int:
     if not newest:
         raise ValueError(f"no offline W&B files under {', '.join(paths)} (with tracking.wandb=disabled there are none)")
     for found in set(newest.values()):
-        with contextlib.suppress(FileExistsError):  # the same run, copied
+        with contextlib.suppress(FileExistsError):  # the same run is there as a copy
             (folder / found.name).symlink_to(found)
     return subprocess.run([Path(sys.executable).parent / "wandb", "leet", folder], check=False).returncode
 

@@ -1,7 +1,7 @@
-"""A user's own cases for the verifiers: pairs of answer and gold, and programs, each with the verdict it should get.
+r"""A user's own cases for the verifiers: pairs of answer and gold, and programs, each with the verdict it should get.
 
 pairs     one JSON object per line: {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]}
-          tag "hash": the answer stands after GSM8K's ####, else in the last \\boxed{}; null: no decided truth
+          tag "hash": the answer stands after GSM8K's ####, else in the last \boxed{}; null: no decided truth
 programs  {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args", "expected"} or
           {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
 """
@@ -20,7 +20,7 @@ from gspo.verifiers.math.verifier import MathVerifier
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: what was expected (None: undecided), what was said, and whether they agree."""
+    """One case: the verdict that was expected (None: undecided), the verdict that was given, and whether they agree."""
 
     case: str
     expected: str | None
@@ -49,7 +49,7 @@ def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, 
 
 
 def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]:
-    """Judge every pair. `verifiers` has one for "hash" and one for "boxed"."""
+    """Judge every pair. `verifiers` has one verifier for "hash" and one for "boxed"."""
     rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
     outcomes: dict[int, Outcome] = {}
     for form, verifier in verifiers.items():
@@ -94,7 +94,7 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
 
 
 def confusion(outcomes: list[Outcome]) -> str:
-    """Return a table of counts: rows what was expected, columns what was said."""
+    """Return a table of counts, with the expected verdicts as rows and the given ones as columns."""
     counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
     return _table(counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts}))
 

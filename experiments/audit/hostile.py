@@ -1,6 +1,6 @@
 r"""Answers written to fool a math verifier or to keep it busy, and rewritings that must not change a verdict.
 
-Used by the tests and by the audit of an installed machine. Everything here is the content of a \boxed{}.
+The tests and the audit of an installed machine use them. Everything here is the content of a \boxed{}.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# (gold, answers of which none may be accepted, with three spaces or a new line between them)
+# Each entry is a gold, and answers of which none may be accepted, separated by three spaces or a new line.
 HACKS = [
     ("7", r"""
         x=8=7   7=7=8   x=7=7   8=7   7=8   3+4   7^1   7+0x   7\pm 0   \pm 7   7 \text{ or } 8   7\text{ or }8
@@ -87,7 +87,7 @@ HACKS = [
 
 
 def hacks() -> Iterator[tuple[str, str]]:
-    """(gold, answer) of every hack."""
+    """Yield (gold, answer) of every hack."""
     for gold, answers in HACKS:
         for answer in re.split(r"   |\n", answers):
             if answer.strip():
@@ -98,14 +98,15 @@ SYMBOLIC_GOLDS = (r"\frac{\sqrt{2}}{2}", "x^2+2x+1", "2^{10}", "(a+5)(b+2)", r"\
 
 
 def poisons(count: int) -> Iterator[tuple[str, str]]:
-    """`count` different (gold, answer) that are wrong and would take a naive verifier seconds, gigabytes or forever."""
+    """Yield `count` different (gold, answer) that are wrong and would take a naive verifier seconds, gigabytes or
+    forever."""
     golds = ("7", *SYMBOLIC_GOLDS)
     for number in range(count):
         kind = POISONS[number % len(POISONS)]
         yield golds[(number // len(POISONS)) % len(golds)], kind.replace("#", str(11 + number))
 
 
-# each is a different answer for every number that is put for #
+# Each is a different answer for every number that is put for #.
 POISONS = [
     "9^{9^{9#}}", "|x|" * 90 + "#", "_".join("x" * 100) + "#", "9^{9^{9999}}#", "x+" * 140 + "#", "-" * 200 + "#",
     "9**9**#", "10^{10^{10#}}", "(10^{6#})!", "#!!!!", "((#!)!)!", r"\binom{10^9#}{5\cdot 10^8}",
@@ -126,7 +127,7 @@ POISONS = [
     "#" + "!" * 50,
 ]  # fmt: skip
 
-# whole responses that are broken, long or both
+# These are whole responses that are broken, long or both.
 HOSTILE_RESPONSES = [
     r"\boxed{" * 14000, r"\boxed{7" + "}" * 100_000, "$" * 100_000, "(" * 100_000, "{" * 100_000 + r"\boxed{8}",
     r"\boxed{" + "1+" * 50_000 + "1}", r"\boxed{" + "9" * 100_000 + "}", r"\boxed{7", r"\boxed{}", r"\boxed",
@@ -139,7 +140,7 @@ HOSTILE_RESPONSES = [
 
 
 def rewrites(answer: str) -> Iterator[str]:
-    """Other spellings of the same answer: spaces, delimiters, names of commands, order of digits' decoration."""
+    """Yield other spellings of the same answer: spaces, delimiters, names of commands, the way digits are decorated."""
     yield f"${answer}$"
     yield rf"\({answer}\)"
     yield f" {answer} "
@@ -175,7 +176,7 @@ def rewrites(answer: str) -> Iterator[str]:
 
 
 def changes(answer: str) -> Iterator[str]:
-    """Answer near to one that are not it: one of its numbers one more or less, the sign turned."""
+    """Yield near misses of an answer: one of its numbers increased or decreased by one, or the sign turned."""
     for match in re.finditer(r"(?<![\d.])\d{1,15}(?![\d.])", answer):
         for step in (1, -1):
             yield answer[: match.start()] + str(int(match.group()) + step) + answer[match.end() :]

@@ -1,4 +1,4 @@
-"""Other frameworks' losses, advantages and weights, said in this project's terms and compared number by number.
+"""Other frameworks' losses, advantages and weights, restated in this project's terms and compared number by number.
 
     vectors.py   golden vectors: a folder of JSON files with inputs, and what a peer's own function returns for them
     options.py   the peer's options, and which of them were read
@@ -14,5 +14,6 @@
     table.py     the Markdown page (experiments/PARITY.md)
     defaults.py  in words: how each peer's defaults differ from ours
 
-Nothing else imports this package: it is evidence, not machinery. `python experiments/parity.py` runs it.
+A peer is another framework. `python experiments/parity.py` runs this package and nothing else imports it: it provides
+evidence, and training does not depend on it.
 """

@@ -1,4 +1,4 @@
-"""Each peer's clip counters, from our loss outputs. Not two of them count the same thing.
+"""Each peer's clip counters, computed from our loss outputs. No two of them count the same thing.
 
     verl, OpenRLHF, SkyRL, AReaL, ms-swift   share of tokens that the band clips (`active`, without dual clip)
     TRL                                      the same; with one ratio per response the share of responses
@@ -9,7 +9,8 @@
     CISPO                                    verl, slime: `outside`; TRL, ms-swift: outside and A > 0
     GMPO                                     verl: `outside` by the advantage's sign; TRL: `active`
 
-Not compared, because no clip counters: ppo_kl, kl, ratio_*, approxkl, policykl, pg_loss, kl_loss, rollout_is_*.
+These metrics are not compared, because they count no clips: ppo_kl, kl, ratio_*, approxkl, policykl, pg_loss, kl_loss,
+rollout_is_*.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -28,7 +29,7 @@ from peers.vectors import Entry
 
 
 class Counts:
-    """Clip masks of an evaluation, and ways to average them."""
+    """The clip masks of an evaluation, and ways to average them."""
 
     def __init__(self, peer: PolicyLoss, evaluation: Evaluation):
         self.peer, self.mask_BT = peer, evaluation.mask_BT
@@ -37,18 +38,18 @@ class Counts:
         dual_BT = none_BT if outputs.dual_BT is None else outputs.dual_BT
         adv_BT = evaluation.inputs.advantage_BT
         self.gain_BT, self.cost_BT = adv_BT > 0, adv_BT < 0
-        self.band_BT = outputs.active_BT & ~dual_BT  # what the band alone removes
+        self.band_BT = outputs.active_BT & ~dual_BT  # the tokens that the band alone removes
         self.dual_BT, self.outside_BT = dual_BT, outputs.outside_BT
         self.low_BT, self.high_BT = self.band_BT & self.cost_BT, self.band_BT & self.gain_BT
         if not peer.counts_high:
             self.high_BT = none_BT
 
     def tokens(self, counted_BT: Tensor) -> float:
-        """Share of the response tokens."""
+        """Return the share of the response tokens."""
         return int((counted_BT & self.mask_BT).sum()) / max(int(self.mask_BT.sum()), 1)
 
     def rows(self, counted_BT: Tensor) -> Tensor:
-        """Share of each response's tokens. [B]"""
+        """Return the share of each response's tokens. [B]"""
         return masked_mean(counted_BT.double(), self.mask_BT)
 
 
@@ -62,8 +63,8 @@ def verl(counts: Counts) -> dict[str, float]:
 
 
 def trl(counts: Counts) -> dict[str, float]:
-    """Return one vote per row where the loss of a row is one number: with a sequence ratio, or T = 1; empty rows vote
-    too."""
+    """Return TRL's counters. Where the loss of a row is one number (a sequence ratio, or T = 1) each row counts once,
+    also an empty one."""
     objective = counts.peer.objective
     if isinstance(objective, SAPO):
         return {}
@@ -75,7 +76,7 @@ def trl(counts: Counts) -> dict[str, float]:
     low, high = counts.tokens(low_BT), counts.tokens(high_BT)
     if by_row:
         low, high = float(low_B.mean()), float(high_B.mean())
-    seen_B = counts.mask_BT.any(-1) | by_row  # 0/0 of an empty row is left out
+    seen_B = counts.mask_BT.any(-1) | by_row  # an empty row, 0/0, is left out
     if not seen_B.any():
         return {}
     return {
@@ -88,7 +89,7 @@ def trl(counts: Counts) -> dict[str, float]:
 
 
 def ms_swift(counts: Counts) -> dict[str, float]:
-    """Minimum and maximum are over processes, of which there is one."""
+    """Return ms-swift's counters. Its minimum and maximum are over processes, of which there is one."""
     objective = counts.peer.objective
     if isinstance(objective, SAPO):
         return {}
@@ -105,7 +106,7 @@ def ms_swift(counts: Counts) -> dict[str, float]:
 
 
 def vote(counts: Counts, counted_BT: Tensor) -> float:
-    """Share of the tokens; of all rows if there is one column."""
+    """Return the share of the tokens, or of all rows if there is one column."""
     return float(counts.rows(counted_BT).mean()) if single_column(counts) else counts.tokens(counted_BT)
 
 
@@ -130,7 +131,7 @@ def roll(counts: Counts) -> dict[str, float]:
     peer, evaluation = counts.peer, counts.evaluation
     inputs = replace(evaluation.inputs, mask_BT=torch.ones_like(counts.mask_BT))
     outside_BT, ratio_BT = counts.outside_BT, None
-    if by_sequence(peer.objective):  # broadcast over the row, padding included
+    if by_sequence(peer.objective):  # ROLL broadcasts it over the row, padding included
         ratio_BT = peer.objective.sequence_ratio(evaluation.inputs)[0].expand_as(counts.mask_BT)
     else:
         outside_BT, ratio_BT = peer.objective(inputs).outside_BT, peer.objective.token_ratio(inputs)[0]
@@ -158,7 +159,8 @@ COUNTERS = {
 
 
 def counters(peer: PolicyLoss, evaluation: Evaluation, entry: Entry) -> dict[str, float]:
-    """Those of the entry's metrics that are clip counters, as the peer defines them, from our outputs."""
+    """Return those of the entry's metrics that are clip counters, as the peer defines them, computed from our
+    outputs."""
     if entry.peer not in COUNTERS or not entry.metrics:
         return {}
     ours = COUNTERS[entry.peer](Counts(peer, evaluation))

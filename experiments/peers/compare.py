@@ -1,4 +1,4 @@
-"""One entry against our own code: the differences, the tolerance that belongs to it, the verdict.
+"""Compares one entry with our own code: the differences, the tolerance that belongs to it, the verdict.
 
 Tolerances, |ours - peer's| <= atol + rtol |peer's|, in float64:
 
@@ -42,6 +42,8 @@ OK, OUT, STATED, UNTRANSLATED = "ok", "OUT OF TOLERANCE", "stated difference", "
 
 @dataclass(frozen=True)
 class Tolerance:
+    """The relative and the absolute tolerance of one value."""
+
     rtol: float = 1e-10
     atol: float = 1e-12
     atol_grad: float = 1e-12
@@ -64,12 +66,12 @@ class Comparison:
     grad: float | None = None
     outputs: float | None = None
     metrics: float | None = None
-    epsilon: float | None = None  # of loss and gradient, with the peer's 1e-8 put into ours
+    epsilon: float | None = None  # difference of loss and gradient with the peer's 1e-8 put into ours
     remarks: list[str] = field(default_factory=list)
 
 
 def translated(entry: Entry) -> Ours:
-    """Our side of the entry. Raises Untranslated or whatever a value that fits no translation runs into."""
+    """Return our side of the entry. Raises Untranslated, or whatever a value that fits no translation causes."""
     options, key = Options(entry), (entry.peer, entry.function)
     if key in POLICY_LOSSES:
         ours = policy_loss(POLICY_LOSSES[key](options, entry), entry)
@@ -110,7 +112,7 @@ def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
 
 
 def compare(entry: Entry) -> Comparison:
-    """Never raises for an entry that cannot be translated: the verdict says so, the remark says why."""
+    """Compare one entry. It never raises for one that cannot be translated: the verdict and the remark then say why."""
     try:
         ours = translated(entry)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -128,7 +130,8 @@ def compare(entry: Entry) -> Comparison:
 
 
 def check(pair: Pair, result: Comparison) -> bool:
-    """Return whether a value is within its tolerance where the peer's is finite; notes its difference in the result."""
+    """Return whether a value is within its tolerance where the peer's is finite, and note the difference in the
+    result."""
     if pair.ours.shape != pair.expected.shape:
         result.remarks.append(f"{pair.name} has shape {list(pair.expected.shape)}, ours {list(pair.ours.shape)}")
         return False
@@ -146,7 +149,8 @@ def check(pair: Pair, result: Comparison) -> bool:
 
 
 def judge(result: Comparison, pairs: list[Pair], within: bool) -> None:
-    """Verdict and remarks. Ours must be finite; a stated reason excuses a difference, it does not replace a check."""
+    """Set verdict and remarks. Our values must be finite. A stated reason excuses a difference but does not replace a
+    check."""
     same_shape = [pair for pair in pairs if pair.ours.shape == pair.expected.shape]
     sound = all((pair.ours.isfinite() | ~pair.where).all() for pair in same_shape)
     finite = all((pair.numeric == pair.where).all() for pair in same_shape)
@@ -172,12 +176,12 @@ class Pair:
     """A value that both sides have."""
 
     name: str
-    kind: str  # the field of Comparison that its difference goes to
+    kind: str  # the field of Comparison that takes its difference
     expected: Tensor
     ours: Tensor
     where: Tensor
     slack: Tensor | float = 0.0
-    exact: Tensor | None = None  # ours with the peer's 1e-8
+    exact: Tensor | None = None  # our value with the peer's 1e-8
 
     @property
     def numeric(self) -> Tensor:

@@ -34,12 +34,13 @@ from peers.result import Ours, Values
 from peers.vectors import Entry
 
 ROUNDING = 8 * torch.finfo(torch.float64).eps
-NEMO_STD = 3e-8  # cancellation in NeMo-RL's std
+NEMO_STD = 3e-8  # tolerance for the cancellation in NeMo-RL's std
 
 
 @dataclass
 class ReturnsEverywhere(Returns):
-    """ROLL's return: discounted at every position, masked ones included; they differ with holes and gamma < 1."""
+    """ROLL's return, discounted at every position, masked ones included; it differs from ours with holes and gamma <
+    1."""
 
     def estimate(self, credit: Credit) -> Tensor:
         return discounted(credit.token_rewards_BT, torch.ones_like(credit.mask_BT), self.gamma)
@@ -61,7 +62,7 @@ def group_ids(entry: Entry) -> Tensor:
 
 
 def of_responses(estimator: Advantage, entry: Entry, options: Options) -> Ours:
-    """Return an estimator that knows a response only by its reward: [B], spread over the tokens if the peer gives [B,
+    """Apply an estimator that knows a response only by its reward: [B], spread over the tokens if the peer gives [B,
     T]."""
     options.take("groups")
     rewards_B, groups_B = entry.inputs["rewards"], group_ids(entry)
@@ -112,7 +113,7 @@ def verl_rloo(options: Options, entry: Entry) -> Ours:
 
 
 def verl_reinforce_pp(options: Options, entry: Entry) -> Ours:
-    """Returns, whitened over the tokens; `returns` are those before whitening."""
+    """Return verl's returns, whitened over the tokens; `returns` are those before whitening."""
     gamma = options.take("gamma", default=1.0)
     credit = token_credit(entry)
     ours = advantage(ReinforcePP(gamma=gamma), Values(ReinforcePP(gamma=gamma)(credit), entry.mask_BT), epsilon=True)
@@ -121,7 +122,7 @@ def verl_reinforce_pp(options: Options, entry: Entry) -> Ours:
 
 
 def verl_reinforce_pp_baseline(options: Options, entry: Entry) -> Ours:
-    """Group mean taken off, then whitened over the tokens; a group of one keeps its reward."""
+    """Return rewards minus the group's mean, then whitened over the tokens; a group of one keeps its reward."""
     estimator = GroupMean(name="reinforce_pp", whiten="tokens", group_of_one="reward")
     return advantage(estimator, Values(estimator(token_credit(entry)), entry.mask_BT), epsilon=True)
 
@@ -136,7 +137,7 @@ def openrlhf(options: Options, entry: Entry) -> Ours:
 
 def roll_advantage(options: Options, entry: Entry) -> Ours:
     kind = options.take("adv_estimator", default="reinforce")
-    if kind not in ("reinforce", "grpo"):  # one function for both
+    if kind not in ("reinforce", "grpo"):  # ROLL has one function for both
         raise Untranslated(f"adv_estimator={kind}")
     whiten = "tokens" if options.take("whiten_advantages", "whiten", default=False) else "none"
     clip = options.take("advantage_clip", "clip")
@@ -144,13 +145,13 @@ def roll_advantage(options: Options, entry: Entry) -> Ours:
     ours = advantage(estimator, Values(estimator(token_credit(entry)), entry.mask_BT), epsilon=whiten == "tokens")
     if clip is not None:
         free_BT = replace(estimator, clip=None)(token_credit(entry))
-        ours.metrics["critic/advantage_clip_frac"] = float((free_BT.abs() > clip).double().mean())  # padding counts
+        # ROLL counts padding too
+        ours.metrics["critic/advantage_clip_frac"] = float((free_BT.abs() > clip).double().mean())
     return ours
 
 
 def token_credit(entry: Entry) -> Credit:
-    """Return the rewards of single tokens; with no more than a response's reward, it is on the last token of the
-    mask."""
+    """Return the rewards of single tokens; a reward per response is put on the last token of the mask."""
     mask_BT = entry.mask_BT
     token_rewards_BT = entry.inputs.get("token_level_rewards")
     if token_rewards_BT is None:
@@ -167,7 +168,7 @@ def roll_reward_norm(options: Options, entry: Entry) -> Ours:
 
 
 def roll_legacy_rewards(options: Options, entry: Entry) -> Ours:
-    """reward_norm; `shift` means only shift. adv_estimator=grpo always took the group branch."""
+    """Translate reward_norm, where `shift` only shifts. adv_estimator=grpo always takes the branch for groups."""
     clip, over = options.take("reward_clip"), options.take("reward_norm")
     named = [name for name in ("null", "group", "batch", "running", "grpo") if options.take(name)]
     over = {"null": "none", "grpo": "group"}.get(over or (named or ["null"])[0], over or (named or ["null"])[0])
@@ -199,14 +200,15 @@ def shaped(shaping: RewardShaping, entry: Entry, options: Options) -> Ours:
 
 
 def nemo_baseline(options: Options, entry: Entry) -> Ours:
-    """With leave_one_out the statistics of the other responses of the group; the baseline is reward - advantage."""
+    """Return NeMo-RL's baseline, reward - advantage; with leave_one_out from the statistics of the group's other
+    responses."""
     others = options.take("leave_one_out", default=True)
     options.take("groups")
     rewards_B, groups = entry.inputs["rewards"], Groups(group_ids(entry))
     estimator = LeaveOneOut() if others else GroupMean()
     credit = Credit(rewards_B[:, None], torch.ones(len(rewards_B), 1, dtype=torch.bool), group_ids(entry))
     baseline_B, std_B = rewards_B - estimator(credit).squeeze(1), groups.std(rewards_B)
-    if others:  # S = sum of squares about the mean; without response i it is S - (r_i - mean)^2 G/(G-1)
+    if others:  # S is the sum of squares about the mean; without response i it is S - (r_i - mean)^2 G/(G-1)
         rest_B = (groups.size_B - 1).clamp(min=1)
         squares_B = std_B.square() * rest_B
         off_B = (rewards_B - groups.mean(rewards_B)).square() * groups.size_B / rest_B

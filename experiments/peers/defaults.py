@@ -1,4 +1,4 @@
-"""In words: how each peer's defaults differ from ours. The versions are those in the keys of the golden vectors."""
+"""How each peer's defaults differ from ours, in words. The versions are those in the keys of the golden vectors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def trl(options: Options, entry: Entry) -> PolicyLoss:
         ratio = "none"
         if options.take("use_bias_correction_kl", default=False):
             ratio = "token" if options.take("importance_sampling_level", default="token") == "token" else "sequence"
-        bound = UNBOUNDED  # TRL has none
+        bound = UNBOUNDED  # TRL has no bound
         peer.kl = KLInLoss(coef=beta, log_ratio_bound=bound, times_ratio=ratio, aggregation=peer.aggregation)
         if peer.everywhere:
             raise Untranslated("KL in the loss with loss_type=luspo")
@@ -106,7 +106,8 @@ def band(options: Options) -> tuple[float, float]:
 
 
 def cut_by_delta(options: Options) -> bool:
-    """Return a delta inside the band hides the upper clip from the peers' counters, which look at the clamped ratio."""
+    """Return whether delta lies inside the band. It then hides the upper clip from the peers' counters, which look at
+    the clamped ratio."""
     delta = options.take("delta")
     return delta is not None and delta <= 1 + band(options)[1]
 
@@ -140,7 +141,8 @@ def everything(mask_BT) -> Totals:
 
 
 def trl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
-    """Return a response without tokens has the ratio 1 and so the constant loss -A_i / B, without gradient."""
+    """Translate TRL's GMPO, in which a response without tokens has the ratio 1 and so adds the constant -A_i / B,
+    without gradient."""
     low, high = options.take("epsilon_low", "epsilon", default=0.4), options.take("epsilon_high", default=0.4)
     peer = PolicyLoss(
         row="gmpo",
@@ -154,7 +156,7 @@ def trl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def trl_correction(mode: str, options: Options) -> Correction:
-    """[clip_min, clip_max]; "sequence" is the product."""
+    """Translate TRL's weights, bounded to [clip_min, clip_max]; "sequence" is the product of the token ratios."""
     low, high = options.take("clip_min", default=0.0), options.take("clip_max")
     level, _, how = mode.partition("_")
     if level not in ("token", "sequence") or how not in ("truncate", "mask"):
@@ -163,7 +165,8 @@ def trl_correction(mode: str, options: Options) -> Correction:
 
 
 def ms_swift_correction(mode: str, options: Options) -> Correction:
-    """ "sequence" is the geometric mean; sequence_mask keeps the token weights of the responses it keeps."""
+    """Translate ms-swift's weights; "sequence" is the geometric mean, and sequence_mask keeps the token weights of the
+    responses it keeps."""
     high = options.take("threshold", "rollout_importance_sampling_threshold")
     by_mode = {
         "token_truncate": TIS(level="token", high=high),

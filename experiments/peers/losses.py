@@ -24,7 +24,8 @@ from peers.options import Options, Untranslated
 from peers.recipe import UNBOUNDED, Epsilon, PolicyLoss, as_given, response_mean
 from peers.vectors import Entry
 
-TOKEN_OBJECTIVE = {"seq-mean-token-sum-norm": DrGRPO, "token-mean": PPO}  # else GRPO: one formula, named by use
+# GRPO otherwise; it is one formula, named after its use
+TOKEN_OBJECTIVE = {"seq-mean-token-sum-norm": DrGRPO, "token-mean": PPO}
 
 
 def per_token(entry: Entry) -> bool:
@@ -40,7 +41,8 @@ def clipped(kind: type[Clipped], low: float, high: float, dual: float | None, bo
 
 
 def verl_aggregation(mode: str, options: Options) -> Aggregation:
-    """verl's agg_loss. Its token-sum is a sum, its -norm divides by the responses and by T (or loss_scale_factor)."""
+    """Translate verl's agg_loss. Its token-sum is a sum, and its -norm divides by the responses and by T (or
+    loss_scale_factor)."""
     length = options.take("loss_scale_factor")
     by_mode = {
         "token-mean": Aggregation("token-mean"),
@@ -59,7 +61,8 @@ def verl_epsilon(mode: str) -> Epsilon | None:
 
 
 def verl_totals(options: Options) -> Callable[[Tensor], Totals]:
-    """global_batch_size counts the responses of the whole optimizer step, those without tokens included."""
+    """Return what the aggregation counts. global_batch_size counts the responses of the whole optimizer step, also
+    those without tokens."""
     rows, tokens = options.take("gbs", "global_batch_size"), options.take("batch_num_tokens")
 
     def totals(mask_BT: Tensor) -> Totals:
@@ -72,13 +75,14 @@ def verl_totals(options: Options) -> Callable[[Tensor], Totals]:
 
 
 def verl_hard_wired(options: Options) -> Aggregation:
-    """gspo and sapo read no mode: the mean over responses with tokens, or over global_batch_size if given."""
+    """Return the aggregation of gspo and sapo, which ignore the mode: the mean over responses with tokens, or over
+    global_batch_size if given."""
     given = options.take("gbs", "global_batch_size") is not None
     return Aggregation("seq-mean-token-mean", rows="all" if given else "nonempty")
 
 
 def verl_gspo(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("mode", "loss_agg_mode"), options.take("c", "clip_ratio_c")  # verl does not read them here
+    options.take("mode", "loss_agg_mode"), options.take("c", "clip_ratio_c")  # verl does not read these here
     low, high = options.take("clip_ratio_low", default=0.2), options.take("clip_ratio_high", default=0.2)
     return PolicyLoss(
         row="gspo_token" if per_token(entry) else "gspo",
@@ -120,7 +124,11 @@ def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("mode", "loss_agg_mode"), options.take("clip_ratio_low"), options.take("clip_ratio_high")  # not read
+    (
+        options.take("mode", "loss_agg_mode"),
+        options.take("clip_ratio_low"),
+        options.take("clip_ratio_high"),
+    )  # verl does not read these
     return PolicyLoss(
         row="sapo",
         objective=sapo(options, bound=20.0),
@@ -142,7 +150,7 @@ def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_reinforce(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("clip_ratio_low"), options.take("clip_ratio_high")  # no ratio, no clip
+    options.take("clip_ratio_low"), options.take("clip_ratio_high")  # without a ratio there is no clip
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
     return PolicyLoss(
         row="reinforce",
@@ -170,7 +178,7 @@ def openrlhf(options: Options, entry: Entry) -> PolicyLoss:
     kind = options.take("policy_loss_type", "kind", default="ppo")
     if kind not in ("ppo", "gspo"):
         raise Untranslated(f"policy_loss_type={kind}")
-    by_token = options.take("token_level_loss", default=True) and kind == "ppo"  # gspo forces the mean of means
+    by_token = options.take("token_level_loss", default=True) and kind == "ppo"  # gspo always uses the mean of means
     low, high = options.take("clip_eps_low", default=0.2), options.take("clip_eps_high", default=0.2)
     dual = options.take("dual_clip")
     if kind == "gspo":
@@ -187,7 +195,7 @@ def openrlhf(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def slime(options: Options, entry: Entry) -> PolicyLoss:
-    """Return the three losses; slime averages over the samples' means outside of them."""
+    """Translate slime's three losses; slime averages over the samples' means outside of them."""
     reduction = options.take("reduction", default="mean over B samples")
     if not reduction.startswith("mean over B samples"):
         raise Untranslated(f"reduction={reduction}")
@@ -202,7 +210,8 @@ def slime(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def skyrl(options: Options, entry: Entry) -> PolicyLoss:
-    """`sequence_mean` pre-divides the advantages by n_i B: our mean of means over all rows."""
+    """Translate SkyRL's losses. `sequence_mean` divides the advantages by n_i B in advance, which is our mean of means
+    over all rows."""
     reduction = options.take("loss_reduction", default="token_mean").split()[0]
     aggregations = {"sequence_mean": ("seq-mean-token-mean", "all"), "token_mean": ("token-mean", "nonempty")}
     if reduction not in aggregations:

@@ -1,14 +1,14 @@
-"""A peer's options by the peer's own names, and a record of which were read: none may be passed over in silence."""
+"""A peer's options by the peer's own names, with a record of which were read, so that none is silently ignored."""
 
 from __future__ import annotations
 
 from peers.vectors import Entry
 
-REMARKS = ("note",)  # options that say something to the reader only
+REMARKS = ("note",)  # options that inform only the reader
 
 
 class Untranslated(ValueError):
-    """What a peer does has no translation here; the message says what."""
+    """Raised when what a peer does has no translation here; the message says what."""
 
 
 class Options:
@@ -19,7 +19,7 @@ class Options:
         self.read: set[str] = set(REMARKS)
 
     def take(self, *names: str, default: object = None) -> object:
-        """Return the value of the first of these names that is given and not None; else the default."""
+        """Return the value of the first of these names that is given and not None, else the default."""
         self.read |= set(names)
         for source in (self.config, self.labels):
             for name in names:
@@ -28,7 +28,7 @@ class Options:
         return default
 
     def unread(self) -> list[str]:
-        """Options that no translation looked at, but for labels that repeat what the config says."""
+        """Return the options that no translation looked at, except labels that repeat what the config says."""
         said = {str(value) for value in self.config.values()}
         said |= {str(float(v)) for v in self.config.values() if isinstance(v, int | float)}
         left = [f"{name}={value}" for name, value in self.config.items() if name not in self.read]

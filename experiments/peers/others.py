@@ -26,7 +26,7 @@ from peers.recipe import UNBOUNDED, described
 from peers.result import Ours, Values
 from peers.vectors import Entry
 
-FREE = 1e6  # nats: beyond any log-ratio, for peers that do not bound it where nothing is exponentiated
+FREE = 1e6  # nats; beyond any log-ratio, for peers that set no bound where nothing is exponentiated
 ESTIMATORS = {
     "k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3", "abs": "abs",
 }  # fmt: skip
@@ -42,7 +42,7 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
         raise Untranslated(f"KL estimator {name or entry.labels}")
     estimator, straight = ESTIMATORS[name.removesuffix("+")], name.endswith("+")
     d_bound, value_bound = kl_bounds(entry.peer, name.removesuffix("+"))
-    if straight:  # the gradient is k2's without any bound, and the bound on the value does for that on d
+    if straight:  # the gradient is that of k2 without any bound, and the bound on the value takes the place of one on d
         d_bound = UNBOUNDED if estimator == "k3" else FREE
     kl = KLInLoss(
         estimator=estimator, log_ratio_bound=d_bound, value_bound=value_bound, gradient="k2" if straight else "own"
@@ -68,7 +68,8 @@ def kl_estimator(options: Options, entry: Entry) -> Ours:
 
 
 def kl_bounds(peer: str, name: str) -> tuple[float, float | None]:
-    """Return the bounds on d and on the value; d unbounded where nothing is exponentiated, else up to ours."""
+    """Return the bounds on d and on the value. d is unbounded where nothing is exponentiated, else bounded as far as
+    ours."""
     k3 = ESTIMATORS[name] == "k3"
     free = UNBOUNDED if k3 else FREE
     if peer in ("verl", "ms-swift"):
@@ -79,14 +80,15 @@ def kl_bounds(peer: str, name: str) -> tuple[float, float | None]:
         return free, 10.0
     if peer == "slime":
         return free, 10.0 if name == "low_var_kl" else None
-    return free, None  # TRL
+    return free, None  # TRL has no bounds
 
 
 # -- the coefficient's controller
 
 
 def kl_controller(options: Options, entry: Entry) -> Ours:
-    """Return values after each update. Where n > horizon the peers' factor leaves [0.8, 1.2], ours does not."""
+    """Return the coefficient after each update. Where n > horizon the peers' factor leaves [0.8, 1.2], and ours does
+    not."""
     settings = {**entry.settings, **entry.config}
     options.read |= set(settings)
     kl = KLInReward(coef=settings["init_kl_coef"], target=settings["target_kl"], horizon=settings["horizon"])
@@ -121,13 +123,14 @@ def verl_weights(options: Options, entry: Entry) -> Ours:
 
 
 def thresholds(given: object) -> tuple[float | None, float]:
-    """verl's "low_high" or a single upper threshold."""
+    """Return the lower and the upper threshold of verl's "low_high", or of a single upper threshold."""
     low, _, high = str(given).rpartition("_")
     return (float(low) if low else None), float(high)
 
 
 def verl_rejection(options: Options, entry: Entry) -> Ours:
-    """Masks of several rules, separated by commas, are multiplied. k1 is judged as a ratio."""
+    """Translate verl's rejection. The masks of several rules, separated by commas, are multiplied; k1 is judged as a
+    ratio."""
     levels = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "largest"}
     rules = str(options.take("rollout_rs", "rs")).split(",")
     limits = str(options.take("rollout_rs_threshold", "threshold")).split(",")
@@ -148,7 +151,7 @@ def verl_rejection(options: Options, entry: Entry) -> Ours:
     ours = Ours("Corrections", f"rejection, {rules[0].rpartition('_')[0]}", " * ".join(said))
     ours.outputs["mask"] = Values(kept_BT, entry.mask_BT)
     ours.metrics["rollout_rs_masked_fraction"] = 1 - float(kept_BT.sum()) / max(int(entry.mask_BT.sum()), 1)
-    ours.epsilon = True  # of the fraction
+    ours.epsilon = True  # the fraction's denominator holds 1e-8
     return ours
 
 
@@ -189,14 +192,15 @@ def weights(correction: Correction, entry: Entry, bounded: bool = False, runs: b
     if furthest > EXPONENT_BOUND and not bounded:
         stated = f"an exponent of {furthest:.4g} lies beyond our bound of {EXPONENT_BOUND:g}; the peer has none"
     row, values = f"{correction.name}, {correction.level}", Values(value_BT, mask_BT)
-    if entry.outputs["weights"].shape[-1] == 1 != mask_BT.shape[-1]:  # one weight per response
+    if entry.outputs["weights"].shape[-1] == 1 != mask_BT.shape[-1]:  # the peer gives one weight per response
         first_B1 = mask_BT.int().argmax(-1, keepdim=True)
         values = Values(value_BT.gather(-1, first_B1), mask_BT.any(-1, keepdim=True))
     return Ours("Corrections", row, described(correction), outputs={"weights": values}, stated=stated)
 
 
 def unbroken_runs(mask_BT: Tensor) -> list[Tensor]:
-    """Masks that split each row into its runs of response tokens: the first runs of all rows, the second ones, ..."""
+    """Return masks that split each row into its runs of response tokens: the first runs of all rows, then the second
+    ones, and so on."""
     before_BT = torch.nn.functional.pad(mask_BT, (1, 0))[:, :-1]
     number_BT = (mask_BT & ~before_BT).cumsum(-1)
     return [mask_BT & (number_BT == k) for k in range(1, int(number_BT.max()) + 1)] or [mask_BT]

@@ -1,4 +1,4 @@
-"""A peer's policy loss in our terms, and its value and gradient on an entry's inputs.
+"""Evaluates a peer's policy loss, expressed in our terms: its value and gradient on an entry's inputs.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -21,9 +21,9 @@ from gspo.core.masked import masked_mean
 from peers.options import Untranslated
 from peers.vectors import Entry
 
-UNBOUNDED = 80.0  # our largest log_ratio_bound (nats), for peers that have none
+UNBOUNDED = 80.0  # nats; our largest log_ratio_bound, for peers that have none
 EPSILON = 1e-8
-LARGE_EXPONENT = 11.5  # nats: about 12 and more
+LARGE_EXPONENT = 11.5  # nats; about 12 and more
 
 
 def as_given(adv_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -50,40 +50,40 @@ class Epsilon:
 
 @dataclass
 class PolicyLoss:
-    """What a peer's policy loss is in our terms."""
+    """A peer's policy loss in our terms."""
 
-    row: str  # of the table
+    row: str  # the table's row
     objective: Objective
     aggregation: Aggregation
     kl: KLInLoss | None = None
-    correction: Correction | None = None  # old policy against the sampling one
-    totals: Callable[[Tensor], Totals] = Totals.of  # what the aggregation counts, from the mask
-    advantages: Callable[[Tensor, Tensor], Tensor] = as_given  # what happens to them first
-    everywhere: bool = False  # the sum runs over masked positions too: our loss is given a mask of ones
+    correction: Correction | None = None  # corrects from the sampling policy to the old one
+    totals: Callable[[Tensor], Totals] = Totals.of  # computes what the aggregation counts, from the mask
+    advantages: Callable[[Tensor, Tensor], Tensor] = as_given  # applied to the advantages first
+    everywhere: bool = False  # whether the sum runs over masked positions too: our loss is then given a mask of ones
     spread: bool = False  # `everywhere` with a sequence ratio: each position's log-ratio is the response's mean
     empty_rows_cost: bool = False  # a response without tokens adds the constant -A / B (TRL's GMPO)
-    bound: str = "none"  # the peer's own: none | upper (like ours above, none below) | same
+    bound: str = "none"  # the peer's own bound: none | upper (like ours above, none below) | same
     epsilon: Epsilon | None = None
-    counts_high: bool = True  # see clips.trl
-    notes: list[str] = field(default_factory=list)  # what our conventions cannot state
+    counts_high: bool = True  # used by clips.trl
+    notes: list[str] = field(default_factory=list)  # what our conventions cannot express
 
 
 @dataclass
 class Evaluation:
-    """Our loss on an entry's inputs, and what a judgement of the difference needs."""
+    """Our loss on an entry's inputs, and what is needed to judge the difference."""
 
     loss: float
     grad_BT: Tensor
     outputs: LossOutputs
-    inputs: LossInputs  # as our objective saw them
-    mask_BT: Tensor  # the entry's
+    inputs: LossInputs  # the inputs as our objective saw them
+    mask_BT: Tensor  # the entry's own mask
     totals: Totals
-    exponent: float  # largest |log-ratio| that was exponentiated, nats
-    beyond: str  # not empty: what lies beyond a bound of ours that the peer does not have
+    exponent: float  # the largest |log-ratio| that was exponentiated, in nats
+    beyond: str  # if not empty, what lies beyond a bound of ours that the peer does not have
 
 
 def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> Evaluation:
-    """Value and gradient of our translation, with a peer's 1e-8 put back if given.
+    """Return value and gradient of our translation, with a peer's 1e-8 put back if given.
 
     Raises Untranslated if the entry lacks an input.
     """
@@ -118,14 +118,14 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
 
 
 def shrunk(count: Tensor | float) -> Tensor | float:
-    """n / (n + 1e-8): what 1e-8 in a denominator multiplies by."""
+    """Return n / (n + 1e-8), the factor that 1e-8 in a denominator amounts to."""
     return count / (count + EPSILON)
 
 
 def with_exponents_shrunk(peer: PolicyLoss, inputs: LossInputs, share_B1: Tensor) -> LossOutputs:
-    """Return the objective with every log-ratio of a response multiplied by n_i / (n_i + 1e-8), and so their mean."""
+    """Apply the objective with every log-ratio of a response, and so their mean, multiplied by n_i / (n_i + 1e-8)."""
     objective = peer.objective
-    if isinstance(objective, GMPO):  # clips the log-ratios first, so its bounds shrink with them
+    if isinstance(objective, GMPO):  # GMPO clips the log-ratios first, so its bounds shrink with them
         objective = copy(objective)
         objective.clip_low, objective.clip_high = objective.clip_low * share_B1, objective.clip_high * share_B1
     log_BT = inputs.logp_BT - inputs.old_logp_BT
@@ -161,7 +161,8 @@ def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
 
 
 def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) -> Tensor:
-    """coef * aggregate( estimate [* importance ratio] [* correction] ), as gspo.train.loss_terms.KLTerm computes it."""
+    """Return coef * aggregate( estimate [* importance ratio] [* correction] ), as gspo.train.loss_terms.KLTerm computes
+    it."""
     kl_BT = kl.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
     exponent = RatioObjective(log_ratio_bound=min(kl.log_ratio_bound, UNBOUNDED))
     if kl.times_ratio == "token":
@@ -182,15 +183,16 @@ def exponents(objective: Objective, inputs: LossInputs) -> Tensor:
 
 
 def by_sequence(objective: Objective) -> bool:
-    """One exponent per response: GSPO, GSPO-token, LUSPO, SAPO at the sequence level."""
+    """Return whether the objective has one exponent per response: GSPO, GSPO-token, LUSPO, SAPO at the sequence
+    level."""
     if isinstance(objective, SAPO):
         return objective.level == "sequence"
     return objective.sequence_level and not isinstance(objective, GMPO)
 
 
 def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_BT: Tensor) -> str:
-    """Return why the values may differ: log-ratios beyond a bound of ours that the peer does not have. Empty: none
-    are."""
+    """Return why the values may differ, because log-ratios lie beyond a bound of ours that the peer does not have, or
+    ""."""
     outside_BT = outputs.bounded_BT & inputs.mask_BT
     if peer.bound == "same":
         outside_BT = torch.zeros_like(outside_BT)

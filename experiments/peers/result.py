@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass
 class Values:
-    """Named values of ours, where they are compared, and how much further apart they may be there (absolutely)."""
+    """Our values under one name, where they are compared, and how much further apart they may be there (absolutely)."""
 
     value: Tensor
-    where: Tensor | None = None  # bool; None: everywhere
+    where: Tensor | None = None  # a mask, or None for everywhere
     slack: Tensor | None = None
 
 
@@ -20,17 +20,17 @@ class Values:
 class Ours:
     """Our side of one entry."""
 
-    section: str  # of the page
-    row: str  # of the section's table
-    setting: str  # the translation, in our names
+    section: str  # the page's section
+    row: str  # the row of the section's table
+    setting: str  # the translation in our names
     loss: float | None = None
     grad_BT: Tensor | None = None
     outputs: dict[str, Values] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    epsilon: bool = False  # the peer's denominators hold 1e-8, which we leave out
+    epsilon: bool = False  # whether the peer's denominators hold 1e-8, which we leave out
     epsilon_loss: float | None = None  # our loss with that 1e-8 put back
     epsilon_grad_BT: Tensor | None = None
-    exponent: float = 0.0  # largest |log-ratio| that was exponentiated, nats
-    sequence_exponent: bool = False  # the exponent is a mean over a response
-    stated: str = ""  # why the values may differ, if they do
+    exponent: float = 0.0  # the largest |log-ratio| that was exponentiated, in nats
+    sequence_exponent: bool = False  # whether the exponent is a mean over a response
+    stated: str = ""  # the reason why the values may differ, if they do
     notes: list[str] = field(default_factory=list)

@@ -21,7 +21,7 @@ AGGREGATIONS = {
     "token-mean": Aggregation("token-mean"),
     "seq-mean-token-sum": Aggregation("seq-mean-token-sum"),
     "seq-mean-token-mean": Aggregation("seq-mean-token-mean"),
-    "seq-mean-token-sum-norm": Aggregation("seq-mean-token-sum-norm", rows="one", length=0),  # by T only
+    "seq-mean-token-sum-norm": Aggregation("seq-mean-token-sum-norm", rows="one", length=0),  # divides by T only
 }
 
 
@@ -33,7 +33,7 @@ def aggregation_of(options: Options) -> Aggregation:
 
 
 def epsilon_of(aggregation: Aggregation, weights: bool, exponent: bool) -> Epsilon:
-    """n_i + 1e-8 and V + 1e-8 in the means; 1e-8 in the sum of the sample weights."""
+    """Return where ROLL has 1e-8: n_i + 1e-8 and V + 1e-8 in the means, and in the sum of the sample weights."""
     mean_of_responses = aggregation.mode in ("seq-mean-token-mean", "seq-mean-token-sum")
     return Epsilon(aggregation.mode == "seq-mean-token-mean", mean_of_responses, weights, exponent)
 

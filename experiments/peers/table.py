@@ -1,4 +1,4 @@
-"""The Markdown page: what was compared, how far apart, and in which words the rest differs."""
+"""The Markdown page: what was compared, how far apart the values are, and how the rest differs, in words."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def summary(comparisons: list[Comparison], unreadable: list[Unreadable]) -> str:
 
 
 def section(name: str, comparisons: list[Comparison]) -> str:
-    """Rows are ours (objectives, estimators ...), columns are peers."""
+    """Return a section's table, with ours (objectives, estimators ...) as rows and peers as columns."""
     here = [c for c in comparisons if c.ours is not None and c.ours.section == name]
     if not here:
         return ""
@@ -75,7 +75,8 @@ def section(name: str, comparisons: list[Comparison]) -> str:
 
 
 def row_order(row: str) -> tuple[int, str]:
-    """Return the project's order of objectives, a variant after its objective; other rows by name."""
+    """Return the key that sorts rows in the project's order of objectives, a variant after its objective, and other
+    rows by name."""
     names = [o.name for o in OBJECTIVES]
     first = row.split(",")[0].split(" ")[0]
     return (names.index(first) if first in names else len(names), row)
@@ -134,7 +135,7 @@ def missing_list(comparisons: list[Comparison], unreadable: list[Unreadable]) ->
 
 
 def counters_left(comparisons: list[Comparison]) -> str:
-    """Return the peers' metrics that are no clip counters, or that our outputs cannot give."""
+    """Return the sentence on the peers' metrics that are not clip counters, or that our outputs cannot give."""
     left: dict[str, set[str]] = {}
     for c in comparisons:
         left.setdefault(c.entry.peer, set()).update(set(c.entry.metrics) - set(c.ours.metrics if c.ours else {}))

@@ -22,21 +22,21 @@ KEY = re.compile(r"(?P<peer>[^@/]+)@(?P<version>[^/]+)/(?P<function>[^\[\]]+)(\[
 
 @dataclass(frozen=True)
 class Entry:
-    """One expected value: a function of a peer on the inputs of a case."""
+    """One expected value: what a peer's function gives on the inputs of a case."""
 
     case: str
     key: str
     peer: str
     function: str
-    labels: dict  # the options in the key's brackets; a bare word has the value True
+    labels: dict  # the options in the key's brackets; a word without a value is True
     config: dict
-    settings: dict  # of the case
-    inputs: dict  # Tensors (mask: bool), or lists where they hold no numbers
+    settings: dict  # the settings of the case
+    inputs: dict  # tensors (the mask as bool), or lists where they hold no numbers
     loss: float | None
     grad_BT: Tensor | None  # d loss / d logp
     metrics: dict[str, float]
     outputs: dict[str, Tensor]
-    precision: str  # not empty: the peer computes in float32; names the tolerance
+    precision: str  # not empty if the peer computes in float32; it names the tolerance
 
     @property
     def mask_BT(self) -> Tensor:
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def groups(self) -> list:
-        """Name of the problem that each response answers: the entry's own, the case's, or by `num_generations`."""
+        """The name of the problem that each response answers: the entry's own, the case's, or by `num_generations`."""
         names = self.config.get("groups") or self.settings.get("groups") or self.inputs.get("groups")
         if names is None:
             size = self.settings["num_generations"]
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file or an entry that is no golden vector, and why."""
+    """A file or an entry that is not a golden vector, and why."""
 
     name: str
     reason: str
@@ -80,7 +80,7 @@ def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
 
 
 def read(case: dict) -> tuple[list[Entry], list[Unreadable]]:
-    """Return the entries of one file. Raises KeyError, TypeError or ValueError for something else than a case."""
+    """Return the entries of one file. Raises KeyError, TypeError or ValueError for anything but a case."""
     inputs = {name: values(value) for name, value in case["inputs"].items()}
     if isinstance(inputs.get("mask"), Tensor):
         inputs["mask"] = inputs["mask"] != 0
@@ -116,7 +116,7 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
 
 
 def values(nested: object) -> object:
-    """Return a float64 tensor of nested lists of numbers; anything else (names of groups) as it is."""
+    """Return a float64 tensor of nested lists of numbers; anything else (names of groups) is returned unchanged."""
     try:
         return torch.tensor(numbers(nested), dtype=torch.float64)
     except (ValueError, TypeError):
@@ -130,7 +130,7 @@ def numbers(nested: object) -> object:
 
 
 def labels(text: str) -> dict:
-    """`level=token,clip=0.2/0.28,std` as {"level": "token", "clip": "0.2/0.28", "std": True}."""
+    """Return `level=token,clip=0.2/0.28,std` as {"level": "token", "clip": "0.2/0.28", "std": True}."""
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")

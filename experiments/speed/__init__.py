@@ -1,1 +1,1 @@
-"""Speed: named workloads, what a step of the real trainer costs on them, and TRL beside it."""
+"""Speed: named workloads, the cost of a step of the real trainer on them, and TRL beside it."""

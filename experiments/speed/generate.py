@@ -15,7 +15,7 @@ from gspo.run.directory import device, opened
 
 
 def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Tokens, seconds and tokens per second of both, in alternation, after one round to warm up."""
+    """Return tokens, seconds and tokens per second of both, measured in alternation after one round to warm up."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     kind, rollout = getattr(torch, settings.rollout.dtype), settings.rollout
@@ -43,7 +43,7 @@ def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[s
 
 
 def generated(policy: Policy, problems: list[Problem], settings: Settings) -> int:
-    """Response tokens that `generate` samples, batch by batch."""
+    """Return the number of response tokens that `generate` samples, batch by batch."""
     rollout, pad = settings.rollout, policy.tokenizer.pad_token_id
     at_once, tokens = max(1, rollout.batch_rows // rollout.group_size), 0
     for start in range(0, len(problems), at_once):

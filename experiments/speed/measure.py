@@ -1,4 +1,4 @@
-"""What a step of the real trainer costs: seconds by phase, tokens and sequences per second, share of matmul peak.
+"""The cost of a step of the real trainer: seconds by phase, tokens and sequences per second, share of matmul peak.
 
 FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards.
 The peak is that of a large matrix product, measured in the same process before and after the steps.
@@ -27,7 +27,7 @@ PHASES = ("rollout", "scoring", "old_logprobs", "update", "diagnostics", "tracki
 
 
 def measure(settings: Settings, batches: int) -> dict:
-    """Time `batches` rollout batches after one to warm up; a record ready for JSON."""
+    """Time `batches` rollout batches after one to warm up, and return a record that can be written as JSON."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     trainer = assemble(settings, None, lambda *_: None)
@@ -63,7 +63,7 @@ def measure(settings: Settings, batches: int) -> dict:
 def row(
     metrics: dict[str, float], rollout: Rollout, trainer: Trainer, total: float, tracking: float
 ) -> dict[str, float]:
-    """Return one batch: seconds of every phase, FLOPs of those that compute, tokens, rewards."""
+    """Return one batch's row: seconds of every phase, FLOPs of the phases that compute, tokens, rewards."""
     policy = trainer.policy
     old, diagnosing = metrics["time/old_logprobs_s"], metrics["time/diagnostics_s"]
     lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in rollout.responses])
@@ -90,7 +90,7 @@ def row(
 
 
 def matmul_peak(policy: Policy, seconds: float = 0.3) -> float:
-    """FLOP/s of the best large matrix product, in the precision that the device's training uses."""
+    """Return the FLOP/s of the best large matrix product, in the precision that the device's training uses."""
     gpu = policy.device.type == "cuda"
     size, kind = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=policy.device, dtype=kind) for _ in range(2))
@@ -104,13 +104,13 @@ def matmul_peak(policy: Policy, seconds: float = 0.3) -> float:
 
 
 def synchronize(policy: Policy) -> None:
-    """Wait for the device: what it was given is done."""
+    """Wait until the device has done what it was given."""
     if policy.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def peak_memory(policy: Policy) -> float:
-    """MiB: of the device, or the process's resident set on a CPU."""
+    """Return the peak memory in MiB: of the device, or on a CPU the process's resident set."""
     if policy.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resident_mib()
@@ -122,7 +122,7 @@ def resident_mib() -> float:
 
 
 def table(record: dict) -> str:
-    """Return the record in words and columns."""
+    """Return the record as text, in words and columns."""
     active = record["active_parameters"] / 1e6
     lines = [
         f"{record['workload']}: {record['parameters'] / 1e6:.2f} M parameters ({active:.2f} M active), "

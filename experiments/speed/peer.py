@@ -21,7 +21,8 @@ from gspo.config.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peer" / "bin" / "python"
-# ours like for like recomputes the old log-probs as TRL does; ours at its best leaves that pass out where it is exact.
+# The arm "like for like" recomputes the old log-probs as TRL does; ours at its best leaves that pass out where it is
+# exact.
 # Both leave out the backward pass of groups without signal, whose gradient is exactly 0: `zero_variance` in the records
 ARMS = {"trl": None, "like for like": "policy.old_pass=always", "best": "policy.old_pass=auto"}
 COMPARED = ("total_s", "rollout_s", "train_s", "peak_memory_mib")
@@ -34,7 +35,7 @@ class Pairs:
     rounds: list[dict[str, dict]]
 
     def ratios(self, arm: str, key: str) -> list[float]:
-        """TRL over ours: above 1 we take less."""
+        """Return TRL over ours; above 1 we take less."""
         return [r["trl"][key] / r[arm][key] for r in self.rounds]
 
     def table(self) -> str:
@@ -57,7 +58,7 @@ class Pairs:
 
 
 def compare(settings: Settings, arguments: list[str], rounds: int, batches: int) -> Iterator[dict[str, dict]]:
-    """Run the arms in turn, `rounds` times; gives the measurements of every round as soon as they are there.
+    """Run the arms in turn, `rounds` times, and yield the measurements of every round as soon as they are there.
     `arguments` are this command's, without its peer. Raises ValueError if the peer's environment is not there."""
     if not PYTHON.exists():
         raise ValueError("peer=trl: its environment is not there; make it with `make setup-peer`")
@@ -77,7 +78,7 @@ def compare(settings: Settings, arguments: list[str], rounds: int, batches: int)
 
 
 def record_of(command: list[str], arm: str, out: Path) -> dict:
-    """What a process measured. Raises RuntimeError with its last words if it failed."""
+    """Return what a process measured. Raises RuntimeError with its last words if it failed."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"{arm} failed:\n{done.stderr[-3000:]}")
@@ -90,7 +91,7 @@ def ours(arguments: list[str], override: str, out: Path) -> list[str]:
 
 
 def trl(settings: Settings, batches: int, folder: Path, out: Path) -> list[str]:
-    """TRL's command, with what it needs to know in a file."""
+    """Return TRL's command, with what it needs to know in a file."""
     rollout, optim, objective = settings.rollout, settings.optim, settings.objective
     count = rollout.prompts_per_step * (batches + 1)
     problems = [settings.task.problem(settings.seed, "train", i) for i in range(count)]

@@ -1,7 +1,7 @@
 """Scaling curves: what a step costs against response length, batch, model width and number of experts.
 
-One thing is changed at a time around a small base; no response ends before the limit, so that the tokens are known.
-Every point is a process of its own, so that its peak memory is its own.
+One thing is changed at a time around a small base. No response ends before the limit, so that the tokens are known.
+Every point is measured in a process of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEPT = ("rollout_s", "update_s", "total_s", "peak_memory_mib", "tokens", "active
 
 @dataclass
 class Curve:
-    """One thing that is changed."""
+    """One thing that is changed, and its values."""
 
     label: str
     key: str
@@ -40,7 +40,8 @@ CURVES = (
 
 
 def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
-    """A record per curve, value and number of threads, as soon as it is there. Raises RuntimeError if a point fails."""
+    """Yield a record per curve, value and number of threads, as soon as it is there. Raises RuntimeError if a point
+    fails."""
     points = [(curve, value, count) for count in threads for curve in CURVES for value in curve.values]
     with tempfile.TemporaryDirectory() as folder, tqdm(points, disable=None, unit="point") as bar:
         for curve, value, count in bar:

@@ -1,7 +1,7 @@
 """The benchmark's workloads: a model, a task, sizes. The same folder and the same prompts go to every side.
 
 `tiny` starts from the testbed's cold start, so that responses have the lengths and rewards of real runs. The others
-have random weights, whose last layer is made such that responses end by themselves after some hundred tokens, and a
+have random weights, with a last layer made such that responses end by themselves after some hundred tokens, and a
 reward that such text can earn.
 """
 
@@ -29,17 +29,17 @@ MIXED = (*RANDOM, "policy.precision=bfloat16", "policy.checkpointing=true", "rol
 
 @dataclass
 class Shape(Ranged, key="size"):
-    """A Qwen3 model with random weights; with experts a Qwen3-MoE."""
+    """A Qwen3 model with random weights, or with experts a Qwen3-MoE."""
 
     hidden: int = ranged(least=1)
     layers: int = ranged(least=1)
     heads: int = ranged(least=1)
     key_value_heads: int = ranged(least=1)
-    width: int = ranged(least=1)  # of the MLP, or of one expert
+    width: int = ranged(least=1)  # the width of the MLP, or of one expert
     experts: int = ranged(0, least=0)
     experts_per_token: int = ranged(0, least=0)
-    vocabulary: int = ranged(0, least=0)  # 0: the tokenizer's
-    tied: bool = False  # tied, random weights repeat one token
+    vocabulary: int = ranged(0, least=0)  # 0 takes the tokenizer's
+    tied: bool = False  # off by default, since tied random weights repeat one token
     mean_length: int = ranged(
         250, least=1
     )  # tokens after which a response ends on average, beyond the vocabulary's size
@@ -59,7 +59,7 @@ class Shape(Ranged, key="size"):
 
 @dataclass
 class Workload(Ranged, key="size"):
-    """What is timed. `shape` None: the testbed's cold-started model."""
+    """What is timed. If `shape` is None it is the testbed's cold-started model."""
 
     shape: Shape | None
     prompts: int = ranged(least=1)
@@ -71,7 +71,8 @@ class Workload(Ranged, key="size"):
     peer: bool = True  # whether TRL runs it in a reasonable time
 
     def resized(self, sizes: dict[str, int]) -> Workload:
-        """With other sizes, of the model or of the batch. Raises ValueError for one that it does not have."""
+        """Return the workload with other sizes, of the model or of the batch. Raises ValueError for one that it does
+        not have."""
         shape = {key: value for key, value in sizes.items() if self.shape and hasattr(self.shape, key)}
         batch = {key: value for key, value in sizes.items() if key not in shape}
         for key in batch:
@@ -80,7 +81,7 @@ class Workload(Ranged, key="size"):
         return replace(self, shape=replace(self.shape, **shape) if self.shape else None, **batch)
 
     def overrides(self) -> list[str]:
-        """As a command line of experiments/train.py."""
+        """Return the workload as a command line of experiments/train.py."""
         return [
             *self.settings,
             f"rollout.prompts_per_step={self.prompts}",
@@ -96,7 +97,7 @@ class Workload(Ranged, key="size"):
 TINY = Shape(hidden=64, layers=6, heads=4, key_value_heads=4, width=32, experts=16, experts_per_token=2)
 SMALL = Shape(hidden=512, layers=8, heads=8, key_value_heads=8, width=1024, mean_length=180)
 SMALL_MOE = Shape(512, 8, 8, 8, width=256, experts=32, experts_per_token=4, mean_length=180)
-# the sizes of Qwen2.5-1.5B, and of OLMoE-1B-7B (6.9 B parameters, 1.3 B active)
+# These have the sizes of Qwen2.5-1.5B, and of OLMoE-1B-7B (6.9 B parameters, 1.3 B active).
 DENSE = Shape(1536, 28, 12, 2, width=8960, vocabulary=151_936, tied=True)
 MOE = Shape(2048, 16, 16, 16, width=1024, experts=64, experts_per_token=8, vocabulary=50_304)
 
@@ -111,8 +112,8 @@ WORKLOADS = {
 
 
 class EvenText(ChainArithmetic):
-    """The same prompts; a response is right if the sum of its characters' codes is even. Random text is so half of the
-    time: groups have a signal, and no side of a comparison may leave out work that another does."""
+    """A task with the same prompts in which a response is right if the sum of its characters' codes is even. Half of
+    random text is, so groups have a signal, and no side of a comparison may leave out work that another does."""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         even = [sum(map(ord, text)) % 2 == 0 for _, text, _ in answers]
@@ -156,8 +157,8 @@ def end_after(model: PreTrainedModel, end: int, tokens: int) -> None:
     """Make a response end after `tokens` tokens on average.
 
     The last hidden state has unit mean square, so with weights of standard deviation sigma the logits are normal with
-    variance sigma^2 W. The end's row is 0, and with it its logit; the sum of V exponentials of the others is about
-    V exp(sigma^2 W / 2), which shall be `tokens`. In a vocabulary larger than that the end is rarer.
+    variance sigma^2 W. The end's row is 0, and with it its logit; the sum of V exponentials of the others is about V
+    exp(sigma^2 W / 2), which shall be `tokens`. In a vocabulary larger than that the end is rarer.
     """
     head = model.lm_head.weight
     spread = math.sqrt(2 * max(math.log(tokens / len(head)), 0.02))

@@ -90,9 +90,8 @@ def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
     if not LINUX:
         return
     change_user(plan)
-    # This comes last, since a user namespace remembers this limit for the user outside, whose other processes it would
-    # then count.
-    # 4 more for itself and, in bubblewrap, its fork server and init
+    # Only after the change of user: a user namespace would remember this limit for the user outside, whose other
+    # processes it would then count. The 4 more are the program itself and, in bubblewrap, its fork server and init.
     limit("NPROC", plan.threads + 4 if plan.threads else 0)
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # set after the change of user, which clears it
     if os.getppid() != parent:
