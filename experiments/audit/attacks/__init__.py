@@ -5,8 +5,8 @@
         print(result.name, result.stopped, result.seen)
 
 An attack counts as stopped if the harness saw no effect of any kind: see `run_attack` of
-gspo/verifiers/sandbox/attack.py. Only decoys are attacked, and the
-damage is bounded should the sandbox fail: at most 64 processes, 64 MB of files, twice the memory limit.
+gspo/verifiers/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the sandbox fail: at most
+64 processes, 64 MB of files, and twice the memory limit.
 """
 
 from __future__ import annotations

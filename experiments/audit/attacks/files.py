@@ -1,4 +1,4 @@
-"""Attacks on files and the network: reading what is not theirs, leaving something behind, talking to others."""
+"""Attacks on files and the network: reading other people's files, leaving something behind, talking to others."""
 
 from __future__ import annotations
 

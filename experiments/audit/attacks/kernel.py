@@ -1,6 +1,6 @@
-"""Attacks on the kernel's less used doors, and on the confinement itself.
+"""Attacks on rarely used parts of the kernel, and on the confinement itself.
 
-ENOENT, EINVAL and the like from a call that needs a right would mean that the right was there: `passes`.
+An error such as ENOENT or EINVAL from a call that needs a right would mean that the right was there; see `passes`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attacks on the limits: time, memory, output; and ends that should not harm what comes after.
+"""Attacks on the limits of time, memory and output, and ways to end that should not harm later programs.
 
-None goes on for longer than @LONG@ seconds, a few times the limits of the suite, or takes more than twice the memory.
+No attack runs longer than @LONG@ seconds, a few times the limits of the suite, or takes more than twice the memory.
 """
 
 from __future__ import annotations

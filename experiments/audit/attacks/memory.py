@@ -1,10 +1,10 @@
-"""Attacks on secrets: in memory, in the environment, in inherited descriptors, left by an earlier program."""
+"""Attacks on secrets that lie in memory, in the environment, in inherited descriptors, or in an earlier program."""
 
 from __future__ import annotations
 
 from gspo.verifiers.sandbox.attack import Attack
 
-# an earlier program that has the secret in its code, its input, its output and its memory
+# This earlier program has the secret in its code, its input, its output and its memory.
 EARLIER = """
 import sys
 kept = ["@TOKEN@", sys.stdin.read(), dict(x="@TOKEN@")]

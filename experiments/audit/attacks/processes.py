@@ -1,4 +1,4 @@
-"""Attacks on processes: making more of them, running other programs, reaching those that are there."""
+"""Attacks on processes: starting more of them, running other programs, and reaching those that are there."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class CodeRunner:
         return self._with_slot(lambda slot, _: slot.layers(), None)
 
     def server_pids(self) -> list[int]:
-        """Process ids of the servers that were started and not stopped."""
+        """Return the process ids of the servers that were started and not stopped."""
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
     def close(self) -> None:
