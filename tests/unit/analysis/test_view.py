@@ -127,6 +127,7 @@ def test_offline_files_alone_will_do(study, page, tmp_path):
         page.goto(viewer.address)
         page.get_by_text(run.name).first.wait_for(timeout=60_000)
         page.locator(CURVE).first.wait_for(timeout=60_000)
+        assert page.locator(CURVE).count() > 0
 
 
 def test_the_report_of_a_run_opens_from_disk_without_a_network(study, page):

@@ -25,6 +25,7 @@ def check(responses) -> None:
 def test_what_a_real_engine_recorded_passes(responses):
     check(responses)
     check([])
+    assert responses and all(r.experts.shape[1:] == (LAYERS, TOP_K) for r in responses)
 
 
 def missing(r):
@@ -98,6 +99,8 @@ def test_a_model_that_uses_all_its_experts_has_nothing_to_vary(responses):
     for r in responses:
         r.experts = np.broadcast_to(np.arange(TOP_K), r.experts.shape)
     check_routes(responses, LAYERS, TOP_K, TOP_K)
+    with pytest.raises(RuntimeError):
+        check(responses)  # of a model with more experts the same record is refused
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
