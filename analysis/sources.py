@@ -80,7 +80,7 @@ def stamp(files: list[Path]) -> list:
 def from_folder(folder: Path) -> Record:
     """Read a run directory. What can be read is read and the rest is noted; nothing in its files raises."""
     notes: list[str] = []
-    settings, rows = read_settings(folder / "settings.yaml", notes), read_rows(folder / "metrics.jsonl", notes)
+    settings, rows = read_settings(folder / "settings.yaml", notes), numeric_rows(folder / "metrics.jsonl", notes)
     return Record(folder, flatten(settings), pd.DataFrame(rows), notes)
 
 
@@ -93,7 +93,7 @@ def read_settings(file: Path, notes: list[str]) -> dict:
         return {}
 
 
-def read_rows(file: Path, notes: list[str]) -> list[dict]:
+def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     """Return the rows of metrics.jsonl, each a step and numbers; null (a NaN or infinity when written) becomes NaN. Cut
     and damaged lines are left out, and noted."""
     try:
