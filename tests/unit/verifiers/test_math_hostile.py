@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from audit.hostile import HOSTILE_RESPONSES, changes, hacks, poisons, rewrites
+from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
 from gspo.verifiers.math.verifier import MathVerifier
 from math_pairs import PAIRS
+from math_rewrites import changes, rewrites
 
 DATA = Path(os.environ.get("GSPO_DATA", Path(__file__).parents[4] / "shared" / "data"))
 OWN_GSM8K = [  # records in the manner of GSM8K, for where it is absent
