@@ -13,6 +13,7 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +27,19 @@ LARGEST_BOUND = 80.0  # nats: exp of more is not finite in float32
 
 @dataclass
 class KL(Ranged, key="kl"):
-    """Base of the choices; by itself: no KL term and no reference policy (as in the paper: "omitted for brevity")."""
+    """The base of the choices. By itself it stands for no KL term and no reference policy.
+
+    The GSPO paper has none either: it is "omitted for brevity" there.
+    """
 
     name: str = "none"
+    in_loss: ClassVar[bool] = False  # an estimate is added to the loss
+    in_reward: ClassVar[bool] = False  # an estimate is taken off the rewards
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether KL to a reference policy is computed, on the old log-probs too."""
+        return self.in_loss or self.in_reward
 
 
 @dataclass
@@ -78,6 +89,7 @@ class KLInLoss(Penalized):
     times_ratio: str = "none"  # none | token | sequence
     weighted: bool = False  # multiply by the correction's weights, as ms-swift does
     aggregation: Aggregation = field(default_factory=Aggregation)  # mode=auto: the policy term's
+    in_loss: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -111,6 +123,7 @@ class KLInReward(Penalized):
 
     name: str = "reward"
     estimator: str = "k1"
+    in_reward: ClassVar[bool] = True
 
 
 def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:

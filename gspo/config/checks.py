@@ -1,6 +1,8 @@
-"""Combinations of settings that cannot work or would mean something else than they say; and warnings.
+"""Refuses combinations of settings that cannot work or would mean something else than they say, and warns of others.
 
-Every refusal is one line that names the key, the value and what to do. `check` runs before a model loads.
+Every refusal is one line that names the key, the value and what to do. `check` runs before a model loads. What it must
+know of an objective, an advantage estimator or a KL term are class attributes of these, such as
+`objective.sequence_level`.
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED
-from gspo.algorithm.kl import KLInLoss, KLInReward, Penalized
-from gspo.algorithm.objectives import DPPO, GMPO, LUSPO, SAPO, GSPOToken, Objective, Reinforce
 from gspo.model.loading import TinyDense
 from gspo.rollout.settings import check_sampler
 from gspo.tasks.benchmark import Benchmark
@@ -19,12 +19,12 @@ from gspo.tasks.gym_problems import GymProblems
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
-NEARLY_ALL = 0.9  # of the responses
-WIDE_FOR_A_SEQUENCE = 0.05  # a clip range of a sequence ratio above this is a token ratio's
+NEARLY_ALL = 0.9  # the share of responses that are cut off from which on a warning is given
+WIDE_FOR_A_SEQUENCE = 0.05  # a wider clip range is meant for the ratio of a token, not for that of a response
 
 
 def check(s: Settings) -> None:
-    """Raises ValueError."""
+    """Raise ValueError for the first combination of settings that cannot work."""
     check_updates(s)
     check_replay(s)
     check_objective(s)
@@ -45,7 +45,7 @@ def check(s: Settings) -> None:
 
 
 def check_training_set(s: Settings) -> None:
-    """What reading the training set shows, before a model loads. Raises ValueError if it is not there, or too small."""
+    """Read the training set, before a model loads. Raises ValueError if it is missing or smaller than the query set."""
     size = s.task.size("train")
     if size and s.rollout.query_set > size:
         raise ValueError(
@@ -54,11 +54,8 @@ def check_training_set(s: Settings) -> None:
         )
 
 
-def has_sequence_ratio(objective: Objective) -> bool:
-    return objective.sequence_level or (isinstance(objective, SAPO) and objective.level == "sequence")
-
-
 def check_updates(s: Settings) -> None:
+    """Refuse mini-batches that cut groups apart, and a single update on which no objective could act."""
     updates = s.trainer.minibatches * s.trainer.epochs
     if s.rollout.prompts_per_step % s.trainer.minibatches:
         raise ValueError(
@@ -66,7 +63,7 @@ def check_updates(s: Settings) -> None:
             f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
         )
     on_policy = updates == 1 and starts_at_one(s)
-    if on_policy and not s.allow_on_policy and not isinstance(s.objective, Reinforce | DPPO):
+    if on_policy and not s.allow_on_policy and s.objective.ratio_to == "old":
         raise ValueError(
             f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio is 1, so "
             f"objective={s.objective.name} cannot clip and all objectives are the same; "
@@ -75,24 +72,30 @@ def check_updates(s: Settings) -> None:
 
 
 def samples_ahead(s: Settings) -> bool:
-    """Whether responses may be older than the step that trains on them."""
+    """Tell whether responses may be older than the step that trains on them."""
     return bool(s.rollout.staleness or s.rollout.token_budget)
 
 
 def starts_at_one(s: Settings) -> bool:
-    """Whether the first mini-batch has ratios of 1, rounding aside."""
+    """Tell whether the first mini-batch has ratios of 1, rounding aside."""
     return s.policy.old_logprobs == "step_start" or (s.policy.old_logprobs == "behaviour" and not samples_ahead(s))
 
 
+def shares_weights(s: Settings) -> bool:
+    """Tell whether the engine computes with the trainer's own weights, in the trainer's precision."""
+    return s.rollout.name == "local" and s.rollout.dtype == "float32"
+
+
 def check_replay(s: Settings) -> None:
+    """Refuse Routing Replay where there is no routing, where it would change nothing and where its record has gaps."""
     replay, ahead = s.policy.routing_replay, samples_ahead(s)
     if replay == "none":
         return
     if isinstance(s.model, TinyDense):
         raise ValueError(f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense")
-    same_engine = s.rollout.name == "local" and s.rollout.dtype == "float32" and not ahead
-    idle = starts_at_one(s) or not ahead if replay == "r2" else same_engine
-    if s.trainer.minibatches * s.trainer.epochs == 1 and idle:
+    # r2 replays the old policy's experts, r3 those of the engine: are these the ones that the router chooses anyway?
+    changes_nothing = starts_at_one(s) or not ahead if replay == "r2" else shares_weights(s) and not ahead
+    if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
         raise ValueError(
             f"policy.routing_replay={replay} changes nothing with one update per rollout batch (trainer.minibatches=1)"
         )
@@ -105,13 +108,14 @@ def check_replay(s: Settings) -> None:
 
 
 def check_objective(s: Settings) -> None:
+    """Refuse an aggregation or a correction that does not fit the objective."""
     mode = s.trainer.aggregation.mode
-    if isinstance(s.objective, LUSPO | GMPO) and mode != "seq-mean-token-mean":
+    if s.objective.fixed_aggregation and mode != s.objective.aggregation:
         raise ValueError(
             f"trainer.aggregation.mode={mode} with objective={s.objective.name}: its loss is one number per response, "
-            "with its length weight if it has one; use seq-mean-token-mean"
+            f"with its length weight if it has one; use {s.objective.aggregation}"
         )
-    if has_sequence_ratio(s.objective) and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
+    if s.objective.sequence_level and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
         raise ValueError(
             f"trainer.aggregation.mode={mode} weighs responses by their length, but objective={s.objective.name} has "
             "one ratio per response; use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true"
@@ -121,33 +125,34 @@ def check_objective(s: Settings) -> None:
             f"correction={s.correction.name} with policy.old_logprobs=engine: both log-probs are the engine's, so "
             "every weight is 1; use policy.old_logprobs=step_start"
         )
-    if s.correction.name != "none" and isinstance(s.objective, DPPO):
+    if s.correction.name != "none" and s.objective.ratio_to == "engine":
         raise ValueError(
-            f"correction={s.correction.name} with objective=dppo: its ratio is to the sampling policy already"
+            f"correction={s.correction.name} with objective={s.objective.name}: its ratio is to the sampling policy "
+            "already"
         )
 
 
 def check_credit(s: Settings) -> None:
-    group_of_one = getattr(s.advantage, "group_of_one", "zero")
+    """Refuse groups, advantages and penalties that do not fit each other or the objective."""
+    group_of_one = s.advantage.group_of_one
     if s.rollout.group_size == 1 and s.advantage.needs_group and group_of_one == "zero":
         raise ValueError(
             f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2, or an "
             "advantage without group baseline"
         )
-    if s.rollout.group_size == 1 and getattr(s.advantage, "baseline", "none") == "group":
+    if s.rollout.group_size == 1 and s.advantage.baseline == "group":
         raise ValueError("rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward itself")
     if s.rollout.group_size > 1 and group_of_one != "zero":
         raise ValueError(
             f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"
         )
-    by_token = isinstance(s.kl, KLInReward) or getattr(s.advantage, "gamma", 1.0) < 1  # a discount tells tokens apart
-    of_returns = not s.advantage.needs_group and getattr(s.advantage, "baseline", "none") == "none"
-    differs = s.advantage.per_token or (by_token and of_returns)
-    if differs and has_sequence_ratio(s.objective) and not isinstance(s.objective, GSPOToken):
+    rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1
+    sums_later_rewards = not s.advantage.needs_group and s.advantage.baseline == "none"
+    tokens_differ = s.advantage.per_token or (rewards_or_discounts_tokens and sums_later_rewards)
+    if tokens_differ and s.objective.sequence_level and not s.objective.token_advantages:
         raise ValueError(
             f"objective={s.objective.name} has one advantage per response, advantage={s.advantage.name} with kl="
-            f"{s.kl.name} and advantage.gamma={getattr(s.advantage, 'gamma', 1.0)} gives one per token; "
-            "use objective=gspo_token"
+            f"{s.kl.name} and advantage.gamma={s.advantage.gamma} gives one per token; use objective=gspo_token"
         )
     if s.reward.overlong_cache >= s.rollout.max_new_tokens:
         raise ValueError(
@@ -157,66 +162,77 @@ def check_credit(s: Settings) -> None:
 
 
 def check_kl(s: Settings) -> None:
-    if isinstance(s.kl, KLInLoss) and s.kl.weighted and s.correction.name == "none":
+    """Refuse weights on the KL term where no correction computes any."""
+    if s.kl.in_loss and s.kl.weighted and s.correction.name == "none":
         raise ValueError("kl.weighted=true with correction=none: there are no weights to multiply by")
 
 
 def check_dead_options(s: Settings) -> None:
-    """Options that were changed and that nothing would read."""
-    annulled = s.advantage.needs_group and s.reward.clip is None
-    std = getattr(s.advantage, "std", "none")  # what the advantage divides by
-    by_batch = std == "batch"
-    shift_cancels = annulled and not (by_batch and s.reward.shift == "group")
-    scale_cancels = annulled and std != "none" and not (by_batch and s.reward.scale == "group")
-    scale_cancels = scale_cancels and not isinstance(s.kl, KLInReward)  # KL is taken off after the scale
-    unused_old = isinstance(s.objective, Reinforce | DPPO) and not isinstance(s.kl, Penalized)
-    unused_old &= s.correction.name == "none" and not (samples_ahead(s) and s.policy.routing_replay == "r2")
-    dead: list[tuple] = [
-        (unused_old, "policy", s.policy, "old_logprobs", f"objective={s.objective.name}: it has no ratio to pi_old"),
-        (shift_cancels, "reward", s.reward, "shift", f"advantage={s.advantage.name}, which takes the group's mean off"),
-        (scale_cancels, "reward", s.reward, "scale", f"advantage={s.advantage.name}, which divides by the std"),
-        (s.reward.scale == "none", "reward", s.reward, "eps", "reward.scale=none"),
-        (not s.reward.overlong_cache, "reward", s.reward, "overlong_penalty", "reward.overlong_cache=0"),
-        (
-            getattr(s.advantage, "baseline", "none") == "group",
-            "advantage",
-            s.advantage,
-            "gamma",
-            "advantage.baseline=group",
-        ),
+    """Refuse options that were given another value than their default although nothing reads them."""
+    for unread, key, because in [*dead_reward_options(s), *dead_options(s)]:
+        group, _, name = key.partition(".")
+        if unread and changed(getattr(s, group), name):
+            raise ValueError(f"{key}={getattr(getattr(s, group), name)} is not read with {because}")
+
+
+Dead = tuple[bool, str, str]  # (whether nothing reads it, dotted key, the reason)
+
+
+def dead_reward_options(s: Settings) -> list[Dead]:
+    """List the options of old log-probs, rewards and advantages that can be dead, each with the reason."""
+    old_policy_read = s.objective.ratio_to == "old" or s.kl.needs_reference or s.correction.name != "none"
+    old_policy_read |= samples_ahead(s) and s.policy.routing_replay == "r2"
+    mean_removed = s.advantage.needs_group and s.reward.clip is None  # every advantage is a difference within its group
+    batch_std = s.advantage.std == "batch"
+    shift_cancels = mean_removed and not (batch_std and s.reward.shift == "group")
+    scale_cancels = mean_removed and s.advantage.std != "none" and not (batch_std and s.reward.scale == "group")
+    scale_cancels = scale_cancels and not s.kl.in_reward  # KL is taken off after the scale
+    advantage = f"advantage={s.advantage.name}"
+    return [
+        (not old_policy_read, "policy.old_logprobs", f"objective={s.objective.name}: it has no ratio to pi_old"),
+        (shift_cancels, "reward.shift", f"{advantage}, which takes the group's mean off"),
+        (scale_cancels, "reward.scale", f"{advantage}, which divides by the std"),
+        (s.reward.scale == "none", "reward.eps", "reward.scale=none"),
+        (not s.reward.overlong_cache, "reward.overlong_penalty", "reward.overlong_cache=0"),
+        (s.advantage.baseline == "group", "advantage.gamma", "advantage.baseline=group"),
     ]
+
+
+def dead_options(s: Settings) -> list[Dead]:
+    """List the options of routing, synchronisation and KL that can be dead, each with the reason."""
     dense = isinstance(s.model, TinyDense)
-    dead.append((dense, "rollout", s.rollout, "routes", f"model={s.model.name}: it has no routers"))
-    dead.append((not s.rollout.routes, "rollout", s.rollout, "routes_floor", "rollout.routes=false"))
-    shared = s.rollout.name == "local" and s.rollout.dtype == "float32"
-    dead.append((shared, "rollout", s.rollout, "sync_tolerance", "rollout=local in float32: it has the same weights"))
-    dead.append((dense, "trainer", s.trainer, "consistency_sample", f"model={s.model.name}: it has no routers"))
-    if isinstance(s.kl, Penalized):
-        dead.append((s.kl.target is None, "kl", s.kl, "horizon", "kl.target=null (a fixed coefficient)"))
-    for unread, group, settings, key, because in dead:
-        if unread and changed(settings, key):
-            raise ValueError(f"{group}.{key}={getattr(settings, key)} is not read with {because}")
+    no_routers = f"model={s.model.name}: it has no routers"
+    found = [
+        (dense, "rollout.routes", no_routers),
+        (not s.rollout.routes, "rollout.routes_floor", "rollout.routes=false"),
+        (shares_weights(s), "rollout.sync_tolerance", "rollout=local in float32: it has the same weights"),
+        (dense, "trainer.consistency_sample", no_routers),
+    ]
+    if s.kl.needs_reference:
+        found.append((s.kl.target is None, "kl.horizon", "kl.target=null (a fixed coefficient)"))
+    return found
 
 
 def changed(settings: Any, key: str) -> bool:
-    """Whether a field of a settings dataclass has another value than its default."""
+    """Tell whether a field of a settings dataclass has another value than its default."""
     default = next((f.default for f in fields(settings) if f.name == key), MISSING)
     return default is not MISSING and getattr(settings, key) != default
 
 
 def warnings(s: Settings) -> list[str]:
-    """What may be meant and often is not; said once at the start of a run."""
+    """Describe settings that are allowed but often not meant; they are shown once, at the start of a run."""
     found = []
-    if isinstance(s.kl, KLInLoss) and s.kl.estimator == "k1" and s.kl.gradient == "own" and s.kl.times_ratio == "none":
+    if s.kl.in_loss and s.kl.estimator == "k1" and s.kl.gradient == "own" and s.kl.times_ratio == "none":
         found.append("kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference")
     if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
         found.append("policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone")
-    if isinstance(s.objective, Reinforce) and s.trainer.minibatches * s.trainer.epochs > 1:
+    if s.objective.ratio_to == "none" and s.trainer.minibatches * s.trainer.epochs > 1:
         found.append(
-            "objective=reinforce has no ratio: with several updates per batch it takes stale samples for fresh"
+            f"objective={s.objective.name} has no ratio: with several updates per batch it takes stale samples for "
+            "fresh"
         )
-    clips = not isinstance(s.objective, Reinforce | DPPO)
-    if samples_ahead(s) and clips and s.policy.old_logprobs == "step_start" and s.correction.name == "none":
+    uncorrected = s.policy.old_logprobs == "step_start" and s.correction.name == "none"
+    if samples_ahead(s) and s.objective.ratio_to == "old" and uncorrected:
         found.append(
             f"rollout.staleness={s.rollout.staleness}, rollout.token_budget={s.rollout.token_budget} with "
             "policy.old_logprobs=step_start: ratios start at 1, so the "
@@ -231,7 +247,7 @@ def warnings(s: Settings) -> list[str]:
 
 
 def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Why the first step had nothing, or nearly nothing, to learn from: a line for each reason, with what to change."""
+    """Explain why the first step had (nearly) nothing to learn from: a line for each reason, with what to change."""
     found, cut = [], metrics.get("length/truncated", 0.0)
     if cut >= NEARLY_ALL:
         found.append(
@@ -259,11 +275,10 @@ def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
 
 
 def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """What a trained step shows."""
+    """Describe what the metrics of a trained step show to be wrong with the settings, in a line each."""
     if "clip/token_active" not in metrics:  # no response token was trained on
         return []
-    clip = max(getattr(s.objective, "clip_low", 0.0), getattr(s.objective, "clip_high", 0.0))
-    if not s.objective.sequence_level or isinstance(s.objective, GMPO) or clip <= WIDE_FOR_A_SEQUENCE:
+    if not s.objective.clips_sequence_ratio or max(s.objective.clip_low, s.objective.clip_high) <= WIDE_FOR_A_SEQUENCE:
         return []
     return [
         f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a token ratio's range: "

@@ -19,7 +19,7 @@ from gspo.algorithm.kl import KLInLoss
 from gspo.config.checks import check
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS, literal, schema, settings_of, to_dataclass, unknown
-from gspo.config.settings import CHANGEABLE_ON_RESUME, CHOICES, CONSENT, Settings, with_consent
+from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
 from gspo.core.ownership import own, write_signed
 from gspo.core.untrusted import read_yaml
 
@@ -127,17 +127,18 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
         recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
-    known, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
+    keys, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
+    changeable = changeable_on_resume()
     for override in overrides:
         key = override.split("=")[0].lstrip("+")
         if key.startswith("~"):
             raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
-        if key not in known:
-            raise ValueError(f"{override}: {unknown(key, sorted(known))}")
+        if key not in keys:
+            raise ValueError(f"{override}: {unknown(key, sorted(keys))}")
         free = key in ("resume", "dry_run") or key.endswith(f".{CONSENT}")
-        if not free and not {key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME):
-            raise ValueError(f"{override} with resume={folder}: only {', '.join(CHANGEABLE_ON_RESUME)} may be changed")
-        if any(name.startswith(f"{key}.") for name in known):
+        if not free and not {key, key.split(".")[0]} & set(changeable):
+            raise ValueError(f"{override} with resume={folder}: only {', '.join(changeable)} may be changed")
+        if any(name.startswith(f"{key}.") for name in keys):
             raise ValueError(f"{override} with resume={folder}: say which of its settings, {key}.NAME=...")
         changes.append(override.lstrip("+"))
     return to_settings(OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)}))

@@ -1,16 +1,19 @@
-"""The settings tree: plain dataclasses that are Hydra's schema and the library's arguments at once.
+"""The settings tree: plain dataclasses that are both Hydra's schema and the library's arguments.
 
-Hydra composes conf/, `to_settings` converts once, and everything below sees dataclasses. An unknown key, a wrong type,
-a bad range or a clash of options fails here, before a model loads, in one line that names the key and the value.
-Order of precedence: defaults < experiment < preset < arm < command line. Combinations that cannot work are refused by
-gspo.config.checks.
+Hydra composes conf/, `to_settings` converts the result once, and everything below sees dataclasses. An unknown key, a
+wrong type, a number out of range or a clash of options fails before a model loads, in one line that names the key and
+the value. Order of precedence: defaults < experiment < preset < arm < command line. Combinations that cannot work are
+refused by gspo.config.checks.
+
+A run is named by a hash of the settings that its numbers depend on. A field that they do not depend on says so in its
+metadata (gspo.core.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may change it too, or `cost_only`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, fields_with, ranged
 from gspo.evaluation.evaluate import EvaluationSettings
 from gspo.model.loading import HFModel, TinyDense, TinyMoE
 from gspo.model.prompts import PromptFormat
@@ -42,7 +45,7 @@ from gspo.train.credit import Algorithm
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 
 BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
-# the option groups whose options are different dataclasses; an option file starts with `defaults: [_<name>]`
+# The option groups whose options are different dataclasses. The option file of each starts with `defaults: [_<name>]`.
 CHOICES: dict[str, dict[str, type]] = {
     "objective": {kind.name: kind for kind in OBJECTIVES},
     "advantage": {kind.name: kind for kind in (GroupNormalized, GroupMean, LeaveOneOut, Returns, ReinforcePP, GAE)},
@@ -53,42 +56,21 @@ CHOICES: dict[str, dict[str, type]] = {
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, *BENCHMARKS)},
 }
-# left out of the hash
-NOT_PART_OF_THE_RESULT = (
-    "steps",
-    "tracking",
-    "checkpoint",
-    "monitor",
-    "study",
-    "options",
-    "runs",
-    "on_existing",
-    "resume",
-    "dry_run",
-    "threads",
-    "prompt_used",
+CONSENT = (
+    "allow_weak_sandbox"  # a setting of tasks that only a command line gives; it is never read from a run directory
 )
-# left out as well: memory, speed and place; they move results by rounding at most
-ONLY_COST = (
-    "trainer.micro_batch_size",
-    "policy.device",
-    "policy.old_pass",
-    "policy.checkpointing",
-    *(f"rollout.{name}" for name in ("batch_rows", "overlap", "sync_tolerance", "routes_floor", "own_process")),
-    *(f"rollout.{name}" for name in ("tensor_parallel_size", "kv_cache_gib", "gpu_memory", "eager", "sleep")),
-)
-CONSENT = "allow_weak_sandbox"  # of a task: only a command line gives it, it is never taken from a run directory
-CHANGEABLE_ON_RESUME = ("steps", "tracking", "checkpoint", "monitor", *ONLY_COST)
 
 
 @dataclass
 class Settings(Ranged):
-    """Everything a run depends on."""
+    """Holds all settings of a run."""
 
-    study: str = "default"  # what the run belongs to: runs/<study>/..., and the group in W&B
+    # the study that the run belongs to: its directory is in runs/<study>/, and W&B groups runs by it
+    study: str = field(default="default", metadata=OUTSIDE_RESULT)
     seed: int = ranged(1, least=0, most=LARGEST_SEED)
-    steps: int = ranged(100, least=1)  # rollout batches
-    options: dict[str, str] = field(default_factory=dict)  # of each group, by name; the program writes it
+    steps: int = ranged(100, least=1, metadata=CHANGEABLE)  # the number of rollout batches
+    # the option that was chosen in each group, for example {"objective": "gspo_tiny"}; the program writes it
+    options: dict[str, str] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     objective: Any = MISSING
     advantage: Any = MISSING
     kl: Any = MISSING
@@ -97,7 +79,8 @@ class Settings(Ranged):
     model: Any = MISSING
     task: Any = MISSING
     prompt: PromptFormat = field(default_factory=PromptFormat)
-    prompt_used: str = ""  # chat or plain: what prompt.format became with this model; the run writes it down
+    # chat or plain: what prompt.format became with this model; the program writes it
+    prompt_used: str = field(default="", metadata=OUTSIDE_RESULT)
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
     rollout: Any = MISSING
@@ -105,19 +88,22 @@ class Settings(Ranged):
     optim: OptimSettings = field(default_factory=OptimSettings)
     cold_start: ColdStartSettings = field(default_factory=ColdStartSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
-    allow_on_policy: bool = (
-        False  # permit one update per rollout batch with step_start log-probs: nothing can be clipped
-    )
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings, metadata=CHANGEABLE)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings, metadata=CHANGEABLE)
+    # with action=rollback the monitor changes what is trained, and is part of the hash
+    monitor: MonitorSettings = field(default_factory=MonitorSettings, metadata=CHANGEABLE)
+    # permit one update per rollout batch with step_start log-probs, although nothing can be clipped then
+    allow_on_policy: bool = False
     allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
     # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
-    threads: int = ranged(0, least=0)
-    runs: str = "runs"  # where run directories go
-    on_existing: str = "auto"  # a run directory that is there: refuse | resume | auto (resume an unfinished run)
-    dry_run: bool = False  # print the run, or with -m every job of the sweep, and how far each is; write nothing
-    resume: str = ""  # continue this run directory with its own settings; CHANGEABLE_ON_RESUME may be given
+    threads: int = ranged(0, least=0, metadata=OUTSIDE_RESULT)
+    runs: str = field(default="runs", metadata=OUTSIDE_RESULT)  # the folder that run directories are made in
+    # what to do with a run directory that exists already: refuse | resume | auto (resume it if it is unfinished)
+    on_existing: str = field(default="auto", metadata=OUTSIDE_RESULT)
+    # print the run, or with -m every job of the sweep, and how far each is; write nothing
+    dry_run: bool = field(default=False, metadata=OUTSIDE_RESULT)
+    # continue this run directory with its own settings; only those of `changeable_on_resume` may be given beside it
+    resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
     def __post_init__(self):
         super().__post_init__()
@@ -127,59 +113,77 @@ class Settings(Ranged):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
 
     def algorithm(self) -> Algorithm:
+        """Collect the settings that the trainer's mathematics depends on."""
         return Algorithm(self.objective, self.advantage, self.reward, self.kl, self.correction)
 
     def label(self) -> str:
-        """The arm in a few words: objective, replay, seed."""
+        """Describe the run by its objective, its replay and its seed, for example "gspo_tiny+r2 seed 3"."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
         return f"{self.objective_option()}{replay} seed {self.seed}"
 
     def tags(self) -> list[str]:
-        """Of the run in W&B; views choose by them."""
+        """Return the tags of the run in W&B, by which its saved views choose runs."""
         objective = dict.fromkeys([self.objective_option(), self.objective.name])
         return [*objective, f"replay-{self.policy.routing_replay}", self.model.name]
 
     def objective_option(self) -> str:
-        """gspo_tiny, where objective.name is gspo; the latter where no option was recorded."""
+        """Return the option that chose the objective, for example "gspo_tiny"; its name where none is recorded."""
         return self.options.get("objective", self.objective.name)
 
 
 def settings_hash(settings: Settings) -> str:
-    """Ten hexadecimal digits of everything that the run's numbers depend on."""
+    """Hash everything that the run's numbers depend on; ten hexadecimal digits."""
     return hashlib.sha256(json.dumps(of_result(settings), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def of_result(settings: Settings) -> dict[str, Any]:
-    """The settings that the run's numbers depend on."""
-    content = {key: value for key, value in asdict(settings).items() if key not in NOT_PART_OF_THE_RESULT}
+    """Return the settings that the run's numbers depend on, as nested dictionaries."""
+    left_out = fields_with(Settings, "outside_result")
+    content = {key: value for key, value in asdict(settings).items() if key not in left_out}
     content["task"] = with_consent(content["task"], False)
-    for group, name in (key.split(".") for key in ONLY_COST):
-        content[group].pop(name, None)
+    for group in content:
+        for name in outside_result_of(getattr(settings, group)):
+            content[group].pop(name)
     if settings.monitor.action == "rollback":
         content["monitor"] = {key: getattr(settings.monitor, key) for key in ("action", "rollbacks", "rollback_lr")}
     return content
 
 
+def outside_result_of(group: Any) -> list[str]:
+    """Return the names of a group's fields that the run's numbers do not depend on; none for a plain value."""
+    return fields_with(type(group), "outside_result") if is_dataclass(group) else []
+
+
+def changeable_on_resume() -> list[str]:
+    """Return the dotted keys of all settings that may be given another value when a run is resumed."""
+    fact = "changeable_on_resume"
+    found = fields_with(Settings, fact)
+    for group in fields(Settings):
+        kinds = CHOICES.get(group.name, {}).values() or [group.default_factory]
+        found += [f"{group.name}.{name}" for kind in kinds if is_dataclass(kind) for name in fields_with(kind, fact)]
+    return list(dict.fromkeys(found))
+
+
 def run_directory(settings: Settings) -> Path:
-    """runs/<study>/<objective option>-seed<k>-<hash>/"""
+    """Return the directory of a new run: runs/<study>/<objective option>-seed<k>-<hash>."""
     name = f"{settings.objective_option()}-seed{settings.seed}-{settings_hash(settings)}"
     return Path(settings.runs) / settings.study / name
 
 
 def folder_of(settings: Settings) -> Path:
-    """The directory of a run: the one that is resumed, or the one that its settings name."""
+    """Return the directory of a run: the one that is resumed, or the one that its settings name."""
     return Path(settings.resume) if settings.resume else run_directory(settings)
 
 
 def with_consent(task: Any, consent: bool) -> Any:
-    """A task's settings with its CONSENT, wherever it stands in them, replaced by the command line's."""
+    """Copy a task's settings, with every `allow_weak_sandbox` in them replaced by the command line's."""
     if not isinstance(task, dict):
         return task
     return {key: consent if key == CONSENT else with_consent(value, consent) for key, value in task.items()}
 
 
 def same_result(a: Settings, b: Settings) -> str | None:
-    """The first setting that makes two runs different, as "key: a against b"; None if their results are the same."""
+    """Return the first setting that makes two runs different, as "key: a against b"; else None."""
     flat_a, flat_b = (json.loads(json.dumps(of_result(s))) for s in (a, b))
     for key in flat_a | flat_b:
         if flat_a.get(key) != flat_b.get(key):

@@ -1,24 +1,32 @@
-"""The range of every numeric setting, stated once, beside the field: `lr: float = ranged(1e-6, least=0)`.
+"""Facts about a setting are stated once, beside its field: which numbers it may have, and what depends on it.
 
-Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another default keeps its
-range. Ranges are checked where settings are composed (gspo.config.schema, which knows the dotted key) and again by
-every dataclass that derives from `Ranged`, so that a wrong number is refused in Python too.
+For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, and `device: str = cost_only("auto")`
+says that the device changes the time a run takes but not its numbers.
+
+Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another default keeps the facts
+that its base stated. Ranges are checked where settings are composed (gspo.config.schema, which knows the dotted key)
+and again by every dataclass that derives from `Ranged`, so that a wrong number is refused in Python too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST_SEED = 2**63 - 1  # what torch's generators take
+LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
+
+# The metadata of fields that the hash of a run leaves out. The numbers of a run do not depend on them, or by rounding
+# at most. The second kind may also be given another value when a run is resumed.
+OUTSIDE_RESULT = {"outside_result": True}
+CHANGEABLE = {"outside_result": True, "changeable_on_resume": True}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers a setting may have; `why` is added to the refusal."""
+    """Describes which numbers a setting may have; the message of a refusal ends with `why`."""
 
     above: float | None = None
     least: float | None = None
@@ -36,7 +44,7 @@ class Range:
         )
 
     def text(self, whole: bool, optional: bool) -> str:
-        """What a number must be, in words."""
+        """Says in words what a number must be, for the message of a refusal."""
         kind = "whole" if whole else "finite"
         low, high = self.above if self.least is None else self.least, self.below if self.most is None else self.most
         if low is not None and high is not None:
@@ -57,18 +65,34 @@ def ranged(
     most: float | None = None,
     why: str = "",
     default_factory: Any = dataclasses.MISSING,
+    cost_only: bool = False,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A numeric field of a settings dataclass; of a list or mapping of numbers with `default_factory`."""
+    """Declare a numeric field of a settings dataclass; with `default_factory` a list or mapping of numbers.
+
+    `cost_only` marks a setting that changes only memory, speed or place, see the function of that name; `metadata`
+    gives other facts, for example OUTSIDE_RESULT.
+    """
     chosen = {"default": default} if default is not dataclasses.MISSING else {"default_factory": default_factory}
     if default is default_factory:  # a field that must be given
         chosen = {}
-    return dataclasses.field(**chosen, metadata={"range": Range(above, least, below, most, why)})
+    facts = (CHANGEABLE if cost_only else {}) | dict(metadata or {})
+    return dataclasses.field(**chosen, metadata={"range": Range(above, least, below, most, why)} | facts)
+
+
+def cost_only(default: Any) -> Any:
+    """Declare a field that changes memory, speed or place, and results by rounding at most.
+
+    It is left out of the hash of a run and may be given another value when the run is resumed.
+    """
+    return dataclasses.field(default=default, metadata=CHANGEABLE)
 
 
 class Ranged:
-    """Base of settings dataclasses: making one refuses numbers that lie outside of their ranges.
+    """The base of settings dataclasses: constructing one refuses numbers that lie outside their ranges.
 
-    `key` is where such settings stand as a rule, for the message; where they are composed, the true key is known.
+    `key` is the place where such settings usually stand, for example "optim"; a refusal names it. Where settings are
+    composed by Hydra, the actual key is known and named instead.
     """
 
     _key = ""
@@ -77,29 +101,38 @@ class Ranged:
         cls._key = f"{key}." if key else cls._key
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming key, value and range."""
+        """Raise ValueError, naming key, value and range, for a number outside its range."""
         check_ranges(self, self._key)
 
 
 def check_ranges(settings: Any, prefix: str = "") -> None:
-    """Raises ValueError naming key, value and range for the numbers of a dataclass."""
+    """Raise ValueError, naming key, value and range, for the first number of a dataclass that its range forbids."""
     for field in dataclasses.fields(settings):
         if wrong := refusal(type(settings), field.name, getattr(settings, field.name), prefix + field.name):
             raise ValueError(wrong)
 
 
-def declared(kind: type) -> dict[str, Range]:
-    """The ranges of a dataclass by field: each from the youngest class that states one."""
-    found: dict[str, Range] = {}
+def field_facts(kind: type) -> dict[str, dict[str, Any]]:
+    """Return the metadata of a dataclass's fields; a field that a subclass declares anew keeps what its base stated."""
+    found: dict[str, dict[str, Any]] = {}
     for base in reversed(kind.__mro__):
         for field in base.__dict__.get("__dataclass_fields__", {}).values():
-            if "range" in field.metadata:
-                found[field.name] = field.metadata["range"]
+            found[field.name] = found.get(field.name, {}) | dict(field.metadata)
     return found
 
 
+def declared(kind: type) -> dict[str, Range]:
+    """Return the ranges of a dataclass by field, each from the most derived class that states one."""
+    return {name: facts["range"] for name, facts in field_facts(kind).items() if "range" in facts}
+
+
+def fields_with(kind: type, fact: str) -> list[str]:
+    """Return the names of a dataclass's fields that state a fact, for example "outside_result"."""
+    return [name for name, facts in field_facts(kind).items() if facts.get(fact)]
+
+
 def refusal(kind: type, name: str, value: Any, key: str) -> str:
-    """Why a field may not have this value, where its range forbids it; else ""."""
+    """Return the reason why a field may not have this value; "" if its range allows it."""
     limits = declared(kind).get(name)
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     hint = str(field.type)
@@ -112,12 +145,12 @@ def refusal(kind: type, name: str, value: Any, key: str) -> str:
 
 
 def numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """The numbers of a value, of a list or of a mapping, with their keys."""
+    """Yield every number of a value, however deep in lists and mappings, with its dotted key."""
     if isinstance(value, dict):
-        for name, part in value.items():
-            yield from numbers(part, f"{key}.{name}")
+        for name, item in value.items():
+            yield from numbers(item, f"{key}.{name}")
     elif isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from numbers(part, f"{key}[{place}]")
+        for index, item in enumerate(value):
+            yield from numbers(item, f"{key}[{index}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value

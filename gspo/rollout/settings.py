@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import Ranged, cost_only, ranged
 from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
 from gspo.rollout.requests import Sampling
 
@@ -43,13 +43,14 @@ class RolloutSettings(Ranged, key="rollout"):
     refresh_every: int = ranged(0, least=0)
     # dynamic sampling: further rounds of prompts_per_step problems; 0: none
     refill_rounds: int = ranged(0, least=0, most=MAX_REFILLS)
-    batch_rows: int = ranged(512, least=1)  # sampled at once: bounds the memory of the cache, changes no response
+    # sampled at once: bounds the memory of the cache, changes no response
+    batch_rows: int = ranged(512, least=1, cost_only=True)
     dtype: str = "float32"
     routes: bool = False
-    routes_floor: float = ranged(0.5, least=0, most=1)
-    sync_tolerance: float | None = ranged(None, above=0)
+    routes_floor: float = ranged(0.5, least=0, most=1, cost_only=True)
+    sync_tolerance: float | None = ranged(None, above=0, cost_only=True)
     staleness: int = ranged(0, least=0)
-    overlap: bool = False
+    overlap: bool = cost_only(False)
     token_budget: int = ranged(0, least=0)
     in_flight: int = ranged(0, least=0)
 
@@ -148,13 +149,14 @@ class VLLMRollout(RolloutSettings):
     """vLLM, on the GPU of its build or on the CPU; `batch_rows` is its max_num_seqs."""
 
     name: str = "vllm"
-    own_process: bool = True  # the engine's core runs beside the trainer's process; false: in it
-    tensor_parallel_size: int = ranged(1, least=1)
+    own_process: bool = cost_only(True)  # the engine's core runs beside the trainer's process; false: in it
+    tensor_parallel_size: int = ranged(1, least=1, cost_only=True)
     max_model_len: int | None = ranged(None, least=1)  # prompt and response; null: the model's positions
-    kv_cache_gib: float = ranged(1.0, above=0)  # memory of the key/value cache, on the CPU
-    gpu_memory: float = ranged(0.45, above=0, below=1)  # share of the GPU's memory for weights and cache, on CUDA
-    eager: bool = False  # no CUDA graphs; always so on the CPU
-    sleep: bool = False  # give the GPU's memory to the trainer between rollouts
+    kv_cache_gib: float = ranged(1.0, above=0, cost_only=True)  # memory of the key/value cache, on the CPU
+    # share of the GPU's memory for weights and cache, on CUDA
+    gpu_memory: float = ranged(0.45, above=0, below=1, cost_only=True)
+    eager: bool = cost_only(False)  # no CUDA graphs; always so on the CPU
+    sleep: bool = cost_only(False)  # give the GPU's memory to the trainer between rollouts
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gspo.algorithm.aggregation import Aggregation
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import Ranged, cost_only, ranged
 
 
 @dataclass
@@ -31,7 +31,7 @@ class TrainerSettings(Ranged, key="trainer"):
     minibatches: int = ranged(4, least=1)  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
     epochs: int = ranged(1, least=1)
     # responses per forward and backward; changes memory and speed, not the gradient
-    micro_batch_size: int = ranged(64, least=1)
+    micro_batch_size: int = ranged(64, least=1, cost_only=True)
     aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
     mask_truncated: bool = (
         False  # leave responses that hit the limit out of the loss (their rewards stay in the baseline)
@@ -52,11 +52,12 @@ class PolicySettings:
     # auto: no pass over the batch before the updates where the engine has just computed the same, with the trainer's
     # own weights, in its precision (Trainer.engine_knows); its experts are recorded for that. always: one in any case.
     # Results differ by rounding; mismatch/* and routing/engine_agreement are those of the first mini-batch with auto.
-    old_pass: str = "auto"
-    device: str = "auto"  # auto | cpu | cuda ...
+    old_pass: str = cost_only("auto")
+    device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32
     precision: str = "float32"
-    checkpointing: bool = False  # keep only the layers' inputs for the backward pass, and compute the rest again
+    # keep only the layers' inputs for the backward pass, and compute the rest again
+    checkpointing: bool = cost_only(False)
 
     def __post_init__(self):
         known = {

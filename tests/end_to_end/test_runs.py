@@ -184,7 +184,7 @@ def test_a_foreign_folder_is_refused(straight, tmp_path):
     done = train(tmp_path, f"resume={straight / 'rollouts'}")
     assert done.returncode == 2 and "is not a run directory" in done.stderr
     done = train(tmp_path, f"resume={straight}", "seed=3")
-    assert done.returncode == 2 and "only steps, tracking, checkpoint" in done.stderr
+    assert done.returncode == 2 and "only steps, checkpoint, tracking" in done.stderr
 
 
 @pytest.mark.slow

@@ -64,12 +64,20 @@ class LossOutputs:
 
 @dataclass
 class Objective(Ranged, key="objective"):
-    """Base of all objectives. Fields are settings; calling it gives the loss."""
+    """The base of all objectives: the fields of a subclass are its settings, and calling it computes the loss.
+
+    The class attributes are facts about the formula. gspo.config.checks reads them to refuse settings that would do
+    nothing with this objective, or something else than they say.
+    """
 
     name: str = ""
     log_ratio_bound: ClassVar[float] = 20.0  # for diagnostics; objectives with a ratio have it as a setting
-    aggregation: ClassVar[str] = "seq-mean-token-mean"  # what trainer.aggregation.mode=auto means
-    sequence_level: ClassVar[bool] = False  # one ratio per response
+    aggregation: ClassVar[str] = "seq-mean-token-mean"  # what trainer.aggregation.mode=auto stands for
+    fixed_aggregation: ClassVar[bool] = False  # the formula holds with that aggregation alone
+    ratio_to: ClassVar[str] = "old"  # the policy that the ratio divides by: old | engine (it sampled) | none: no ratio
+    sequence_level: ClassVar[bool] = False  # there is one ratio per response
+    token_advantages: ClassVar[bool] = False  # at the sequence level, tokens of a response may differ in advantage
+    clips_sequence_ratio: ClassVar[bool] = False  # clip_low and clip_high bound the ratio of the response
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         raise TypeError(f"objective {self.name!r} has no formula: choose a concrete one")

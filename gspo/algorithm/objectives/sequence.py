@@ -30,6 +30,7 @@ class GSPO(Clipped):
     clip_low: float = 3e-4  # section 5.1
     clip_high: float = 4e-4  # section 5.1
     sequence_level: ClassVar[bool] = True
+    clips_sequence_ratio: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
@@ -50,6 +51,8 @@ class GSPOToken(Clipped):
     clip_low: float = 3e-4  # section 5.1
     clip_high: float = 4e-4  # section 5.1
     sequence_level: ClassVar[bool] = True
+    token_advantages: ClassVar[bool] = True
+    clips_sequence_ratio: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
@@ -64,12 +67,13 @@ class LUSPO(GSPO):
 
         J = 1/G sum_i |y_i| min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
-    With `seq-mean-token-mean`, the only aggregation that is not a second length weight.
+    The aggregation is `seq-mean-token-mean`: any other would weigh responses by their length a second time.
     """
 
     name: str = "luspo"
     clip_low: float = 2e-3
     clip_high: float = 2.5e-3
+    fixed_aggregation: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         outputs = super().__call__(inputs)
@@ -92,6 +96,7 @@ class GMPO(RatioObjective):
     clip_low: float = ranged(0.4, above=0, why="it bounds a log-ratio")  # the paper's range (e^-0.4, e^0.4)
     clip_high: float = ranged(0.4, above=0, why="it bounds a log-ratio")
     sequence_level: ClassVar[bool] = True
+    fixed_aggregation: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         sign_BT = inputs.advantage_BT.sign()

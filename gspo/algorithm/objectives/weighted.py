@@ -17,12 +17,13 @@ from gspo.core.ranges import ranged
 
 @dataclass
 class Reinforce(Objective):
-    """REINFORCE: no ratio and no clip, so it takes stale samples for fresh ones.
+    """REINFORCE has no ratio and no clip, so it treats stale samples as if they were fresh.
 
     J = mean of A_it log pi(y_it)
     """
 
     name: str = "reinforce"
+    ratio_to: ClassVar[str] = "none"
     aggregation: ClassVar[str] = "token-mean"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -117,6 +118,7 @@ class DPPO(RatioObjective):
     # the authors' runs in bfloat16
     delta: float = ranged(0.15, above=0, below=1, why="it bounds a difference of probabilities")
     aggregation: ClassVar[str] = "token-mean"
+    ratio_to: ClassVar[str] = "engine"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Raises ValueError without inputs.behaviour_logp_BT."""
@@ -156,6 +158,11 @@ class SAPO(RatioObjective):
         super().__post_init__()
         if self.level not in ("token", "sequence"):
             raise ValueError(f"objective.level={self.level!r}: choose token or sequence")
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether there is one ratio per response, which is a setting here."""
+        return self.level == "sequence"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         adv_BT = inputs.advantage_BT

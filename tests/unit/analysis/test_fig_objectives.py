@@ -9,7 +9,8 @@ import yaml
 
 from analysis import fig_objectives, load
 from gspo.algorithm import objectives
-from gspo.config import settings
+from gspo.config.settings import Settings
+from gspo.core.ranges import fields_with
 from gspo.tracking import metrics
 
 STEPS = 20
@@ -131,5 +132,5 @@ def test_all_runs_are_cut_to_the_batches_they_share(tmp_path):
 
 def test_names_and_metrics_are_those_of_the_package():
     assert set(load.OBJECTIVES) == {objective.name for objective in objectives.OBJECTIVES}
-    assert {*settings.NOT_PART_OF_THE_RESULT, "seed"} == set(load.NOT_THE_ARM)
+    assert {*fields_with(Settings, "outside_result"), "seed"} == set(load.NOT_THE_ARM)
     assert all(metrics.lookup(name).meaning for name in fig_objectives.MEANS.values())

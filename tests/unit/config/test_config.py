@@ -380,7 +380,7 @@ def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
     changed = resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500", "tracking.wandb=disabled"])
     assert (changed.steps, changed.tracking.wandb, changed.seed) == (500, "disabled", 5)
     for override in ("seed=6", "optim.lr=1", "objective=grpo", "experiment=tiny_moe"):
-        with pytest.raises(ValueError, match="only steps, tracking, checkpoint"):
+        with pytest.raises(ValueError, match="only steps, checkpoint, tracking"):
             resumed_settings(tmp_path, [override])
     with pytest.raises(ValueError, match=r"no settings.yaml"):
         resumed_settings(tmp_path / "nowhere", [])

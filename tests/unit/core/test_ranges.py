@@ -1,7 +1,7 @@
 """Every numeric setting states its range: nan, infinities and what lies outside are refused, everywhere the same."""
 
 import math
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,7 +12,7 @@ from gspo.algorithm.objectives import CISPO, DPPO, GSPO
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import schema, to_dataclass
 from gspo.config.settings import CHOICES, Settings
-from gspo.core.ranges import Range, Ranged, declared, ranged
+from gspo.core.ranges import Range, Ranged, cost_only, declared, fields_with, ranged
 from speed.workload import Shape, Workload
 
 TOP = (Settings, EvaluateCommand, SampleCommand, BenchmarkCommand, Shape, Workload)
@@ -73,6 +73,21 @@ def test_another_default_keeps_the_range_and_another_range_replaces_it():
     assert declared(GSPO)["clip_low"] == Range(above=0, below=1, why="the band starts at 1 - clip_low > 0")
     assert 1.0 in declared(CISPO)["clip_low"] and 1.0 not in declared(GSPO)["clip_low"]
     assert set(declared(DPPO)) == {"log_ratio_bound", "delta"}
+
+
+def test_a_subclass_keeps_the_facts_that_its_base_stated_about_a_field():
+    @dataclass
+    class Base(Ranged):
+        device: str = cost_only("auto")
+        rows: int = ranged(8, least=1, cost_only=True)
+
+    @dataclass
+    class Other(Base):
+        device: str = "cuda"
+        rows: int = ranged(4, least=2)
+
+    assert fields_with(Other, "outside_result") == fields_with(Other, "changeable_on_resume") == ["device", "rows"]
+    assert declared(Other) == {"rows": Range(least=2)}
 
 
 @pytest.mark.parametrize(
