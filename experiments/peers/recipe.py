@@ -145,7 +145,7 @@ def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
         old_logp_BT=given["old_logp"],
         adv_BT=peer.advantages(adv_BT, mask_BT),
         mask_BT=torch.ones_like(mask_BT) if peer.everywhere else mask_BT,
-        behaviour_logp_BT=given.get("rollout_logp"),
+        engine_logp_BT=given.get("rollout_logp"),
         ref_logp_BT=given.get("ref_logp"),
     )
     if peer.everywhere and not (inputs.logp_BT.isfinite() & inputs.old_logp_BT.isfinite()).all():
@@ -154,9 +154,9 @@ def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
         raise Untranslated("a KL term without ref_logp among the inputs")
     if peer.correction is None:
         return inputs
-    if inputs.behaviour_logp_BT is None:
+    if inputs.engine_logp_BT is None:
         raise Untranslated("rollout weights without rollout_logp among the inputs")
-    weights_BT = peer.correction(inputs.old_logp_BT, inputs.behaviour_logp_BT, mask_BT)
+    weights_BT = peer.correction(inputs.old_logp_BT, inputs.engine_logp_BT, mask_BT)
     return replace(inputs, correction_BT=weights_BT)
 
 

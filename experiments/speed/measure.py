@@ -79,7 +79,7 @@ def row(
         "tracking_s": tracking,
         "total_s": total,
         "rollout_flops": forward,
-        "old_logprobs_flops": 0.0 if trainer.engine_knows else forward,
+        "old_logprobs_flops": 0.0 if trainer.skips_old_pass else forward,
         "update_flops": 3 * forward,
         "tokens": sum(len(r.token_ids) for r in rollout.responses),
         "sequences": len(rollout.responses),

@@ -46,11 +46,12 @@ class Advantage(Ranged, key="advantage"):
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
     per_token: ClassVar[bool] = False  # tokens of a response can differ even when only its last token is rewarded
-    # What the settings of some estimators amount to in those that do not have them, for gspo.config.checks.
-    gamma: ClassVar[float] = 1.0
-    std: ClassVar[str] = "none"
-    baseline: ClassVar[str] = "none"
-    group_of_one: ClassVar[str] = "zero"
+    # Some estimators have these settings; for the others this is what they amount to (read by gspo.config.checks). They
+    # have no annotation, so that they are not fields and leave the order of the subclasses' fields as it is.
+    group_of_one = "zero"
+    gamma = 1.0
+    std = "none"
+    baseline = "none"
 
     def __post_init__(self):
         super().__post_init__()

@@ -34,7 +34,7 @@ class Correction(Ranged, key="correction"):
 
     name: str = "none"
 
-    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Weights [B, T] of the response tokens."""
         return mask_BT.to(old_logp_BT.dtype)
 
@@ -57,8 +57,8 @@ class TIS(Correction):
         super().__post_init__()
         check_band(self)
 
-    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        weight_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.level)
+    def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
         weight_BT = torch.where(mask_BT, weight_BT.clamp(self.low, self.high), 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
@@ -84,9 +84,9 @@ class MIS(Correction):
         if self.judged_by not in ("", *LEVELS):
             raise ValueError(f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}")
 
-    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        weight_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.level)
-        judge_BT = importance_weight(old_logp_BT, behaviour_logp_BT, mask_BT, self.judged_by or self.level)
+    def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
+        judge_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.judged_by or self.level)
         kept_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
         weight_BT = torch.where(mask_BT & kept_BT, weight_BT, 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
@@ -123,8 +123,8 @@ class Rejection(Correction):
         if self.measure not in ("ratio", "k2", "k3"):
             raise ValueError(f"correction.measure={self.measure!r}: choose ratio, k2 or k3")
 
-    def __call__(self, old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
+    def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
         if self.measure == "ratio":
             value_BT = reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
         else:
@@ -134,9 +134,9 @@ class Rejection(Correction):
         return (mask_BT & (value_BT >= self.low) & (value_BT <= self.high)).to(old_logp_BT.dtype)
 
 
-def importance_weight(old_logp_BT: Tensor, behaviour_logp_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+def importance_weight(old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     """The untruncated weight of a level, [B, T], without gradient; meaningful where the mask is True."""
-    m_BT = log_ratio(old_logp_BT, behaviour_logp_BT, mask_BT).detach()
+    m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
     return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 

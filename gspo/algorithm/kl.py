@@ -35,6 +35,7 @@ class KL(Ranged, key="kl"):
     name: str = "none"
     in_loss: ClassVar[bool] = False  # an estimate is added to the loss
     in_reward: ClassVar[bool] = False  # an estimate is taken off the rewards
+    refresh_every = 0  # there is no reference policy to refresh; not annotated, so that it is no field here
 
     @property
     def needs_reference(self) -> bool:

@@ -1,1 +1,1 @@
-"""The step: from scored responses to new weights; its diagnostics, its checkpoints, the cold start before it."""
+"""The training step from scored responses to new weights; its diagnostics and checkpoints; the cold start."""

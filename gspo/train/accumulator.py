@@ -1,4 +1,4 @@
-"""Sums and counts of a step, and the metrics that they become at its end.
+"""Collects the sums and counts of a training step and turns them into metrics at its end.
 
 Shape suffixes: L MoE layers, E experts.
 """
@@ -17,9 +17,12 @@ from torch import Tensor
 Number = Tensor | float
 
 
-class Tally:
-    """Means, counts, extremes and seconds of a step. Numbers on a device stay there until `result`: reading one makes
-    the processor wait for all that the device has been given to do."""
+class MetricAccumulator:
+    """Accumulates means, counts, extremes and seconds over a training step.
+
+    Numbers on a GPU stay there until `result` is called: reading one earlier would make the CPU wait until the GPU has
+    done all the work that it was given.
+    """
 
     def __init__(self):
         self._sums: dict[str, list[tuple[Number, Number]]] = defaultdict(list)
@@ -31,27 +34,37 @@ class Tally:
         self.expert_loads_LE: Tensor | None = None
 
     def mean(self, name: str, total: Number, count: Number) -> None:
+        """Add `total`, a sum over `count` items, to the metric that is the mean over all items of the step."""
         self._sums[name].append((_kept(total), _kept(count)))
 
     def count(self, name: str, number: float) -> None:
+        """Add a number to the metric that is the sum over the step."""
         self._counts[name] += number
 
     def ess(self, name: str, weights: Tensor) -> None:
-        """Effective sample size as a share: (sum w)^2 / (n sum w^2)."""
+        """Add importance weights to the metric that is their effective sample size, as a share of their number n.
+
+        (sum w)^2 / (n sum w^2)
+        """
         weights = weights.double()
         self._moments[name].append((weights.numel(), _kept(weights.sum()), _kept(weights.square().sum())))
 
     def largest(self, name: str, value: Number) -> None:
+        """Add a value to the metric that is the largest of the step."""
         self._extremes[name].append(_kept(value))
         self._signs[name] = 1
 
     def smallest(self, name: str, value: Number) -> None:
+        """Add a value to the metric that is the smallest of the step."""
         self._extremes[name].append(_kept(value))
         self._signs[name] = -1
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Seconds spent within; on a GPU those that handing over the work takes, unless something waits for it."""
+        """Add the seconds that the block takes to a metric.
+
+        On a GPU this is the time for handing over the work, unless something in the block waits for the result.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -59,7 +72,7 @@ class Tally:
             self._seconds[name] += time.perf_counter() - started
 
     def result(self) -> dict[str, float]:
-        """All metrics; a mean over nothing is left out rather than reported as 0."""
+        """Return all metrics by name. A mean over no items is left out rather than reported as 0."""
         sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
         means = {name: total / count for name, (total, count) in sums.items() if count}
         moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
@@ -74,7 +87,7 @@ class Tally:
 
 
 def _kept(value: Number) -> Number:
-    """A number as it is kept until the end of the step: a float, or a tensor on its device."""
+    """Convert a number to what is kept until the end of the step: a float, or a tensor if it lies on a GPU."""
     return value.detach() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
 
 
@@ -83,6 +96,9 @@ def _column_sums(rows: Sequence[tuple[Number, ...]]) -> list[float]:
 
 
 def load_entropy(loads_LE: Tensor) -> float:
-    """Entropy of the expert loads over log E, mean over layers: 1 is a perfectly even use, 0 a single expert."""
+    """Compute the entropy of the expert loads divided by log E, as the mean over layers.
+
+    1 means that all experts are used equally, 0 that a single one is used.
+    """
     share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
     return float((torch.special.entr(share_LE).sum(-1) / math.log(loads_LE.shape[-1])).mean())

@@ -1,10 +1,13 @@
-"""Checkpoints: written beside, then renamed, so that one is either whole or not there; `latest` moves last.
+"""Writes and reads checkpoints.
+
+A checkpoint is written to a folder beside its place and then renamed, so that it is either whole or not there. The file
+`latest` is changed last.
 
 checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
                            held.json and held.npz (responses that were sampled and not yet trained on)
-                           checksums.json: of every other file, so that a damaged one is noticed and passed over
-checkpoints/latest         the name of the newest whole one
+                           checksums.json: of every other file, so that a damaged checkpoint is noticed and skipped
+checkpoints/latest         the name of the newest whole checkpoint
 """
 
 from __future__ import annotations
@@ -41,28 +44,29 @@ CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a
 
 @dataclass
 class CheckpointSettings(Ranged, key="checkpoint"):
-    """When to write one, and how many to keep. A checkpoint is always written at the end and when a run is stopped."""
+    """The settings of checkpoints. One is always written at the end of a run and when the run is stopped."""
 
-    every: int = ranged(10, least=1)  # steps
-    keep: int = ranged(2, least=0)  # newest ones; 0 keeps all
+    every: int = ranged(10, least=1)  # the number of steps from one checkpoint to the next
+    keep: int = ranged(2, least=0)  # the number of newest checkpoints that are kept; 0 keeps all
 
 
 @dataclass
 class TrainState:
-    """What a resumed run must know beside weights and optimizer; all counts are of the whole run."""
+    """Holds what a resumed run needs beside weights and optimizer state. All counts are of the whole run."""
 
     step: int = 0
     updates: int = 0
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
-    skipped: int = 0  # updates in a row, up to now, whose gradient was not finite
-    kl_coef: float | None = None  # the adaptive coefficient
+    skipped: int = 0  # the number of latest updates in a row whose gradient was not finite
+    kl_coef: float | None = None  # the adaptive coefficient of the KL term
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
-    source: dict = field(default_factory=dict)  # what the rollout source must know, see OnPolicySource.state
+    source: dict = field(default_factory=dict)  # the state of the rollout source, see OnPolicySource.state
 
     @staticmethod
     def from_json(content: dict) -> TrainState:
+        """Build the state from the content of state.json; keys that are no fields are ignored."""
         state = TrainState(**{f.name: content[f.name] for f in fields(TrainState) if f.name in content})
         state.rewards = RunningMoments(**content["rewards"])
         return state
@@ -70,25 +74,27 @@ class TrainState:
 
 @dataclass
 class Snapshot:
-    """Copies of everything that a checkpoint holds, so that training can go on while they are written."""
+    """Holds copies of everything that goes into a checkpoint, so that training can continue while they are written."""
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict
-    state: str  # JSON
+    state: str  # the content of state.json
     value_head: dict[str, Tensor] | None
     reference: dict[str, Tensor] | None
-    spared: int
+    spared: int  # the newest checkpoint of this step or before is not deleted
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run beside the training. At most one is being written; what went wrong with it is
-    raised by the next `check`, `save` or `wait`."""
+    """Writes the checkpoints of a run in a second thread while training continues, at most one at a time.
+
+    An error while writing one is raised by the next `check`, `save` or `wait`.
+    """
 
     def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
         self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
         self.keep, self.settings = keep, settings
-        for unfinished in self.folder.glob("*.unfinished"):  # of a run that was killed while it wrote them
+        for unfinished in self.folder.glob("*.unfinished"):  # left by a run that was killed while it wrote them
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
@@ -96,10 +102,11 @@ class CheckpointWriter:
     def save(
         self, state: TrainState, reference: Policy | None = None, held: Held | None = None, spared: int = -1
     ) -> None:
-        """Copy weights, optimizer, counters and the hash of the settings, and begin to write them.
+        """Copy weights, optimizer state, counters and the hash of the settings, and begin to write them.
 
-        `reference` is given where the reference policy is not the one that the run started from, `held` where responses
-        wait for later steps. The newest one of step `spared` or before is kept beside the `keep` newest.
+        `reference` is given if the reference policy is no longer the one that the run started from, `held` if there are
+        responses that wait for later steps. Beside the `keep` newest checkpoints, the newest one of step `spared` or
+        before is kept.
         """
         self.wait()
         unfinished = self.folder / f"step_{state.step:06d}.unfinished"
@@ -120,7 +127,7 @@ class CheckpointWriter:
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
-        """Into the unfinished folder, then rename it; then drop all but the `keep` newest."""
+        """Write the snapshot into the unfinished folder and rename it; then delete all but the `keep` newest."""
         model, tokenizer = self.policy.model, self.policy.tokenizer
         save(model, tokenizer, unfinished, snapshot.model)
         if snapshot.value_head:
@@ -144,18 +151,21 @@ class CheckpointWriter:
                     shutil.rmtree(old)
 
     def check(self) -> None:
-        """Raises what the writing of the last checkpoint raised, if it has ended already."""
+        """Raise the error of writing the last checkpoint, if that has ended with one already."""
         if self.writing and self.writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole. Raises what its writing raised."""
+        """Wait until the checkpoint that is being written is whole. Raises the error of writing it, if any."""
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
 
     def close(self) -> None:
-        """Until it is whole, and there will be no further one. Raises nothing: another error may be on its way."""
+        """Wait until the checkpoint that is being written is whole, and end the thread.
+
+        An error is logged rather than raised, because another error may be the reason for closing.
+        """
         self.thread.shutdown()
         if self.writing and self.writing.exception():
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
@@ -167,7 +177,7 @@ def _save(content: Any, path: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Add the checksums of a folder's files, and wait until the disk has all of it."""
+    """Write the checksums of a folder's files into it, and wait until everything in it is on the disk."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     sums = {str(path.relative_to(folder)): checksum(path) for path in files}
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
@@ -176,8 +186,10 @@ def seal(folder: Path) -> None:
 
 
 def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
-    """Nested dicts and lists with copies of their tensors on the CPU; a tensor that occurs twice (tied weights) is
-    copied once."""
+    """Copy nested dicts and lists, with their tensors copied to the CPU.
+
+    A tensor that occurs twice, such as tied weights, is copied once.
+    """
     made = {} if made is None else made
     if isinstance(content, Tensor):
         place = (content.data_ptr(), content.shape, content.stride())
@@ -192,8 +204,10 @@ def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run directory, if any, up to the one that `latest` names; says so where a newer
-    one is damaged. Raises ValueError if there are some and none is whole."""
+    """Return the newest whole checkpoint of a run directory, up to the one that `latest` names; None if it has none.
+
+    It warns if newer checkpoints are damaged. Raises ValueError if there are checkpoints and none of them is whole.
+    """
     pointer = run / "checkpoints" / "latest"
     with permission_needed(run):
         newest = read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else ""
@@ -217,8 +231,11 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `seal` closed: a file that is missing or not as it was written; None if it is
-    whole. Raises ValueError for a file that this user may not read, which says nothing of what is in it."""
+    """Describe what is wrong with a folder that `seal` completed; None if it is whole.
+
+    It is damaged if a file is missing or not as it was written. Raises ValueError for a file that this user may not
+    read, as nothing is known of its content.
+    """
     with permission_needed(folder):
         return _damage(folder)
 
@@ -247,7 +264,7 @@ def _damage(folder: Path) -> str | None:
 
 @contextmanager
 def permission_needed(folder: Path) -> Iterator[None]:
-    """Within: what may not be read is said to be that, in one line."""
+    """Turn a PermissionError inside the block into a ValueError of one line that names the file."""
     try:
         yield
     except PermissionError as error:
@@ -256,26 +273,30 @@ def permission_needed(folder: Path) -> Iterator[None]:
 
 
 def checksum(path: Path) -> str:
+    """Compute the SHA-256 of a file's content, in hexadecimal digits."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_belongs(folder: Path, settings: str) -> None:
-    """Raises ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
+    """Raise ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
     written = read_state(folder)["settings"]
     if written != settings:
         raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
-    """Put a checkpoint's optimizer state back; returns its counters. The weights are a model folder by themselves."""
+    """Load a checkpoint's optimizer state into `optimizer` and return its counters.
+
+    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens.
+    """
     state = TrainState.from_json(read_state(folder))
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     return state
 
 
 def read_state(folder: Path) -> dict:
-    """What a checkpoint's state.json says. Raises ValueError if that is no state of a run."""
+    """Read a checkpoint's state.json. Raises ValueError if its content is not the state of a run."""
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
         if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):

@@ -1,10 +1,10 @@
-"""The cold start: supervised training on demonstrations, so that reinforcement learning has something to sharpen.
+"""The cold start: supervised training on demonstrations, so that reinforcement learning has something to improve.
 
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here demonstrations contain wrong
 steps at a set rate, so that the model learns the format and most of the skill but answers only about half of the
-problems. The result is a normal model folder, kept under the hash of everything it depends on and made only once, also
-when several runs of a sweep want it at the same time. All seeds of a study start from it, so it is written as a
-checkpoint is: beside, with checksums, until the disk has it, then renamed; and looked through each time it is used.
+problems. The result is a normal model folder, named by the hash of everything it depends on. It is made only once, also
+when several runs of a sweep need it at the same time. All seeds of a study start from it, so it is written as carefully
+as a checkpoint, with checksums and a rename at the end, and checked each time it is used.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from gspo.tasks.base import Task
 from gspo.train.checkpoint import damage, seal
 
 RECORD = "cold_start.json"
-CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128  # of the reward that is recorded with a cold start
+# the reward recorded with a cold start is the mean over this many problems, with responses of at most this many tokens
+CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128
 
 
 @dataclass
 class ColdStartSettings(Ranged, key="cold_start"):
-    """Supervised steps before reinforcement learning; steps=0 starts from the model as it is."""
+    """The settings of supervised training before reinforcement learning; steps=0 starts from the model as it is."""
 
     steps: int = ranged(0, least=0)
     batch_size: int = ranged(64, least=1)
-    micro_batch_size: int = ranged(16, least=1)  # of similar length; changes speed and memory, not the gradient
+    micro_batch_size: int = ranged(16, least=1)  # it changes speed and memory, not the gradient
     lr: float = ranged(3e-3, above=0)
     warmup_steps: int = ranged(50, least=0)
     wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
-    seed: int = ranged(0, least=0, most=LARGEST_SEED)  # its own seed: all seeds of a study share one cold start
+    seed: int = ranged(
+        0, least=0, most=LARGEST_SEED
+    )  # not the run's seed, so that all seeds of a study share one cold start
 
 
 def cold_start(
@@ -57,11 +60,14 @@ def cold_start(
     task: Task,
     settings: ColdStartSettings,
     cache: Path,
-    report: Callable[[int, int, float], None],
+    on_step: Callable[[int, int, float], None],
     device: str = "cpu",
     prompts: PromptFormat | None = None,
 ) -> Path:
-    """The folder of the cold-started model, made if it is not there yet. `report(step, steps, loss)` shows progress."""
+    """Return the folder of the cold-started model in `cache`, which is trained first if it does not exist yet.
+
+    `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the folder is damaged.
+    """
     prompts = prompts or PromptFormat()
     key = json.dumps([asdict(model), asdict(task), asdict(settings), asdict(prompts)], sort_keys=True)
     folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
@@ -70,7 +76,7 @@ def cold_start(
         with append_to(folder.with_suffix(".lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
             if not folder.exists():
-                _make(model, task, settings, prompts, folder, report, device)
+                _make(model, task, settings, prompts, folder, on_step, device)
     if problem := damage(folder):
         raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
     return folder
@@ -82,13 +88,15 @@ def _make(
     settings: ColdStartSettings,
     prompts: PromptFormat,
     folder: Path,
-    report: Callable[[int, int, float], None],
+    on_step: Callable[[int, int, float], None],
     device: str,
 ) -> None:
-    """Into an unfinished folder, then rename it. That is begun before the training, which would be in vain where the
-    disk has no room."""
+    """Train the model into an unfinished folder, then rename it.
+
+    The untrained model is written there first: if the disk is full, this shows before the training.
+    """
     unfinished = folder.with_suffix(".unfinished")
-    if unfinished.exists():  # of a process that was killed
+    if unfinished.exists():  # left by a process that was killed
         shutil.rmtree(unfinished)
     network, tokenizer = model.make()
     unfinished.mkdir()
@@ -96,10 +104,10 @@ def _make(
         save(network, tokenizer, unfinished)
         started = time.perf_counter()
         policy = Policy(network.to(device), tokenizer, prompts=prompts)
-        losses = _train(policy, task, settings, report)
+        losses = _train(policy, task, settings, on_step)
         save(network, tokenizer, unfinished)
         record = {
-            "settings": [asdict(part) for part in (model, task, settings, prompts)],
+            "settings": [asdict(group) for group in (model, task, settings, prompts)],
             "seconds": time.perf_counter() - started,
             "reward": sampled_reward(policy, task, settings.seed),
             "losses": losses[::10],
@@ -114,15 +122,18 @@ def _make(
 
 
 def recorded_reward(folder: Path) -> float:
-    """Where reinforcement learning starts from this cold start: the mean reward that was sampled when it was made."""
+    """Read the mean reward that was sampled when the cold start was made. Raises ValueError if it cannot be read."""
     try:
         return float(read_json(folder / RECORD)["reward"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
 
 
-def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Callable) -> list[float]:
-    """Next-character prediction on the demonstrations, AdamW, cosine to zero; returns the loss of every step."""
+def _train(policy: Policy, task: Task, settings: ColdStartSettings, on_step: Callable) -> list[float]:
+    """Train next-token prediction on the demonstrations and return the loss of every step.
+
+    The optimizer is AdamW; after a linear warm-up the learning rate follows a cosine to zero.
+    """
     if not settings.steps:
         return []
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -143,12 +154,15 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, report: Call
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(batch_loss)
-        report(step + 1, settings.steps, losses[-1])
+        on_step(step + 1, settings.steps, losses[-1])
     return losses
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
-    """Mean reward of one sampled response to each of 512 training problems: where reinforcement learning starts."""
+    """Sample one response to each of 512 training problems and return the mean reward.
+
+    Reinforcement learning starts from this level.
+    """
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
     sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
@@ -159,7 +173,10 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
 
 
 def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step: int) -> TrainBatch:
-    """The batch of a supervised step: a pure function of the settings and the step."""
+    """Build the batch of a supervised step, a pure function of the settings and the step.
+
+    Raises ValueError if a demonstration is longer than the model's positions.
+    """
     rows = []
     for i in range(settings.batch_size):
         index = step * settings.batch_size + i

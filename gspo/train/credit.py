@@ -1,4 +1,4 @@
-"""From scored responses to the advantage of every token.
+"""Computes the advantage of every token from scored responses.
 
     verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
     - beta KL of every token, where KL is in the reward          -> estimator, whitening, clip
@@ -20,12 +20,12 @@ from gspo.algorithm.objectives import GSPO, Objective
 from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
 from gspo.core.batch import TrainBatch
 from gspo.train import diagnostics
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 
 
 @dataclass
 class Algorithm:
-    """What is optimised: objective, credit, KL, correction."""
+    """Names everything that the mathematics of an update depends on: objective, credit, KL term and correction."""
 
     objective: Objective = field(default_factory=GSPO)
     advantage: Advantage = field(default_factory=GroupNormalized)
@@ -42,13 +42,16 @@ def assign_credit(
     algorithm: Algorithm,
     coefficient: KLCoefficient | None,
     running: RunningMoments,
-    tally: Tally,
+    accumulator: MetricAccumulator,
 ) -> None:
-    """Set the batch's advantages, and the returns if there is a critic. In float64; `limit` is the response limit."""
+    """Set the batch's advantages, and its returns if there is a critic. The computation is in float64.
+
+    `limit` is the largest number of tokens a response may have, and `running` holds the moments of all rewards so far.
+    """
     mask_BT, advantage = batch.mask_BT, algorithm.advantage
     lengths_B = mask_BT.sum(-1)
     penalty_B = algorithm.reward.overlong(lengths_B, limit).double()
-    tally.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
+    accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
     shaped_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] = shaped_B
@@ -58,12 +61,12 @@ def assign_credit(
     values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
     credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT)
     batch.adv_BT = advantage(credit).float()
-    diagnostics.advantages(batch, tally)
+    diagnostics.advantages(batch, accumulator)
     if isinstance(advantage, GAE):
         batch.returns_BT = advantage.returns(credit).float()
-        diagnostics.explained_variance(batch, tally)
+        diagnostics.explained_variance(batch, accumulator)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """Column of each response's last token; 0 for a response without tokens. [B]"""
+    """Find the column of each response's last token; 0 for a response without tokens. Shape [B]."""
     return (mask_BT * torch.arange(mask_BT.shape[1])).amax(-1)

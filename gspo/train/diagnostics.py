@@ -1,7 +1,7 @@
-"""What a step tells of itself: tested functions from tensors to sums, which gspo.train.accumulator turns into metrics.
+"""Measures a training step: each function adds sums of tensors to a MetricAccumulator, which turns them into metrics.
 
-Every function adds sums and counts, never means of means: the tally divides once at the end of the step, so a metric
-does not depend on how the step was cut into micro-batches.
+The functions add sums and counts, never means. The accumulator divides once at the end of the step, so a metric does
+not depend on how the step was cut into micro-batches.
 
 Shape suffixes: P problems, G responses per problem, B responses, T response tokens, S all tokens, L MoE layers,
 K experts per token.
@@ -14,53 +14,55 @@ import math
 import torch
 from torch import Tensor
 
-from gspo.algorithm.corrections import LEVELS, importance_weight
+from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives import LossInputs, LossOutputs, log_ratio
-from gspo.algorithm.objectives.base import LOWEST
+from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.core.batch import TrainBatch
 from gspo.core.masked import masked_mean
 from gspo.core.types import Response
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 
 
-def rollout(groups: list[list[Response]], filtered: dict[str, float], limit: int, tally: Tally) -> None:
-    """All groups that were sampled, also those that are not trained on, and how many were left out and why."""
-    rewards(groups, tally)
-    lengths([r for group in groups for r in group], tally)
-    tally.largest("length/limit", limit)
+def rollout(
+    groups: list[list[Response]], filtered: dict[str, float], limit: int, accumulator: MetricAccumulator
+) -> None:
+    """Measure all groups that were sampled, also those not trained on, and count the ones left out by reason."""
+    rewards(groups, accumulator)
+    lengths([r for group in groups for r in group], accumulator)
+    accumulator.largest("length/limit", limit)
     for reason, count in filtered.items():
-        tally.mean(f"filter/{reason}", count, 1)
+        accumulator.mean(f"filter/{reason}", count, 1)
 
 
-def rewards(groups: list[list[Response]], tally: Tally) -> None:
-    """Rewards by task, verdicts, and which groups carry a signal."""
+def rewards(groups: list[list[Response]], accumulator: MetricAccumulator) -> None:
+    """Measure the rewards by task, the shares of the verdicts, and the share of groups without a learning signal."""
     for group in groups:
         values = [r.score.reward for r in group]
-        tally.mean("group/zero_variance", min(values) == max(values), 1)
-        tally.mean("group/all_correct", min(values) == 1, 1)
+        accumulator.mean("group/zero_variance", min(values) == max(values), 1)
+        accumulator.mean("group/all_correct", min(values) == 1, 1)
         for r in group:
-            tally.mean("reward/mean", r.score.reward, 1)
-            tally.mean(f"reward/{r.problem.task}", r.score.reward, 1)
+            accumulator.mean("reward/mean", r.score.reward, 1)
+            accumulator.mean(f"reward/{r.problem.task}", r.score.reward, 1)
     responses = [r for group in groups for r in group]
     for key in sorted({(r.problem.task, r.score.verdict) for r in responses}):
-        tally.mean(
+        accumulator.mean(
             "verdict/" + "_".join(key), sum((r.problem.task, r.score.verdict) == key for r in responses), len(responses)
         )
 
 
-def lengths(responses: list[Response], tally: Tally) -> None:
-    """Lengths, truncation and repetition of the responses."""
+def lengths(responses: list[Response], accumulator: MetricAccumulator) -> None:
+    """Measure the lengths, truncation and repetition of the responses."""
     counts = torch.tensor([len(r.token_ids) for r in responses], dtype=torch.float64)
-    tally.mean("length/mean", counts.sum(), len(counts))
-    tally.largest("length/p95", counts.quantile(0.95))
+    accumulator.mean("length/mean", counts.sum(), len(counts))
+    accumulator.largest("length/p95", counts.quantile(0.95))
     for r in responses:
-        tally.mean("length/truncated", r.finish_reason == "length", 1)
-        tally.mean("length/repetition", repetition(r.token_ids), 1)
+        accumulator.mean("length/truncated", r.finish_reason == "length", 1)
+        accumulator.mean("length/repetition", repetition(r.token_ids), 1)
 
 
 def repetition(token_ids: list[int], n: int = 4) -> float:
-    """Share of a response's n-grams that occurred before in it; 0 if it is shorter than n.
+    """Compute the share of a response's n-grams that occurred in it before; 0 if it is shorter than n.
 
     >>> repetition([1, 2, 3, 4]), repetition([5] * 13)
     (0.0, 0.9)
@@ -69,129 +71,140 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def advantages(batch: TrainBatch, tally: Tally) -> None:
-    """Mean, std and largest size of the advantages of response tokens."""
+def advantages(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Measure the mean, the std and the largest absolute value of the advantages of response tokens."""
     adv_N = batch.adv_BT[batch.mask_BT].double()
     if len(adv_N):
-        tally.mean("advantage/mean", adv_N.sum(), len(adv_N))
-        tally.largest("advantage/std", adv_N.std(correction=0))
-        tally.largest("advantage/abs_max", adv_N.abs().max())
+        accumulator.mean("advantage/mean", adv_N.sum(), len(adv_N))
+        accumulator.largest("advantage/std", adv_N.std(correction=0))
+        accumulator.largest("advantage/abs_max", adv_N.abs().max())
 
 
-def reference(batch: TrainBatch, tally: Tally) -> None:
-    """KL(pi_old || pi_ref), estimated on the tokens that pi_old sampled: k1 and k3."""
+def reference(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Estimate KL(pi_old || pi_ref) by k1 and by k3, on the tokens that pi_old sampled."""
     d_BT = log_ratio(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
     for estimator in ("k1", "k3"):
-        kl_BT = kl_estimate(d_BT, estimator, bound=20.0)
-        tally.mean(f"kl/ref_{estimator}", torch.where(batch.mask_BT, kl_BT, 0.0).sum(), batch.mask_BT.sum())
+        kl_BT = kl_estimate(d_BT, estimator, bound=EXPONENT_BOUND)
+        accumulator.mean(f"kl/ref_{estimator}", torch.where(batch.mask_BT, kl_BT, 0.0).sum(), batch.mask_BT.sum())
 
 
-def staleness(responses: list[Response], step: int, in_flight: int, tally: Tally) -> None:
-    """How many rollout batches ago the tokens' weights were current, and how responses were cut."""
+def staleness(responses: list[Response], step: int, in_flight: int, accumulator: MetricAccumulator) -> None:
+    """Measure how many rollout batches ago the weights that sampled each token were current, and count the segments."""
     for r in responses:
         segments = r.segments or [(r.policy_step, len(r.token_ids))]
         for policy_step, tokens in segments:
-            tally.mean("staleness/mean", (step - 1 - policy_step) * tokens, tokens)
-            tally.largest("staleness/max", step - 1 - policy_step)
-        tally.mean("staleness/segments", len(segments), 1)
-    tally.mean("staleness/in_flight", in_flight, 1)
+            accumulator.mean("staleness/mean", (step - 1 - policy_step) * tokens, tokens)
+            accumulator.largest("staleness/max", step - 1 - policy_step)
+        accumulator.mean("staleness/segments", len(segments), 1)
+    accumulator.mean("staleness/in_flight", in_flight, 1)
 
 
-def mismatch(batch: TrainBatch, tally: Tally) -> None:
-    """The gap between the trainer's old policy pi and the engine's mu, on the tokens that mu sampled.
+def mismatch(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Measure the gap between the trainer's old policy pi and the engine's policy mu, on the tokens that mu sampled.
 
-    With l = log pi - log mu: k1 = mean(-l) estimates KL(mu || pi), k3 = mean(exp(l) - 1 - l) the same and is never
-    negative; F(2) is the share of tokens with |l| > log 2 (arXiv:2510.11370); s = exp(mean l) of each response is what
-    GSPO's clip range is compared with. Importance weights pi / mu of every level are those before any truncation.
+    With l = log pi - log mu, k1 = mean(-l) estimates KL(mu || pi), and so does k3 = mean(exp(l) - 1 - l), which is
+    never negative. F(2) is the share of tokens with |l| > log 2 (arXiv:2510.11370). s = exp(mean l) of each response is
+    to be compared with GSPO's clip range. The importance weights pi / mu of every level are measured before any
+    truncation.
     """
     mask_BT, tokens = batch.mask_BT, batch.mask_BT.sum()
     log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, mask_BT)
-    tally.mean("mismatch/k1", -log_BT.sum(), tokens)
-    tally.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
-    tally.largest("mismatch/logp_abs_max", log_BT.abs().max())
-    tally.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
+    accumulator.mean("mismatch/k1", -log_BT.sum(), tokens)
+    accumulator.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
+    accumulator.largest("mismatch/logp_abs_max", log_BT.abs().max())
+    accumulator.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
     log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)]
-    tally.mean("mismatch/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
-    tally.smallest("mismatch/sequence_min", log_s_B.min().exp())
-    tally.largest("mismatch/sequence_max", log_s_B.max().exp())
-    bounded_BT = log_BT.clamp(-LOWEST, LOWEST)  # keeps k3 finite
-    tally.mean("mismatch/k3", torch.where(mask_BT, k3(bounded_BT), 0.0).sum(), tokens)
+    accumulator.mean("mismatch/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
+    accumulator.smallest("mismatch/sequence_min", log_s_B.min().exp())
+    accumulator.largest("mismatch/sequence_max", log_s_B.max().exp())
+    bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
+    accumulator.mean("mismatch/k3", torch.where(mask_BT, k3(bounded_BT), 0.0).sum(), tokens)
     for level in LEVELS:
         weight_N = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)[mask_BT]
-        tally.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
-        tally.largest(f"mismatch/weight_{level}_max", weight_N.max())
-        tally.ess(f"mismatch/weight_{level}_ess", weight_N)
+        accumulator.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
+        accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
+        accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
-def engine_routes(batch: TrainBatch, tally: Tally) -> float:
-    """Share of the engine's experts that the trainer's router chooses too under the old policy, mean over layers and
-    over the positions that predict response tokens; by layer; and the tokens of which any layer's experts differ."""
+def engine_routes(batch: TrainBatch, accumulator: MetricAccumulator) -> float:
+    """Measure and return the share of the engine's experts that the trainer's router chooses too under the old policy.
+
+    It is the mean over layers and over the positions that predict response tokens. It is measured for each layer too,
+    and so is the share of tokens for which the experts of any layer differ.
+    """
     engine_BTLK, own_BTLK = predicting(batch.engine_experts_BSLK, batch), predicting(batch.experts_BSLK, batch)
     same_NL = consistency(own_BTLK, engine_BTLK)[batch.mask_BT]
-    tally.mean("routing/engine_agreement", same_NL.sum(), same_NL.numel())
+    accumulator.mean("routing/engine_agreement", same_NL.sum(), same_NL.numel())
     for layer, same_N in enumerate(same_NL.unbind(1)):
-        tally.mean(f"routing/engine_agreement_layer_{layer}", same_N.sum(), len(same_N))
-    tally.mean("routing/engine_changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
+        accumulator.mean(f"routing/engine_agreement_layer_{layer}", same_N.sum(), len(same_N))
+    accumulator.mean("routing/engine_changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
     return float(same_NL.mean())
 
 
-def correction(batch: TrainBatch, tally: Tally) -> None:
-    """What a correction made of these weights: its mean on the loss of a token, and what it leaves out."""
+def correction(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Measure the mean weight that the correction puts on the loss of a token, and the share of tokens it masks."""
     tokens = batch.mask_BT.sum()
-    tally.mean("mismatch/corrected_mean", batch.correction_BT[batch.mask_BT].sum(), tokens)
-    tally.mean("mismatch/masked", (batch.mask_BT & (batch.correction_BT == 0)).sum(), tokens)
+    accumulator.mean("mismatch/corrected_mean", batch.correction_BT[batch.mask_BT].sum(), tokens)
+    accumulator.mean("mismatch/masked", (batch.mask_BT & (batch.correction_BT == 0)).sum(), tokens)
 
 
 def k3(log_BT: Tensor) -> Tensor:
-    """r - 1 - log r with r = exp(log_BT): an estimate of KL(old || new) that is never negative (Schulman 2020)."""
+    """Compute r - 1 - log r with r = exp(log_BT): an estimate of KL(old || new), never negative (Schulman 2020)."""
     return torch.expm1(log_BT) - log_BT
 
 
-def clips(outputs: LossOutputs, inputs: LossInputs, minibatch: int, tally: Tally) -> None:
-    """Clip fractions: token- and sequence-weighted, active and outside, by sign of the advantage and by mini-batch.
+def clips(outputs: LossOutputs, inputs: LossInputs, minibatch: int, accumulator: MetricAccumulator) -> None:
+    """Measure clip fractions: weighted by token and by sequence, active and outside, by sign of the advantage.
 
-    The same definitions for every objective, from its own masks: `active` is what lost its gradient.
+    The definitions are the same for every objective, and the masks are the objective's own: `active` tokens lost their
+    gradient, the ratio of `outside` tokens lies outside the clip range. Token fractions are given for each mini-batch
+    too.
     """
     mask_BT, tokens, sequences = inputs.mask_BT, inputs.mask_BT.sum(), inputs.mask_BT.any(-1).sum()
     for kind, clipped_BT in (("active", outputs.active_BT), ("outside", outputs.outside_BT)):
         clipped_BT = clipped_BT & mask_BT
-        tally.mean(f"clip/token_{kind}", clipped_BT.sum(), tokens)
-        tally.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped_BT.sum(), tokens)
-        tally.mean(f"clip/sequence_{kind}", masked_mean(clipped_BT.float(), mask_BT).sum(), sequences)
+        accumulator.mean(f"clip/token_{kind}", clipped_BT.sum(), tokens)
+        accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped_BT.sum(), tokens)
+        accumulator.mean(f"clip/sequence_{kind}", masked_mean(clipped_BT.float(), mask_BT).sum(), sequences)
     for sign, chosen_BT in (("positive", inputs.adv_BT > 0), ("negative", inputs.adv_BT < 0)):
         chosen_BT = chosen_BT & mask_BT
         rows = chosen_BT.any(-1).sum()
         for kind, clipped_BT in (("active", outputs.active_BT), ("outside", outputs.outside_BT)):
             clipped_BT = clipped_BT & chosen_BT
-            tally.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), chosen_BT.sum())
-            tally.mean(f"clip/sequence_{kind}_{sign}", masked_mean(clipped_BT.float(), chosen_BT).sum(), rows)
-    tally.mean("clip/log_ratio_bounded", (outputs.bounded_BT & mask_BT).sum(), tokens)
-    tally.mean("clip/weight", torch.where(mask_BT, outputs.weight_BT, 0.0).sum(), tokens)
+            accumulator.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), chosen_BT.sum())
+            accumulator.mean(f"clip/sequence_{kind}_{sign}", masked_mean(clipped_BT.float(), chosen_BT).sum(), rows)
+    accumulator.mean("clip/log_ratio_bounded", (outputs.bounded_BT & mask_BT).sum(), tokens)
+    accumulator.mean("clip/weight", torch.where(mask_BT, outputs.weight_BT, 0.0).sum(), tokens)
     if outputs.dual_BT is not None:
-        tally.mean("clip/token_dual", (outputs.dual_BT & mask_BT).sum(), tokens)
+        accumulator.mean("clip/token_dual", (outputs.dual_BT & mask_BT).sum(), tokens)
 
 
-def values(inputs: LossInputs, clip: float, tally: Tally) -> None:
-    """The critic: its error, the share of values that its clip holds back, the variance of the returns."""
+def values(inputs: LossInputs, clip: float, accumulator: MetricAccumulator) -> None:
+    """Measure the critic's squared error and the share of values that moved further than its clip range."""
     mask_BT = inputs.mask_BT
     error_N = (inputs.returns_BT - inputs.values_BT)[mask_BT]
-    tally.mean("value/error", error_N.square().sum(), len(error_N))
-    tally.mean("value/clipped", ((inputs.values_BT - inputs.old_values_BT)[mask_BT].abs() > clip).sum(), len(error_N))
+    accumulator.mean("value/error", error_N.square().sum(), len(error_N))
+    accumulator.mean(
+        "value/clipped", ((inputs.values_BT - inputs.old_values_BT)[mask_BT].abs() > clip).sum(), len(error_N)
+    )
 
 
-def explained_variance(batch: TrainBatch, tally: Tally) -> None:
-    """1 - var(R - V) / var(R) of the values at the step's start: 1 is a perfect critic, 0 one that knows the mean."""
+def explained_variance(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Measure 1 - var(R - V) / var(R), with the critic's values V at the start of the step.
+
+    1 means a perfect critic, 0 one that knows no more than the mean return.
+    """
     returns_N = batch.returns_BT[batch.mask_BT].double()
     if len(returns_N) > 1 and returns_N.var() > 0:
-        left = (returns_N - batch.old_values_BT[batch.mask_BT]).var() / returns_N.var()
-        tally.mean("value/explained_variance", 1 - left, 1)
+        unexplained = (returns_N - batch.old_values_BT[batch.mask_BT]).var() / returns_N.var()
+        accumulator.mean("value/explained_variance", 1 - unexplained, 1)
 
 
-def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> None:
-    """Importance ratios of tokens and sequences, their effective sample sizes, and the KL estimates from them."""
+def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, accumulator: MetricAccumulator) -> None:
+    """Measure the importance ratios of tokens and sequences, their effective sample sizes, and KL to the old policy."""
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
-    lowest = -max(LOWEST, bound)  # as the objectives bound it
+    lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
     log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)].clamp(lowest, bound)
     log_BT = log_BT.clamp(lowest, bound)
     token_N, log_N = log_BT.exp()[mask_BT], log_BT[mask_BT]
@@ -199,53 +212,58 @@ def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, tally: Tally) -> No
         return
     variance_B = masked_mean(log_BT.square(), mask_BT)[mask_BT.any(-1)] - log_s_B.square()
     for kind, ratio in (("token", token_N), ("sequence", log_s_B.exp())):
-        tally.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))
-        tally.smallest(f"ratio/{kind}_min", ratio.min())
-        tally.largest(f"ratio/{kind}_max", ratio.max())
-        tally.ess(f"ratio/ess_{kind}", ratio)
-    tally.mean("ratio/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
-    tally.mean("ratio/token_log_var", variance_B.clamp(min=0).sum(), len(variance_B))
-    tally.mean("kl/old_k1", -log_N.sum(), len(log_N))
-    tally.mean("kl/old_k3", k3(log_N).sum(), len(log_N))
+        accumulator.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))
+        accumulator.smallest(f"ratio/{kind}_min", ratio.min())
+        accumulator.largest(f"ratio/{kind}_max", ratio.max())
+        accumulator.ess(f"ratio/ess_{kind}", ratio)
+    accumulator.mean("ratio/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
+    accumulator.mean("ratio/token_log_var", variance_B.clamp(min=0).sum(), len(variance_B))
+    accumulator.mean("kl/old_k1", -log_N.sum(), len(log_N))
+    accumulator.mean("kl/old_k3", k3(log_N).sum(), len(log_N))
 
 
-def entropy(entropy_BT: Tensor, batch: TrainBatch, tally: Tally) -> None:
-    """Entropy of the policy at every response token."""
-    tally.mean("policy/entropy", torch.where(batch.mask_BT, entropy_BT, 0.0).sum(), batch.mask_BT.sum())
+def entropy(entropy_BT: Tensor, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    """Measure the mean entropy of the policy over response tokens, in nats."""
+    accumulator.mean("policy/entropy", torch.where(batch.mask_BT, entropy_BT, 0.0).sum(), batch.mask_BT.sum())
 
 
 def consistency(own_BSLK: Tensor, old_BSLK: Tensor) -> Tensor:
-    """Share of the K old experts that the router's own choice still contains, [B, S, L].
+    """Compute the share of the K old experts that the router's own choice still contains. Shape [B, S, L].
 
-    |S_own intersect S_old| / K: 1 - this is the share of changed experts of the GSPO paper's section 5.3.
+    The share is |own intersect old| / K. One minus it is the share of changed experts in section 5.3 of the GSPO paper.
     """
     return (old_BSLK.unsqueeze(-1) == own_BSLK.unsqueeze(-2)).any(-1).float().mean(-1)
 
 
 def predicting(x_BS: Tensor, batch: TrainBatch) -> Tensor:
-    """The positions whose forward pass predicts the response tokens: one before each. [B, T, ...]"""
+    """Select the positions whose forward pass predicts a response token: the one before each. Shape [B, T, ...]."""
     return x_BS[:, batch.prompt_width - 1 : -1]
 
 
-def routing(own_BSLK: Tensor, batch: TrainBatch, experts: int, minibatch: int | None, tally: Tally) -> None:
-    """Consistency of the routers' own choice with the record of the step's start, and the loads of the experts.
+def routing(
+    own_BSLK: Tensor, batch: TrainBatch, experts: int, minibatch: int | None, accumulator: MetricAccumulator
+) -> None:
+    """Measure how far the routers' own choice agrees with the record of the step's start, and the loads of the experts.
 
-    `minibatch` counts from 1: the first is the record itself and says nothing; None stands for "after the last update".
+    `minibatch` counts from 1. The first mini-batch is skipped, because its routing is that record itself; None stands
+    for a measurement after the last update.
     """
     own_BTLK, old_BTLK = predicting(own_BSLK, batch), predicting(batch.experts_BSLK, batch)
     if minibatch is not None:
         loads_LE = torch.stack(
             [torch.bincount(layer.reshape(-1).long(), minlength=experts) for layer in own_BTLK[batch.mask_BT].unbind(1)]
         )
-        tally.expert_loads_LE = loads_LE if tally.expert_loads_LE is None else tally.expert_loads_LE + loads_LE
+        accumulator.expert_loads_LE = (
+            loads_LE if accumulator.expert_loads_LE is None else accumulator.expert_loads_LE + loads_LE
+        )
     if minibatch == 1:
         return
     kept_NL = consistency(own_BTLK, old_BTLK)[batch.mask_BT]
     if minibatch is None:
-        tally.mean("routing/consistency_after_step", kept_NL.sum(), kept_NL.numel())
+        accumulator.mean("routing/consistency_after_step", kept_NL.sum(), kept_NL.numel())
         return
-    tally.mean("routing/consistency", kept_NL.sum(), kept_NL.numel())
-    tally.mean(f"routing/consistency_minibatch_{minibatch}", kept_NL.sum(), kept_NL.numel())
-    tally.mean("routing/changed_any_layer", (kept_NL < 1).any(-1).sum(), len(kept_NL))
+    accumulator.mean("routing/consistency", kept_NL.sum(), kept_NL.numel())
+    accumulator.mean(f"routing/consistency_minibatch_{minibatch}", kept_NL.sum(), kept_NL.numel())
+    accumulator.mean("routing/changed_any_layer", (kept_NL < 1).any(-1).sum(), len(kept_NL))
     for layer, kept_N in enumerate(kept_NL.unbind(1)):
-        tally.mean(f"routing/consistency_layer_{layer}", kept_N.sum(), len(kept_N))
+        accumulator.mean(f"routing/consistency_layer_{layer}", kept_N.sum(), len(kept_N))

@@ -1,4 +1,4 @@
-"""What a step cost: FLOPs, tokens, seconds, of the whole run and of the step."""
+"""Counts what training costs: FLOPs, tokens and seconds, of each step and of the whole run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gspo.train.checkpoint import TrainState
 def account(
     state: TrainState, policy: Policy, batch: TrainBatch, rollout: Rollout, passes: int, train_s: float
 ) -> dict[str, float]:
-    """Add the step to the run's counters; the metrics of both.
+    """Add the step to the run's counters, and return the metrics of the step and of the run so far.
 
-    A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times, a
-    backward pass counting as two. Groups that were sampled and dropped cost their generation. There is no
-    `compute/flops` for a model whose active parameters cannot be told.
+    A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times; a
+    backward pass counts as two. Groups that were sampled and dropped cost their generation. `compute/flops` is left out
+    for a model whose number of active parameters is not known.
     """
-    known, generated = policy.active_parameters is not None, 0
-    flops = policy.forward_flops if known else lambda lengths: 0.0
+    counts_flops, generated = policy.active_parameters is not None, 0
+    flops = policy.forward_flops if counts_flops else lambda lengths: 0.0
     for group in rollout.sampled:
         prompt = torch.tensor([len(group[0].prompt_ids)])
         lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
@@ -34,10 +34,10 @@ def account(
     state.flops += flops(batch.attention_BS.sum(1)) * passes
     synced_s = rollout.synced.get("time/sync_s", 0.0)
     sampling_s = rollout.rollout_s + rollout.score_s + rollout.behaviour_s + synced_s
-    if rollout.waited_s is not None:  # the rest was hidden behind training
+    if rollout.waited_s is not None:  # the rest of the sampling ran while the trainer worked
         sampling_s = rollout.waited_s
     state.seconds += sampling_s + train_s
-    return ({"compute/flops": state.flops} if known else {}) | {
+    return ({"compute/flops": state.flops} if counts_flops else {}) | {
         "compute/tokens": state.tokens,
         "compute/dropped_tokens": generated - trained,
         "compute/seconds": state.seconds,

@@ -1,7 +1,7 @@
-"""The terms of the loss. The total is their sum; each aggregates by itself and reports its own metrics.
+"""The terms of the loss. The total is their sum; each aggregates by itself and measures its own metrics.
 
-A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and gives its share of
-the step's loss. The update adds what it is given: a further term is a further object in its list, not a branch.
+A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and returns its share of
+the step's loss. The trainer adds up the terms of a list, so a further term is a further object in it, not a branch.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -20,43 +20,43 @@ from gspo.algorithm.kl import KLCoefficient, KLInLoss
 from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.train import diagnostics
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 
 
 class Term(Protocol):
-    """One addend of the loss."""
+    """Describes one addend of the loss."""
 
-    needs_every_row: bool  # rows without advantage have a gradient too
+    needs_every_row: bool  # rows whose advantages are all 0 have a gradient too
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
-        """Scalar; `minibatch` counts the updates of the step from 1."""
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+        """Compute the micro-batch's share of the term, a scalar. `minibatch` counts the updates of the step from 1."""
         ...
 
 
 @dataclass
 class PolicyTerm:
-    """aggregate( correction * objective )."""
+    """The policy term: aggregate( correction * objective )."""
 
     objective: Objective
     aggregation: Aggregation
     needs_every_row: ClassVar[bool] = False
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
         outputs = self.objective(inputs)
-        with torch.no_grad(), tally.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, inputs, minibatch, tally)
+        with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
+            diagnostics.clips(outputs, inputs, minibatch, accumulator)
         return self.aggregation(corrected(outputs.loss_BT, inputs), inputs.mask_BT, totals)
 
 
 @dataclass
 class KLTerm:
-    """beta * aggregate( KL estimate ), see kl.KLInLoss. Raises ValueError without reference log-probs."""
+    """The KL term, beta * aggregate( KL estimate ), see KLInLoss. It raises ValueError without reference log-probs."""
 
     settings: KLInLoss
     coefficient: KLCoefficient
     needs_every_row: ClassVar[bool] = True
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
         if inputs.ref_logp_BT is None:
             raise ValueError(f"kl.coef={self.settings.coef} without reference policy: ref_logp_BT is missing")
         kl_BT = self.settings.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
@@ -67,29 +67,32 @@ class KLTerm:
         if self.settings.weighted:
             kl_BT = corrected(kl_BT, inputs)
         loss = self.coefficient.value * self.settings.aggregation(kl_BT, inputs.mask_BT, totals)
-        tally.mean("kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1))
+        accumulator.mean("kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1))
         return loss
 
 
 @dataclass
 class ValueTerm:
-    """value_coef * mean over tokens of 1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 ): advantages.GAE."""
+    """The critic's term, see GAE: value_coef * the mean over tokens of
+
+    1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
+    """
 
     settings: GAE
     needs_every_row: ClassVar[bool] = True
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, tally: Tally) -> Tensor:
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
         mask_BT, clip = inputs.mask_BT, self.settings.value_clip
         values_BT, old_BT, returns_BT = (
             torch.where(mask_BT, x, 0.0) for x in (inputs.values_BT, inputs.old_values_BT, inputs.returns_BT)
         )
-        held_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
-        error_BT = torch.maximum((values_BT - returns_BT).square(), (held_BT - returns_BT).square()) / 2
+        clipped_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+        error_BT = torch.maximum((values_BT - returns_BT).square(), (clipped_BT - returns_BT).square()) / 2
         with torch.no_grad():
-            diagnostics.values(inputs, clip, tally)
+            diagnostics.values(inputs, clip, accumulator)
         return self.settings.value_coef * Aggregation("token-mean")(error_BT, mask_BT, totals)
 
 
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
-    """The loss of every token times the correction for the mismatch of engine and trainer, if there is one."""
+    """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if there is one."""
     return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()

@@ -1,4 +1,4 @@
-"""The trainer's settings: the optimizer, how a rollout batch becomes updates, what the ratio's denominator is."""
+"""The trainer's settings: the optimizer, how a rollout batch becomes updates, and what the ratio divides by."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from gspo.core.ranges import Ranged, cost_only, ranged
 
 @dataclass
 class OptimSettings(Ranged, key="optim"):
-    """AdamW; the learning rate rises linearly over the first `warmup_updates` updates and then stays."""
+    """The settings of AdamW. The learning rate rises linearly over `warmup_updates` updates and then stays."""
 
     lr: float = ranged(1e-6, least=0)
     warmup_updates: int = ranged(20, least=0)
     beta1: float = ranged(0.9, least=0, below=1)
     beta2: float = ranged(0.95, least=0, below=1)
-    # RL gradients can be as small as 1e-18: the usual 1e-8 would stop learning (arXiv:2506.13585)
+    # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning (arXiv:2506.13585)
     eps: float = ranged(1e-15, least=0)
     weight_decay: float = ranged(0.0, least=0)
     max_grad_norm: float = ranged(1.0, above=0)
-    # updates in a row that are left out as their gradient is not finite, before the run stops
+    # the run stops after more than this many updates in a row that are skipped because their gradient is not finite
     max_skipped: int = ranged(8, least=0)
 
 
 @dataclass
 class TrainerSettings(Ranged, key="trainer"):
-    """How a rollout batch becomes updates."""
+    """The settings that say how a rollout batch becomes updates."""
 
     minibatches: int = ranged(4, least=1)  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
     epochs: int = ranged(1, least=1)
-    # responses per forward and backward; changes memory and speed, not the gradient
+    # responses per forward and backward pass; it changes memory and speed, not the gradient
     micro_batch_size: int = ranged(64, least=1, cost_only=True)
     aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
-    mask_truncated: bool = (
-        False  # leave responses that hit the limit out of the loss (their rewards stay in the baseline)
-    )
+    # leave responses that were cut off at the limit out of the loss; their rewards stay in the baseline
+    mask_truncated: bool = False
     consistency_sample: int = ranged(32, least=1)  # responses on which routing is measured after the last update
 
 
 @dataclass
 class PolicySettings:
-    """What the ratio's denominator is, and whether its routing is replayed."""
+    """The settings that say which policy the ratio divides by, and whether that policy's routing is replayed."""
 
     # none | r2: gradient steps go through the experts that the trainer chose under the old policy
     #      | r3: old log-probs and gradient steps go through those that the engine chose
@@ -49,9 +48,10 @@ class PolicySettings:
     # step_start: recomputed under the weights of the step's start | behaviour: under those that sampled
     #            | engine: as the engine reported. The first two differ where responses are older than the step.
     old_logprobs: str = "step_start"
-    # auto: no pass over the batch before the updates where the engine has just computed the same, with the trainer's
-    # own weights, in its precision (Trainer.engine_knows); its experts are recorded for that. always: one in any case.
-    # Results differ by rounding; mismatch/* and routing/engine_agreement are those of the first mini-batch with auto.
+    # auto: skip the pass over the batch before the updates where the engine has just computed the same, with the
+    # trainer's own weights and in its precision (Trainer.skips_old_pass); the engine's experts are recorded for that.
+    # always: never skip it. Results differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured
+    # on the first mini-batch alone.
     old_pass: str = cost_only("auto")
     device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32
@@ -60,12 +60,12 @@ class PolicySettings:
     checkpointing: bool = cost_only(False)
 
     def __post_init__(self):
-        known = {
+        allowed = {
             "routing_replay": ("none", "r2", "r3"),
             "old_logprobs": ("step_start", "behaviour", "engine"),
             "old_pass": ("auto", "always"),
             "precision": ("float32", "bfloat16"),
         }
-        for key, choices in known.items():
+        for key, choices in allowed.items():
             if getattr(self, key) not in choices:
                 raise ValueError(f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")

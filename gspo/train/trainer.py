@@ -1,11 +1,11 @@
-"""The loop, the step, the update.
+"""The training loop, the training step and the update.
 
 fit         for each step: train_step, evaluate if due, log, checkpoint if due
 train_step  scored groups -> batch -> old log-probs -> advantages -> N mini-batches of updates
 update      micro-batches -> sum of loss terms -> backward -> clip the gradient norm -> optimizer step
 
-How this differs from the paper (arXiv:2507.18071), which leaves them open: AdamW with linear warm-up; mini-batches are
-made of whole groups; gradients are clipped by their norm; no KL term unless one is chosen.
+The paper (arXiv:2507.18071) leaves some choices open. Here the optimizer is AdamW with linear warm-up, mini-batches are
+made of whole groups, gradients are clipped by their norm, and there is no KL term unless one is chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.off_policy import StaleSource
 from gspo.rollout.on_policy import OnPolicySource, Rollout
 from gspo.train import diagnostics, flops
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import Algorithm, assign_credit
 from gspo.train.loss_terms import KLTerm, PolicyTerm, Term, ValueTerm
@@ -36,7 +36,7 @@ from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 
 
 class Trainer:
-    """Policy optimization of one policy by one algorithm. `reference` is the policy that a KL term is measured to."""
+    """Trains one policy by one algorithm. `reference` is the policy to which a KL term is measured."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Trainer:
         if self.replay != "none":
             policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
-        self.engine_knows = policy_settings.old_pass == "auto" and self._engine_knows()
-        if self.engine_knows and policy.routing.layers:
+        self.skips_old_pass = policy_settings.old_pass == "auto" and self._engine_reports_old_policy()
+        if self.skips_old_pass and policy.routing.layers:
             source.record_experts = True
         self.state = TrainState()
-        self.engine_ended: EngineEnded | None = None  # noticed after the last update of the step under way
+        self.engine_ended: EngineEnded | None = None  # set when its end is noticed after the last update of a step
         self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
         if self.coefficient and not reference:
             raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
@@ -74,15 +74,15 @@ class Trainer:
             fused=True,
         )
 
-    def _engine_knows(self) -> bool:
-        """Whether the old policy's log-probs and experts are what the engine reports, but for rounding, and nothing
-        else is read off a pass under the old policy."""
-        computes = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
+    def _engine_reports_old_policy(self) -> bool:
+        """Tell whether the engine reports the old policy's log-probs and experts, but for rounding, and nothing else is
+        needed from a pass under the old policy."""
+        needs_pass = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
         exact = self.source.exact and self.policy.precision == self.policy.model.dtype
-        return self.old_logprobs == "step_start" and exact and not computes
+        return self.old_logprobs == "step_start" and exact and not needs_pass
 
     def restore(self, state: TrainState) -> None:
-        """Go on from a checkpoint's counters; weights, optimizer and reference have been put back before."""
+        """Continue from a checkpoint's counters. Weights, optimizer and reference must have been loaded before."""
         self.state = state
         self.source.load_state(state.source, state.step)
         if self.coefficient and state.kl_coef is not None:
@@ -96,11 +96,12 @@ class Trainer:
         checkpoint: Callable[[int, bool], None],
         stop: Callable[[], bool],
     ) -> None:
-        """Train up to step `steps`, from wherever the state stands; `stop()` true ends after the current step.
+        """Train from the current step up to step `steps`; when `stop()` is true, training ends after the current step.
 
-        `evaluate(step)` gives held-out metrics where they are due and nothing elsewhere; `checkpoint(step, last)`
-        writes one where it is due, and always when this was the last step. Raises EngineEnded if the engine's process
-        has ended: after the step under way if that needs it no more, else with the state of the step before.
+        `evaluate(step)` returns the metrics of held-out problems at steps where they are due, else nothing.
+        `checkpoint(step, last)` writes a checkpoint where one is due, and always after the last step. Raises
+        EngineEnded if the engine's process has ended: after the current step if that no longer needs the engine, else
+        with the state of the step before.
         """
         if self.state.step == 0:
             log(0, evaluate(0), None)
@@ -116,49 +117,49 @@ class Trainer:
                 return
 
     def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
-        """One policy iteration on a batch of scored groups: old log-probs, credit, N updates."""
-        started, tally = time.perf_counter(), Tally()
+        """Train on one batch of scored groups: old log-probs, advantages, N updates. Returns the step's metrics."""
+        started, accumulator = time.perf_counter(), MetricAccumulator()
         batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
         groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
-        with tally.timed("time/old_logprobs_s"):
-            self.remember_old_policy(batch, tally)
-        measured_kl = self.credit(batch, rollout, tally)
-        diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, tally)
-        diagnostics.staleness(rollout.responses, step, rollout.in_flight, tally)
+        with accumulator.timed("time/old_logprobs_s"):
+            self.remember_old_policy(batch, accumulator)
+        measured_kl = self.credit(batch, rollout, accumulator)
+        diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, accumulator)
+        diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
         update = 0
         for epoch in range(self.settings.epochs):
             order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
             count = min(self.settings.minibatches, len(groups))  # fewer where too many groups could not be graded
-            tally.count("optim/missing_updates", self.settings.minibatches - count)
+            accumulator.count("optim/missing_updates", self.settings.minibatches - count)
             for chosen in order.tensor_split(count):
                 update += 1
-                self.update(batch.rows(torch.cat([groups[i] for i in chosen])), update, tally)
-        if self.coefficient:  # after the updates: they used the coefficient that was logged
+                self.update(batch.rows(torch.cat([groups[i] for i in chosen])), update, accumulator)
+        if self.coefficient:  # after the updates, which used the coefficient that is logged
             self.coefficient.update(measured_kl, len(batch))
             self.state.kl_coef = self.coefficient.value
-        with tally.timed("time/diagnostics_s"):
-            self.routing_after_step(batch, step, tally)
+        with accumulator.timed("time/diagnostics_s"):
+            self.routing_after_step(batch, step, accumulator)
         self.refresh_reference(step)
         self.state.step = step
-        # old log-probs; a backward costs two
-        passes = (not self.engine_knows) + (self.reference is not None) + 3 * self.settings.epochs
+        # passes for old and reference log-probs; an update costs three, as a backward pass costs two forward passes
+        passes = (not self.skips_old_pass) + (self.reference is not None) + 3 * self.settings.epochs
         train_s = time.perf_counter() - started
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
         except EngineEnded as error:
             self.engine_ended = error
-        return tally.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        return accumulator.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
 
     @torch.no_grad()
-    def remember_old_policy(self, batch: TrainBatch, tally: Tally) -> None:
-        """Record the old policy's log-probs, routing and values, and the reference's log-probs.
+    def remember_old_policy(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+        """Record in the batch the old policy's log-probs, routing and values, and the reference policy's log-probs.
 
-        Under the weights of the step's start; log-probs and routing under those that sampled, where the source kept
-        them (old_logprobs=behaviour or engine with responses older than the step).
+        They are computed under the weights of the step's start. Where the source kept log-probs and routing under the
+        weights that sampled (old_logprobs=behaviour or engine, with responses older than the step), these are used.
         """
         size = self.settings.micro_batch_size
-        if self.engine_knows:
+        if self.skips_old_pass:
             batch.old_logp_BT, batch.experts_BSLK = batch.engine_logp_BT, batch.engine_experts_BSLK
         if self.replay == "r3":
             batch.replay_BSLK = batch.engine_experts_BSLK
@@ -167,26 +168,30 @@ class Trainer:
             batch.old_values_BT = scored.values_BT
             if batch.old_logp_BT is None:
                 batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
-        if not self.engine_knows:
-            self.compare(batch, tally)
+        if not self.skips_old_pass:
+            self.compare(batch, accumulator)
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
-            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT  # r3: through the engine's experts, as all
-            diagnostics.reference(batch, tally)
+            batch.ref_logp_BT = self.reference.score(
+                batch, size
+            ).logp_BT  # with r3 this pass replays the engine's experts too
+            diagnostics.reference(batch, accumulator)
         if self.algorithm.correction.name != "none":
             batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-            diagnostics.correction(batch, tally)
+            diagnostics.correction(batch, accumulator)
         if self.replay == "r2":
             batch.replay_BSLK = batch.experts_BSLK
 
-    def compare(self, batch: TrainBatch, tally: Tally) -> None:
-        """The engine's log-probs and experts against the trainer's. Raises RuntimeError if they cannot be those of the
-        same tokens under the same weights."""
-        diagnostics.mismatch(batch, tally)
+    def compare(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+        """Measure how far the engine's log-probs and experts are from the trainer's.
+
+        Raises RuntimeError if they cannot be those of the same tokens under the same weights.
+        """
+        diagnostics.mismatch(batch, accumulator)
         if batch.engine_experts_BSLK is None:
             return
-        agreement, floor = diagnostics.engine_routes(batch, tally), self.source.settings.routes_floor
+        agreement, floor = diagnostics.engine_routes(batch, accumulator), self.source.settings.routes_floor
         if agreement < floor:
             raise RuntimeError(
                 f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that the "
@@ -194,43 +199,51 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def credit(self, batch: TrainBatch, rollout: Rollout, tally: Tally) -> float | None:
-        """Set the batch's advantages. Returns the KL to the reference in nats per token, which the coefficient follows;
-        None without KL term."""
+    def credit(self, batch: TrainBatch, rollout: Rollout, accumulator: MetricAccumulator) -> float | None:
+        """Set the batch's advantages. Returns the KL to the reference policy in nats per token, by which an adaptive
+        coefficient is updated; None without KL term."""
         responses, kl = rollout.responses, self.algorithm.kl
         rewards_B = torch.tensor([r.score.reward for r in responses])
         sizes = torch.tensor([len(group) for group in rollout.groups])
         groups_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-        parts = (self.algorithm, self.coefficient, self.state.rewards, tally)
-        assign_credit(batch, rewards_B, groups_B, rollout.limit, *parts)
+        assign_credit(
+            batch,
+            rewards_B,
+            groups_B,
+            limit=rollout.limit,
+            algorithm=self.algorithm,
+            coefficient=self.coefficient,
+            running=self.state.rewards,
+            accumulator=accumulator,
+        )
         measured_kl = None
         if self.coefficient:
             kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
             measured_kl = float(kl_BT.sum() / batch.mask_BT.sum())
-            tally.mean("kl/ref", measured_kl, 1)
-            tally.mean("kl/coef", self.coefficient.value, 1)
+            accumulator.mean("kl/ref", measured_kl, 1)
+            accumulator.mean("kl/coef", self.coefficient.value, 1)
         if self.settings.mask_truncated:
             cut_B = torch.tensor([r.finish_reason == "length" for r in responses])
             batch.mask_BT &= ~cut_B.unsqueeze(-1)
-            tally.mean("filter/truncated", cut_B.sum(), len(cut_B))
+            accumulator.mean("filter/truncated", cut_B.sum(), len(cut_B))
         return measured_kl
 
-    def update(self, batch: TrainBatch, minibatch: int, tally: Tally) -> None:
-        """One optimizer step; the loss is normalised by the counts of the whole mini-batch."""
+    def update(self, batch: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
+        """Take one optimizer step on a mini-batch; its loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
         every_row = self.every_row or not batch.adv_BT.any()
         for micro in batch.split(self.settings.micro_batch_size):
-            learns = every_row or bool(micro.adv_BT.any())  # else the rows add exactly 0 to the gradient
+            learns = every_row or bool(micro.adv_BT.any())  # otherwise the gradient of these rows is exactly 0
             micro = micro.to(self.policy.device)
             with torch.set_grad_enabled(learns):
                 output = self.policy.forward(micro)
                 inputs = loss_inputs(output, micro)
-                loss = sum(term(inputs, totals, minibatch, tally) for term in self.terms)
+                loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
             if learns:
                 loss.backward()
-            tally.mean("optim/loss", loss.detach(), len(micro) / len(batch))
-            with tally.timed("time/diagnostics_s"):
-                self.observe(output, micro, minibatch, tally)
+            accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+            with accumulator.timed("time/diagnostics_s"):
+                self.observe(output, micro, minibatch, accumulator)
         lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -239,16 +252,18 @@ class Trainer:
         if finite:
             self.optimizer.step()
             self.state.updates += 1
-            tally.mean("optim/grad_norm", norm, 1)
-            tally.largest("optim/grad_norm_max", norm)
+            accumulator.mean("optim/grad_norm", norm, 1)
+            accumulator.largest("optim/grad_norm_max", norm)
         self.optimizer.zero_grad(set_to_none=True)
-        self.count_skipped(not finite, tally)
+        self.count_skipped(not finite, accumulator)
 
-    def count_skipped(self, skipped: bool, tally: Tally) -> None:
-        """Count an update that was left out because its gradient was not finite. Raises RuntimeError after too many in
-        a row: what makes them will not go away by itself."""
+    def count_skipped(self, skipped: bool, accumulator: MetricAccumulator) -> None:
+        """Count the updates in a row that were skipped because the gradient was not finite.
+
+        Raises RuntimeError after too many of them, because their cause will not go away by itself.
+        """
         self.state.skipped = self.state.skipped + 1 if skipped else 0
-        tally.count("optim/skipped", skipped)
+        accumulator.count("optim/skipped", skipped)
         if self.state.skipped > self.optim.max_skipped:
             raise RuntimeError(
                 f"the gradients of {self.state.skipped} updates in a row were not finite "
@@ -256,38 +271,38 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, tally: Tally) -> None:
-        """What the update's forward pass tells for free; in the first mini-batch it is a pass under the old policy."""
-        if self.engine_knows and minibatch == 1:
-            sampled_BT = micro.attention_BS[:, micro.prompt_width :]  # all that was sampled, trained on or not
+    def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
+        """Measure what the update's forward pass shows. In the first mini-batch that is a pass under the old policy."""
+        if self.skips_old_pass and minibatch == 1:
+            sampled_BT = micro.attention_BS[:, micro.prompt_width :]  # all sampled tokens, also those not trained on
             own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": sampled_BT}
-            self.compare(replace(micro, **own), tally)
-        diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, tally)
-        diagnostics.entropy(output.entropy_BT, micro, tally)
+            self.compare(replace(micro, **own), accumulator)
+        diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, accumulator)
+        diagnostics.entropy(output.entropy_BT, micro, accumulator)
         if output.experts_BSLK is not None:
-            diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, tally)
+            diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, accumulator)
 
     @torch.no_grad()
-    def routing_after_step(self, batch: TrainBatch, step: int, tally: Tally) -> None:
-        """Routing consistency after the last update, on a sample of the step's responses drawn by position."""
+    def routing_after_step(self, batch: TrainBatch, step: int, accumulator: MetricAccumulator) -> None:
+        """Measure routing consistency after the last update, on a sample of the step's responses."""
         if batch.experts_BSLK is None:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
         sample = batch.rows(torch.from_numpy(chosen))
-        if self.replay == "r2":  # its record was made without replay, that of r3 with one
+        if self.replay == "r2":  # the record was made without replay, while that of r3 was made with one
             sample.replay_BSLK = None
         own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
-        diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, tally)
+        diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, accumulator)
 
     def refresh_reference(self, step: int) -> None:
-        """On its schedule, the reference policy becomes the current one."""
-        every = getattr(self.algorithm.kl, "refresh_every", 0)
+        """Copy the current weights to the reference policy when kl.refresh_every says so."""
+        every = self.algorithm.kl.refresh_every
         if self.reference and every and step % every == 0:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
 
 
 def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
-    """The addends of the loss."""
+    """List the addends of the loss: the policy term, and the KL and value terms of algorithms that have them."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
@@ -297,13 +312,13 @@ def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCo
 
 
 def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
-    """What the terms may look at: this forward pass, and what the batch remembers."""
+    """Collect what the loss terms may read: the results of this forward pass and what the batch holds."""
     return LossInputs(
         logp_BT=output.logp_BT,
         old_logp_BT=batch.old_logp_BT,
         adv_BT=batch.adv_BT,
         mask_BT=batch.mask_BT,
-        behaviour_logp_BT=batch.engine_logp_BT,
+        engine_logp_BT=batch.engine_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
         correction_BT=batch.correction_BT,
         values_BT=output.values_BT,

@@ -65,7 +65,7 @@ MEAN = Aggregation("seq-mean-token-mean")
 
 def inputs(batch: naive.Batch, dtype=torch.float64) -> LossInputs:
     logp, old, mu, adv = (torch.tensor(x, dtype=dtype) for x in (batch.logp, batch.old, batch.mu, batch.adv))
-    return LossInputs(logp.requires_grad_(), old, adv, torch.tensor(batch.mask), behaviour_logp_BT=mu)
+    return LossInputs(logp.requires_grad_(), old, adv, torch.tensor(batch.mask), engine_logp_BT=mu)
 
 
 def run(objective, batch: naive.Batch, aggregation: Aggregation = MEAN, dtype=torch.float64):

@@ -15,7 +15,9 @@ from torch import Tensor
 from gspo.core.masked import masked_mean
 from gspo.core.ranges import Ranged, ranged
 
-LOWEST = 20.0  # nats: below -20 a ratio is 2e-9; it cannot overflow, so a smaller log_ratio_bound acts above only
+# Log-ratios below this many nats (a ratio of 2e-9) are bounded. A small ratio cannot overflow, so a `log_ratio_bound`
+# of less than 20 acts on large ratios alone.
+LOG_RATIO_FLOOR = -20.0
 
 
 @dataclass
@@ -29,7 +31,7 @@ class LossInputs:
     old_logp_BT: Tensor  # log pi_old, without
     adv_BT: Tensor  # advantage of every token
     mask_BT: Tensor  # bool, True on response tokens
-    behaviour_logp_BT: Tensor | None = None  # log mu, of the policy that sampled, as the engine reported it
+    engine_logp_BT: Tensor | None = None  # log mu, of the policy that sampled, as the engine reported it
     ref_logp_BT: Tensor | None = None  # log pi_ref, of the reference policy
     correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: all 1
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), with gradient
@@ -37,7 +39,7 @@ class LossInputs:
     returns_BT: Tensor | None = None  # what the critic should predict
 
     def __post_init__(self):
-        for name in ("logp_BT", "old_logp_BT", "behaviour_logp_BT", "ref_logp_BT"):
+        for name in ("logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"):
             value = getattr(self, name)
             if value is not None and value.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
@@ -104,7 +106,7 @@ class RatioObjective(Objective):
         return self.bounded_exp(sequence_log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT))
 
     def bounded_exp(self, log: Tensor) -> tuple[Tensor, Tensor]:
-        lowest = -max(LOWEST, self.log_ratio_bound)
+        lowest = min(LOG_RATIO_FLOOR, -self.log_ratio_bound)
         return log.clamp(lowest, self.log_ratio_bound).exp(), (log < lowest) | (log > self.log_ratio_bound)
 
 

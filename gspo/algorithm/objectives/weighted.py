@@ -121,12 +121,12 @@ class DPPO(RatioObjective):
     ratio_to: ClassVar[str] = "engine"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Raises ValueError without inputs.behaviour_logp_BT."""
-        if inputs.behaviour_logp_BT is None:
-            raise ValueError("objective=dppo compares with the sampling policy: behaviour_logp_BT is missing")
-        adv_BT, behaviour_BT = inputs.advantage_BT, inputs.behaviour_logp_BT.detach()
-        ratio_BT, bounded_BT = self.token_ratio(inputs, behaviour_BT)
-        change_BT = torch.where(inputs.mask_BT, inputs.logp_BT.detach().exp() - behaviour_BT.exp(), 0.0)
+        """Raises ValueError without inputs.engine_logp_BT."""
+        if inputs.engine_logp_BT is None:
+            raise ValueError("objective=dppo compares with the sampling policy: engine_logp_BT is missing")
+        adv_BT, engine_BT = inputs.advantage_BT, inputs.engine_logp_BT.detach()
+        ratio_BT, bounded_BT = self.token_ratio(inputs, engine_BT)
+        change_BT = torch.where(inputs.mask_BT, inputs.logp_BT.detach().exp() - engine_BT.exp(), 0.0)
         removed_BT = ((adv_BT > 0) & (change_BT > self.delta)) | ((adv_BT < 0) & (change_BT < -self.delta))
         return LossOutputs(
             loss_BT=torch.where(removed_BT, 0.0, -ratio_BT * adv_BT),

@@ -159,11 +159,11 @@ def test_what_stands_in_masked_places_changes_nothing_bitwise(objective, scale):
 def test_old_and_behaviour_log_probs_get_no_gradient_and_empty_rows_count_nowhere(objective, scale):
     batch = with_an_empty_row(6, scale)
     given = inputs(batch)
-    for tensor in (given.old_logp_BT, given.behaviour_logp_BT):
+    for tensor in (given.old_logp_BT, given.engine_logp_BT):
         tensor.requires_grad_()
     loss = MEAN(objective(given).loss_BT, given.mask_BT, Totals.of(given.mask_BT))
     loss.backward()
-    assert given.old_logp_BT.grad is None and given.behaviour_logp_BT.grad is None
+    assert given.old_logp_BT.grad is None and given.engine_logp_BT.grad is None
     keep = [i for i in range(len(batch.mask)) if i != 4]
     smaller, gradient, _ = run(objective, batch.map(lambda x: x[keep]))
     assert loss.item() == pytest.approx(smaller, abs=1e-13) and given.logp_BT.grad[4].abs().max() == 0

@@ -12,7 +12,7 @@ from gspo.algorithm.advantages import Credit, Returns
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.kl import ESTIMATORS, KLCoefficient, KLInLoss, KLInReward, Penalized
 from gspo.algorithm.objectives import LossInputs
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 from gspo.train.loss_terms import KLTerm
 
 SEEDS = range(3)
@@ -158,7 +158,7 @@ def term(settings, logp, old, ref) -> torch.Tensor:
     logp, old, ref = (x.reshape(1, -1) for x in (logp, old, ref))
     mask = torch.ones_like(logp, dtype=torch.bool)
     inputs = LossInputs(logp, old, torch.zeros_like(logp), mask, ref_logp_BT=ref)
-    return KLTerm(settings, KLCoefficient(settings))(inputs, Totals.of(mask), 1, Tally())
+    return KLTerm(settings, KLCoefficient(settings))(inputs, Totals.of(mask), 1, MetricAccumulator())
 
 
 def in_loss(estimator: str, **settings) -> KLInLoss:

@@ -225,9 +225,9 @@ def test_a_setting_that_makes_no_sense_is_refused_by_key_and_value(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["logp_BT", "old_logp_BT", "behaviour_logp_BT", "ref_logp_BT"])
+@pytest.mark.parametrize("name", ["logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"])
 def test_log_probs_in_half_precision_are_refused_by_name(name, dtype):
-    given = {key: torch.zeros(1, 2) for key in ("logp_BT", "old_logp_BT", "adv_BT", "behaviour_logp_BT", "ref_logp_BT")}
+    given = {key: torch.zeros(1, 2) for key in ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")}
     given[name] = given[name].to(dtype)
     with pytest.raises(ValueError, match=f"{name} is {dtype}.*float32 or better"):
         LossInputs(**given, mask_BT=torch.ones(1, 2, dtype=torch.bool))
@@ -237,8 +237,8 @@ def test_an_objective_without_formula_and_dppo_without_the_sampler_are_refused()
     given = inputs(naive.ragged(0, 0.3))
     with pytest.raises(TypeError, match="no formula"):
         Objective("mine")(given)
-    with pytest.raises(ValueError, match="behaviour_logp_BT is missing"):
-        DPPO()(replace(given, behaviour_logp_BT=None))
+    with pytest.raises(ValueError, match="engine_logp_BT is missing"):
+        DPPO()(replace(given, engine_logp_BT=None))
 
 
 @pytest.mark.parametrize(

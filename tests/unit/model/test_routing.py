@@ -12,7 +12,7 @@ from gspo.model import network
 from gspo.model.packing import lay_out
 from gspo.model.policy import Policy
 from gspo.model.routing_replay import Routing
-from gspo.train.accumulator import Tally, load_entropy
+from gspo.train.accumulator import MetricAccumulator, load_entropy
 from gspo.train.diagnostics import consistency, routing
 
 
@@ -146,14 +146,14 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
     start = batch.prompt_width
     own[0, : start - 1] = 7 - own[0, : start - 1]  # prompt positions before the last predict no response token
     own[0, start + int(batch.mask_BT[0].sum()) - 1 :] = 7  # the last token predicts nothing
-    tally = Tally()
-    routing(own, batch, 8, 2, tally)
-    assert tally.result()["routing/consistency"] == 1
+    accumulator = MetricAccumulator()
+    routing(own, batch, 8, 2, accumulator)
+    assert accumulator.result()["routing/consistency"] == 1
     own[0, start - 1, 1] = (batch.experts_BSLK[0, start - 1, 1] + 1) % 8  # now one that predicts the first token
     kept = consistency(own[:1, start - 1 : start, 1:2], batch.experts_BSLK[:1, start - 1 : start, 1:2]).item()
-    tally = Tally()
-    routing(own, batch, 8, 2, tally)
-    tokens, result = int(batch.mask_BT.sum()), tally.result()
+    accumulator = MetricAccumulator()
+    routing(own, batch, 8, 2, accumulator)
+    tokens, result = int(batch.mask_BT.sum()), accumulator.result()
     assert result["routing/consistency"] == pytest.approx(1 - (1 - kept) / tokens / 3)
     assert result["routing/consistency_layer_1"] == pytest.approx(1 - (1 - kept) / tokens)
     assert result["routing/consistency_minibatch_2"] == result["routing/consistency"]

@@ -22,7 +22,7 @@ from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.requests import Sampling
 from gspo.rollout.sampler_logprobs import check_engine
 from gspo.rollout.settings import RolloutSettings
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 from gspo.train.diagnostics import engine_routes, mismatch
 from trainers import FirstCharacter, flat, gap_trainer, steps, trainer, weights
 
@@ -86,9 +86,9 @@ def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
     ids=str,
 )
 def test_the_pass_is_kept_where_the_engine_knows_something_else(more):
-    assert gap_trainer().engine_knows and not gap_trainer(**more).engine_knows
-    assert not trainer(GSPO(), parts={"correction": TIS()}, old_pass="auto").engine_knows
-    assert not trainer(PPO(), parts={"advantage": GAE()}, old_pass="auto").engine_knows
+    assert gap_trainer().skips_old_pass and not gap_trainer(**more).skips_old_pass
+    assert not trainer(GSPO(), parts={"correction": TIS()}, old_pass="auto").skips_old_pass
+    assert not trainer(PPO(), parts={"advantage": GAE()}, old_pass="auto").skips_old_pass
 
 
 # --- another precision
@@ -179,9 +179,9 @@ def test_the_gap_by_hand(moe):
     assert batch.mask_BT.sum() == 4
     log = torch.tensor([[0.1, -0.3], [1.0, 0.0]])
     batch.old_logp_BT = batch.engine_logp_BT + log
-    tally = Tally()
-    mismatch(batch, tally)
-    metrics = tally.result()
+    accumulator = MetricAccumulator()
+    mismatch(batch, accumulator)
+    metrics = accumulator.result()
     expected = {
         "mismatch/k1": -0.8 / 4,
         "mismatch/k3": float((log.exp() - 1 - log).mean()),
@@ -199,14 +199,14 @@ def test_the_gap_by_hand(moe):
 def test_agreement_with_the_engines_routes_by_hand(moe):
     batch = batch_of(moe, sample(moe, record_experts=True))
     layers, start = batch.experts_BSLK.shape[2], batch.prompt_width - 1
-    tally = Tally()
-    assert engine_routes(batch, tally) == 1, "the same weights in the same precision choose the same experts"
+    accumulator = MetricAccumulator()
+    assert engine_routes(batch, accumulator) == 1, "the same weights in the same precision choose the same experts"
     one = batch.engine_experts_BSLK[0, start, 1]
     one[0] = next(e for e in range(8) if e not in one)  # one of K = 2 experts of one layer, at one position
-    tally = Tally()
+    accumulator = MetricAccumulator()
     tokens = int(batch.mask_BT.sum())
-    assert engine_routes(batch, tally) == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
-    metrics = tally.result()
+    assert engine_routes(batch, accumulator) == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
+    metrics = accumulator.result()
     assert metrics["routing/engine_changed_any_layer"] == pytest.approx(1 / tokens)
     assert metrics["routing/engine_agreement_layer_0"] == 1
     assert metrics["routing/engine_agreement_layer_1"] == pytest.approx(1 - 0.5 / tokens)
@@ -248,11 +248,11 @@ def test_with_a_rounded_engine_r3_removes_the_routing_part_of_the_gap():
     for replay in ("none", "r3"):
         batch.replay_BSLK = batch.engine_experts_BSLK if replay == "r3" else None
         scored = policy.score(batch, 64)
-        tally = Tally()
-        mismatch(replace(batch, old_logp_BT=scored.logp_BT), tally)
+        accumulator = MetricAccumulator()
+        mismatch(replace(batch, old_logp_BT=scored.logp_BT), accumulator)
         if replay == "none":
-            share = engine_routes(replace(batch, experts_BSLK=scored.experts_BSLK), tally)
-        gaps[replay] = tally.result()
+            share = engine_routes(replace(batch, experts_BSLK=scored.experts_BSLK), accumulator)
+        gaps[replay] = accumulator.result()
     assert 0.8 < share < 1, "rounding moves some tokens to other experts"
     assert gaps["r3"]["mismatch/k3"] < 0.5 * gaps["none"]["mismatch/k3"]
     assert gaps["r3"]["mismatch/logp_abs_max"] < gaps["none"]["mismatch/logp_abs_max"]
@@ -262,8 +262,8 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     t = gap_trainer(replay="r3", dtype="bfloat16")
     rollout = t.source.next(1)
     batch = pack(rollout.responses, 0)
-    tally = Tally()
-    t.remember_old_policy(batch, tally)
+    accumulator = MetricAccumulator()
+    t.remember_old_policy(batch, accumulator)
     by_hand = t.policy.score(replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), 5).logp_BT
     free = t.policy.score(pack(rollout.responses, 0), 5).logp_BT
     assert torch.equal(batch.old_logp_BT, by_hand) and not torch.allclose(by_hand, free, atol=1e-5)

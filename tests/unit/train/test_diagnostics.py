@@ -9,7 +9,7 @@ from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.core.batch import TrainBatch
 from gspo.core.types import Problem, Response, Score
 from gspo.train import diagnostics
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 
 
 def batch(adv, mask, old=None) -> TrainBatch:
@@ -39,9 +39,9 @@ def test_clip_fractions_by_hand():
     dual = flags([[0, 0, 0, 0], [1, 0, 1, 1]])
     outputs = LossOutputs(torch.zeros(2, 4), weight, active, outside, flags([[0, 0, 0, 0], [0, 1, 1, 1]]), dual)
     packed = batch([1.0, -1.0], [[1, 1, 1, 1], [1, 1, 0, 0]])
-    tally = Tally()
-    diagnostics.clips(outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, tally)
-    result = tally.result()
+    accumulator = MetricAccumulator()
+    diagnostics.clips(outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, accumulator)
+    result = accumulator.result()
     assert result["clip/token_active"] == pytest.approx(5 / 6)
     assert result["clip/sequence_active"] == pytest.approx((1 + 1 / 2) / 2)
     assert result["clip/token_outside"] == result["clip/sequence_outside"] == 1
@@ -56,9 +56,9 @@ def test_clip_fractions_by_hand():
 def test_ratios_and_kl_by_hand():
     a, b, c = math.log(2), math.log(0.5), math.log(1.5)
     logp = torch.tensor([[a, b], [c, math.nan]])
-    tally = Tally()
-    diagnostics.ratios(logp, batch([1.0, 1.0], [[1, 1], [1, 0]]), 20.0, tally)
-    result = tally.result()
+    accumulator = MetricAccumulator()
+    diagnostics.ratios(logp, batch([1.0, 1.0], [[1, 1], [1, 0]]), 20.0, accumulator)
+    result = accumulator.result()
     assert result["ratio/token_mean"] == pytest.approx((2 + 0.5 + 1.5) / 3)
     assert (result["ratio/token_min"], result["ratio/token_max"]) == pytest.approx((0.5, 2))
     assert result["ratio/sequence_mean"] == pytest.approx((1 + 1.5) / 2)  # sqrt(2 * 0.5) = 1
@@ -74,35 +74,37 @@ def test_ratios_and_kl_by_hand():
 def test_mismatch_by_hand():
     b = batch([0.0], [[1, 1, 0]], old=[[-1.0, -2.0, -9.0]])
     b.engine_logp_BT = torch.tensor([[-1.0, -2.1, 0.0]])
-    tally = Tally()
-    diagnostics.mismatch(b, tally)
-    assert tally.result()["mismatch/logp_abs_max"] == pytest.approx(0.1, rel=1e-4)
-    assert tally.result()["mismatch/k3"] == pytest.approx((math.exp(0.1) - 1.1) / 2, rel=1e-3)
+    accumulator = MetricAccumulator()
+    diagnostics.mismatch(b, accumulator)
+    assert accumulator.result()["mismatch/logp_abs_max"] == pytest.approx(0.1, rel=1e-4)
+    assert accumulator.result()["mismatch/k3"] == pytest.approx((math.exp(0.1) - 1.1) / 2, rel=1e-3)
 
 
 def test_extremes_are_reported_as_they_are():
     """A broken engine's difference of 60 nats is reported as 60; a ratio is bounded as the objectives bound it."""
     b = batch([1.0], [[1, 1]], old=[[-60.1, -1.0]])
     b.engine_logp_BT = torch.tensor([[-0.1, -1.0]])
-    tally = Tally()
-    diagnostics.mismatch(b, tally)
-    diagnostics.ratios(torch.tensor([[-90.1, -1.0]]), b, 10.0, tally)
-    assert tally.result()["mismatch/logp_abs_max"] == pytest.approx(60.0)
-    assert tally.result()["mismatch/k3"] == pytest.approx((math.exp(-20) + 19) / 2)
-    assert tally.result()["ratio/sequence_min"] == pytest.approx(math.exp(-15), rel=1e-5)  # mean log-ratio -30 / 2
-    assert tally.result()["ratio/token_min"] == pytest.approx(math.exp(-20), rel=1e-5)
+    accumulator = MetricAccumulator()
+    diagnostics.mismatch(b, accumulator)
+    diagnostics.ratios(torch.tensor([[-90.1, -1.0]]), b, 10.0, accumulator)
+    assert accumulator.result()["mismatch/logp_abs_max"] == pytest.approx(60.0)
+    assert accumulator.result()["mismatch/k3"] == pytest.approx((math.exp(-20) + 19) / 2)
+    assert accumulator.result()["ratio/sequence_min"] == pytest.approx(
+        math.exp(-15), rel=1e-5
+    )  # mean log-ratio -30 / 2
+    assert accumulator.result()["ratio/token_min"] == pytest.approx(math.exp(-20), rel=1e-5)
 
 
-def test_tally_does_not_depend_on_the_cut():
-    whole, cut = Tally(), Tally()
+def test_metrics_do_not_depend_on_how_the_batch_is_cut():
+    whole, cut = MetricAccumulator(), MetricAccumulator()
     x = torch.tensor([1.0, 5.0, 2.0, 8.0])
-    for tally, parts in ((whole, [x]), (cut, [x[:1], x[1:]])):
+    for accumulator, parts in ((whole, [x]), (cut, [x[:1], x[1:]])):
         for part in parts:
-            tally.mean("a", part.sum(), len(part))
-            tally.ess("e", part)
-            tally.largest("max", part.max())
-            tally.smallest("min", part.min())
-        tally.mean("nothing", 0.0, 0)
+            accumulator.mean("a", part.sum(), len(part))
+            accumulator.ess("e", part)
+            accumulator.largest("max", part.max())
+            accumulator.smallest("min", part.min())
+        accumulator.mean("nothing", 0.0, 0)
     assert whole.result() == pytest.approx({"a": 4.0, "e": 256 / (4 * 94), "max": 8, "min": 1})
     assert cut.result() == pytest.approx(whole.result())
 
@@ -120,10 +122,10 @@ def test_rewards_and_lengths_by_hand():
         [respond(1, 6, task="code"), respond(1, 8, task="code")],
         [respond(0, 10, "length", verdict="truncated"), respond(0, 10, verdict="wrong")],
     ]
-    tally = Tally()
-    diagnostics.rewards(groups, tally)
-    diagnostics.lengths([r for g in groups for r in g], tally)
-    result = tally.result()
+    accumulator = MetricAccumulator()
+    diagnostics.rewards(groups, accumulator)
+    diagnostics.lengths([r for g in groups for r in g], accumulator)
+    result = accumulator.result()
     assert result["reward/mean"] == pytest.approx(3 / 6)
     assert result["reward/math"] == pytest.approx(1 / 4) and result["reward/code"] == 1
     assert result["group/zero_variance"] == pytest.approx(2 / 3) and result["group/all_correct"] == pytest.approx(1 / 3)
@@ -135,6 +137,6 @@ def test_rewards_and_lengths_by_hand():
 
 
 def test_entropy_weighs_tokens():
-    tally = Tally()
-    diagnostics.entropy(torch.tensor([[1.0, 2.0], [6.0, math.nan]]), batch([0.0, 0.0], [[1, 1], [1, 0]]), tally)
-    assert tally.result()["policy/entropy"] == pytest.approx(3)
+    accumulator = MetricAccumulator()
+    diagnostics.entropy(torch.tensor([[1.0, 2.0], [6.0, math.nan]]), batch([0.0, 0.0], [[1, 1], [1, 0]]), accumulator)
+    assert accumulator.result()["policy/entropy"] == pytest.approx(3)

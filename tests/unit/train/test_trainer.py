@@ -14,7 +14,7 @@ from gspo.model.loading import TinyDense
 from gspo.rollout.problem_sampler import REFILL
 from gspo.rollout.settings import RolloutSettings
 from gspo.tracking.metrics import lookup
-from gspo.train.accumulator import Tally
+from gspo.train.accumulator import MetricAccumulator
 from gspo.train.trainer import Trainer
 from trainers import FirstCharacter, steps, trainer, weights
 
@@ -131,8 +131,8 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     rollout.groups[1].pop()
     rollout.ungraded = [rollout.groups[2].pop(0)]
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
-    t.remember_old_policy(batch, Tally())
-    t.credit(batch, rollout, Tally())
+    t.remember_old_policy(batch, MetricAccumulator())
+    t.credit(batch, rollout, MetricAccumulator())
     by_hand = [2 / 3, -1 / 3, -1 / 3, 1 / 2, -1 / 2, 1 / 2, -1 / 2]
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
     row = t.train_step(1, rollout)
