@@ -20,7 +20,7 @@ from gspo.config.commands import EvaluateCommand
 from gspo.config.load import register_schemas
 from gspo.config.schema import to_dataclass
 from gspo.core.files import refuse_links
-from gspo.evaluation.evaluate import HeldOut, held_out_sets, with_room
+from gspo.evaluation.evaluate import EvaluationSet, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
@@ -43,7 +43,7 @@ class Subject:
     """What is evaluated, and on what."""
 
     engine: LocalEngine
-    sets: list[HeldOut]
+    sets: list[EvaluationSet]
     step: int  # the step of training, 0 for a model
     identity: dict  # its part of the evaluation's settings, with the precision that it is sampled in
     name: str  # the name by which the user calls it
@@ -82,8 +82,8 @@ def main(config: DictConfig) -> None:
             print(f"stopped; the same command goes on from what is in {path}", file=sys.stderr)
             sys.exit(130)
         finally:
-            for held_out in sets:
-                held_out.task.close()
+            for evaluation_set in sets:
+                evaluation_set.task.close()
         code = {key: value for key, value in code_state().items() if key in ("commit", "python", "versions")}
         written = folder.finish(results, code)
     print(
@@ -96,19 +96,19 @@ def main(config: DictConfig) -> None:
     print(f"numbers in {written}, responses beside it")
 
 
-def within_positions(held_out: HeldOut, engine: LocalEngine) -> HeldOut:
+def within_positions(whole: EvaluationSet, engine: LocalEngine) -> EvaluationSet:
     """Return the set with as much of its own response length as the model has positions for beside the longest prompt,
     but at least half of the positions, so that one long prompt does not shorten all responses. Prints a remark where
     that is less."""
-    room = engine.room(held_out.problems, held_out.limit)
-    if room == held_out.limit:
-        return held_out
-    limit = min(held_out.limit, max(room, engine.positions // 2))
-    print(f"{held_out.name}: up to {limit} response tokens in place of {held_out.limit}: {engine.positions} positions")
-    return replace(held_out, limit=limit)
+    room = engine.room(whole.problems, whole.limit)
+    if room == whole.limit:
+        return whole
+    limit = min(whole.limit, max(room, engine.positions // 2))
+    print(f"{whole.name}: up to {limit} response tokens in place of {whole.limit}: {engine.positions} positions")
+    return replace(whole, limit=limit)
 
 
-def cut_short(results: dict[str, dict], sets: list[HeldOut]) -> list[str]:
+def cut_short(results: dict[str, dict], sets: list[EvaluationSet]) -> list[str]:
     """Return remarks on sets that a longer limit would score differently."""
     found = []
     for s in sets:
@@ -136,7 +136,7 @@ def find_data(config: DictConfig) -> None:
         task.path = str(files[0] if files else folder)
 
 
-def sample(command: EvaluateCommand, subject: Subject, sets: list[HeldOut], folder: Folder) -> dict[str, dict]:
+def sample(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet], folder: Folder) -> dict[str, dict]:
     """Sample, score and summarise, with a progress bar."""
     sampling, total = Sampling(command.temperature), sum(len(s.problems) for s in sets)
     with tqdm(total=total, unit="problem", dynamic_ncols=True, disable=None) as bar:
@@ -187,7 +187,7 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     return Subject(engine, sets, 0, identity, name, f"runs/evaluations/{Path(name).name}")
 
 
-def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[HeldOut]:
+def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[EvaluationSet]:
     """Return the chosen sets of all tasks, each with its response limit: the command's, the benchmark's own, or
     `limit`.
 
@@ -205,8 +205,8 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONG
         names = [name for name in task.evaluation_sets() if not command.sets or name in command.sets]
         if names:
             own = command.max_new_tokens or task.max_new_tokens or limit
-            found = held_out_sets(task, names, command.problems or None, command.seed)
-            sets += [replace(held_out, limit=own) for held_out in found]
+            found = load_evaluation_sets(task, names, command.problems or None, command.seed)
+            sets += [replace(evaluation_set, limit=own) for evaluation_set in found]
     return sets
 
 

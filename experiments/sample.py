@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from gspo.config.commands import SampleCommand
 from gspo.config.load import register_schemas
 from gspo.config.schema import to_dataclass
-from gspo.evaluation.evaluate import SEED, HeldOut, with_room
+from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import score
 from gspo.run.build import local_engine
@@ -38,7 +38,7 @@ def main(config: DictConfig) -> None:
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
     sampling = Sampling(command.temperature, settings.rollout.longest_limit)
-    chosen = with_room(HeldOut(command.set, settings.task, problems), engine, sampling.max_new_tokens)
+    chosen = with_room(EvaluationSet(command.set, settings.task, problems), engine, sampling.max_new_tokens)
     if chosen.left_out:
         print(
             f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from gspo.config.checks import check_training_set, warnings
 from gspo.config.load import chosen_settings, register_schemas, write_settings
 from gspo.config.settings import Settings
-from gspo.core.files import Made, note_start, said
+from gspo.core.files import CreatedFiles, note_start, read_status
 from gspo.core.ownership import SIGNATURES
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
@@ -97,7 +97,7 @@ def run(settings: Settings, alone: bool = True) -> None:
         raise Collapsed
 
 
-def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
+def attempt(settings: Settings, folder: Path, alone: bool, made: CreatedFiles) -> str:
     """From the newest checkpoint, or the beginning, until the run ends or is rolled back; says which."""
     back = Rollbacks(folder)
     warn(back.move())
@@ -106,11 +106,11 @@ def attempt(settings: Settings, folder: Path, alone: bool, made: Made) -> str:
         back.forget()
     if finished(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        if said(folder).get("how") not in ENDED:  # killed between its last checkpoint and its end
+        if read_status(folder).get("how") not in ENDED:  # killed between its last checkpoint and its end
             write_report(folder, "finished")
             say(folder, "finished", settings.steps)
         return "finished"
-    if not alone and said(folder).get("how") == "collapsed":
+    if not alone and read_status(folder).get("how") == "collapsed":
         print(f"{folder} has collapsed; it goes on with resume={folder} only")
         return "collapsed"
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone, made)
@@ -166,7 +166,7 @@ def about_the_model(policy: Policy) -> list[str]:
     return found
 
 
-def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool, made: Made) -> Trainer:
+def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: bool, made: CreatedFiles) -> Trainer:
     """The trainer; where it cannot be built, what this process made of a run that is new is taken away again."""
     new = not (folder / "settings.yaml").exists()
     if new:
@@ -175,7 +175,7 @@ def prepared(settings: Settings, folder: Path, checkpoint: Path | None, alone: b
         return build(settings, checkpoint, alone)
     except ValueError:
         if new:
-            made.take_back("settings.yaml", SIGNATURES, LOG)
+            made.remove("settings.yaml", SIGNATURES, LOG)
         raise
 
 

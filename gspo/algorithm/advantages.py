@@ -1,8 +1,8 @@
-"""From rewards to advantages: what every token of a response is credited with.
+"""Advantage estimators: from rewards to the advantage of every token of a response.
 
-An estimator sees the reward of every token (the verifier's on the response's last one, minus any KL penalty), the mask,
-and which responses share a problem, and gives an advantage for every token. Then, in this order and only if asked for:
-whitening over the batch, and a clip.
+An estimator is given the reward of every token (the verifier's reward on the response's last token, minus any KL
+penalty), the mask, and which responses share a problem. It returns an advantage for every token. If the settings ask
+for it, advantages are then whitened over the batch and clipped, in this order.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -21,27 +21,26 @@ from gspo.core.ranges import Ranged, ranged
 
 @dataclass
 class Credit:
-    """What an estimator works from."""
+    """Holds what an estimator computes advantages from."""
 
     token_rewards_BT: Tensor
     mask_BT: Tensor
-    groups_B: Tensor  # int64: responses with the same number answer the same problem
+    groups_B: Tensor  # int64; responses with the same number answer the same problem
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), for estimators that need it
 
     @property
     def rewards_B(self) -> Tensor:
-        """The whole response's reward: the sum over its tokens."""
+        """The reward of each whole response, which is the sum over its tokens. Shape [B]."""
         return masked_sum(self.token_rewards_BT, self.mask_BT)
 
 
 @dataclass
 class Advantage(Ranged, key="advantage"):
-    """Base of the estimators: the settings they share."""
+    """The base of the estimators, with the settings that they share."""
 
     name: str = ""
-    whiten: str = (
-        "none"  # over the rollout batch: tokens (verl, ROLL: long responses weigh more) | responses (ms-swift)
-    )
+    # whitening over the rollout batch: none | tokens (verl, ROLL; long responses weigh more) | responses (ms-swift)
+    whiten: str = "none"
     clip: float | None = ranged(None, above=0)  # keep advantages within +- this, after whitening
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
@@ -59,7 +58,7 @@ class Advantage(Ranged, key="advantage"):
             raise ValueError(f"advantage.whiten={self.whiten!r}: choose none, tokens or responses")
 
     def __call__(self, credit: Credit) -> Tensor:
-        """Advantages [B, T], 0 where masked."""
+        """Compute the advantages, whitened and clipped as the settings say; 0 where masked. Shape [B, T]."""
         adv = self.estimate(credit)
         adv_BT = torch.where(credit.mask_BT, adv if adv.ndim == 2 else adv.unsqueeze(-1), 0.0)
         if self.whiten == "tokens":
@@ -70,16 +69,16 @@ class Advantage(Ranged, key="advantage"):
         return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)
 
     def estimate(self, credit: Credit) -> Tensor:
-        """[B] or [B, T]"""
+        """Compute the advantages before whitening, one per response [B] or one per token [B, T]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
 
 
 @dataclass
 class GroupAdvantage(Advantage):
-    """Base of the estimators that compare a response with the others of its group.
+    """The base of the estimators that compare a response with the others of its group.
 
-    A group whose rewards are all equal carries no signal and gets exactly 0. So does a group of one, unless
-    `group_of_one=reward`, which takes its mean for 0 and its std for 1 (verl).
+    A group whose rewards are all equal carries no signal, and its advantages are exactly 0. So are those of a group of
+    one, unless `group_of_one=reward`, for which its mean counts as 0 and its std as 1 (as in verl).
     """
 
     group_of_one: str = "zero"  # zero | reward
@@ -98,23 +97,26 @@ class GroupAdvantage(Advantage):
         return torch.where(groups.size_B == 1, alone_B, adv_B)
 
     def alone(self, rewards_B: Tensor) -> Tensor:
-        """The advantage of a group of one: as if the mean were 0 and the std 1."""
+        """Compute the advantage that a group of one gets if its mean counts as 0 and its std as 1. Shape [B]."""
         return rewards_B
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
+        """Compute the advantages of responses in groups whose rewards differ. Shape [B]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
 
 
 @dataclass
 class GroupNormalized(GroupAdvantage):
-    """A_i = (r_i - mean_j r_j) / (std r + eps): GRPO and the GSPO paper (Eq 3 and 6, which leave std and eps open).
+    """The group-normalized advantage of GRPO and of the GSPO paper (Eq 3 and 6, which leave std and eps open):
 
-    The std has ddof 1 and is the group's, or that of all rewards of the batch (`std=batch`: TRL's scale_rewards=batch;
-    Lite PPO, arXiv:2508.08221).
+        A_i = (r_i - mean_j r_j) / (std r + eps)
+
+    The std has ddof 1. It is that of the group, or with `std=batch` that of all rewards of the batch (TRL's
+    scale_rewards=batch; Lite PPO, arXiv:2508.08221).
     """
 
     name: str = "group_normalized"
-    eps: float = ranged(1e-6, least=0)  # as verl and ROLL; TRL and ms-swift 1e-4, OpenRLHF 1e-9
+    eps: float = ranged(1e-6, least=0)  # verl and ROLL use 1e-6, TRL and ms-swift 1e-4, OpenRLHF 1e-9
     std: str = "group"  # group | batch
 
     def __post_init__(self):
@@ -132,7 +134,7 @@ class GroupNormalized(GroupAdvantage):
 
 @dataclass
 class GroupMean(GroupAdvantage):
-    """A_i = r_i - mean_j r_j: Dr.GRPO (arXiv:2503.20783), MiniRL (arXiv:2512.01374)."""
+    """The advantage of Dr.GRPO (arXiv:2503.20783) and MiniRL (arXiv:2512.01374): A_i = r_i - mean_j r_j."""
 
     name: str = "group_mean"
 
@@ -142,7 +144,10 @@ class GroupMean(GroupAdvantage):
 
 @dataclass
 class LeaveOneOut(GroupAdvantage):
-    """A_i = r_i - mean of the other r_j of the group: RLOO (arXiv:2402.14740). G/(G-1) times GroupMean."""
+    """The leave-one-out advantage, RLOO (arXiv:2402.14740): A_i = r_i - the mean of the other r_j of the group.
+
+    It is G / (G - 1) times the advantage of GroupMean, for groups of G responses.
+    """
 
     name: str = "rloo"
 
@@ -153,9 +158,9 @@ class LeaveOneOut(GroupAdvantage):
 
 @dataclass
 class Returns(Advantage):
-    """A_t = sum_{u >= t} gamma^(u-t) r_u: the return, without baseline (ROLL's adv_estimator=reinforce).
+    """The discounted return without a baseline (ROLL's adv_estimator=reinforce): A_t = sum_{u >= t} gamma^(u-t) r_u.
 
-    Masked positions inside a response (text the policy did not write) pass the return on unchanged.
+    Masked positions inside a response (text that the policy did not write) are not discounted.
     """
 
     name: str = "returns"
@@ -167,9 +172,10 @@ class Returns(Advantage):
 
 @dataclass
 class ReinforcePP(Returns):
-    """REINFORCE++ (arXiv:2501.03262): returns, whitened over all tokens of the batch.
+    """REINFORCE++ (arXiv:2501.03262): the returns, whitened over all tokens of the batch.
 
-    `baseline=group` first takes the group's mean off every response's reward ("REINFORCE++-baseline").
+    With `baseline=group` the advantage before whitening is the response's reward minus the group's mean
+    ("REINFORCE++-baseline").
     """
 
     name: str = "reinforce_pp"
@@ -191,11 +197,11 @@ class ReinforcePP(Returns):
 
 @dataclass
 class GAE(Advantage):
-    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V; gamma = 1, as is usual for LLMs.
+    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V. gamma is 1, as is usual for LLMs.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
-    V_t is the value before token t; after the last token it is 0. Masked positions inside a response are passed over.
+    V_t is the value before token t; after the last token it is 0. Masked positions inside a response are skipped.
     The critic is trained on R_t by 1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 ), times value_coef.
     """
 
@@ -209,7 +215,7 @@ class GAE(Advantage):
     per_token: ClassVar[bool] = True
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Raises ValueError without values."""
+        """Compute the advantages [B, T] by going backwards over the tokens. Raises ValueError without values."""
         if credit.values_BT is None:
             raise ValueError("advantage=gae needs the critic's values")
         adv_BT = torch.zeros_like(credit.token_rewards_BT)
@@ -223,28 +229,29 @@ class GAE(Advantage):
         return adv_BT
 
     def returns(self, credit: Credit) -> Tensor:
-        """R_t = A_t + V_t, before any whitening: what the critic should predict. [B, T]"""
+        """Compute R_t = A_t + V_t, before any whitening, which the critic is trained to predict. Shape [B, T]."""
         return torch.where(credit.mask_BT, self.estimate(credit) + credit.values_BT, 0.0)
 
 
 class Groups:
-    """Statistics over the responses that share a problem, spread back to the responses. All [B]."""
+    """Computes statistics over the responses that share a problem, repeated for each of these. All shapes are [B]."""
 
     def __init__(self, groups_B: Tensor):
         _, self.index_B, size = groups_B.unique(return_inverse=True, return_counts=True)
         self.count, self.size_B = len(size), size[self.index_B]
 
     def mean(self, x_B: Tensor) -> Tensor:
+        """Compute the mean of each response's group."""
         sums = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device).index_add(0, self.index_B, x_B)
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
-        """With ddof 1; 0 for a group of one."""
+        """Compute the standard deviation (ddof 1) of each response's group; 0 for a group of one."""
         squares_B = self.mean((x_B - self.mean(x_B)).square())
         return (squares_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
 
     def same(self, x_B: Tensor) -> Tensor:
-        """Whether all of a group are equal: exactly, for rounding must not leave a trace."""
+        """Tell for each response whether all values of its group are equal, exactly: rounding plays no part in it."""
         ends = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
         low = ends.scatter_reduce(0, self.index_B, x_B, "amin", include_self=False)
         high = ends.scatter_reduce(0, self.index_B, x_B, "amax", include_self=False)
@@ -252,7 +259,7 @@ class Groups:
 
 
 def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """sum_{u >= t} gamma^(u-t) x_u over the response's own tokens; masked positions are passed over. [B, T]"""
+    """Compute sum_{u >= t} gamma^(u-t) x_u over the response's own tokens; masked positions are skipped. [B, T]."""
     x_BT = torch.where(mask_BT, x_BT, 0.0)
     result_BT, later_B = torch.zeros_like(x_BT), torch.zeros_like(x_BT[:, 0])
     for t in reversed(range(x_BT.shape[1])):
@@ -262,10 +269,13 @@ def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(x: Tensor, sample: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) with mean and var (ddof 1) of the sample; unchanged if that is under two values."""
+    """Compute (x - mean) / sqrt(var + 1e-8), with the mean and the variance (ddof 1) of `sample`.
+
+    x is returned as it is if the sample has fewer than two values.
+    """
     return x if len(sample) < 2 else (x - sample.mean()) * (sample.var() + 1e-8).rsqrt()
 
 
 def deviation(x_B: Tensor) -> Tensor:
-    """Std with ddof 1; 0 for a single value."""
+    """Compute the standard deviation (ddof 1) of all values; 0 for a single value."""
     return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)

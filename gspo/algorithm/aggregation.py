@@ -1,7 +1,7 @@
-"""From the loss of every token to one number: a named choice, separate from the objective.
+"""Aggregation: from the loss of every token to one number. It is a choice separate from the objective.
 
-Frameworks give different formulas the same name. Here every denominator is spelled out, so that each of them can be
-stated (experiments/PARITY.md says which is whose).
+Frameworks give different formulas the same name. Here every denominator is written out, so that the formula of each
+framework can be chosen (experiments/PARITY.md says which framework uses which).
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -16,40 +16,42 @@ from gspo.core.masked import masked_mean, masked_sum
 from gspo.core.ranges import Ranged, ranged
 
 MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-LENGTH_WEIGHTED = MODES[1:]  # long responses weigh more
+LENGTH_WEIGHTED = MODES[1:]  # with these, long responses weigh more
 ROWS = ("nonempty", "all", "one")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What a loss is normalised by: counts of the whole optimizer step, whatever the micro-batch."""
+    """Holds the counts by which a loss is normalised: those of the whole optimizer step, not of a micro-batch."""
 
-    sequences: int  # responses with at least one token in the mask
-    rows: int  # responses
-    tokens: int
-    width: int  # columns of the padded batch
+    sequences: int  # the number of responses with at least one token in the mask
+    rows: int  # the number of all responses
+    tokens: int  # the number of tokens in the mask
+    width: int  # the number of columns of the padded batch
 
     @staticmethod
     def of(mask_BT: Tensor) -> Totals:
+        """Count the responses and tokens of a mask."""
         return Totals(int(mask_BT.any(-1).sum()), *mask_BT.shape[:1], int(mask_BT.sum()), *mask_BT.shape[1:])
 
 
 @dataclass
 class Aggregation(Ranged, key="aggregation"):
-    """The share of a (micro-)batch in the loss of its optimizer step; the shares of all micro-batches add up to it.
+    """Computes the share of a micro-batch in the loss of its optimizer step; all shares add up to that loss.
 
         seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it     GSPO Eq 5, GRPO Eq 2 of arXiv:2507.18071
         token-mean                sum_it l_it / sum_i |y_i|        DAPO, arXiv:2503.14476: long responses weigh more
         seq-mean-token-sum        1/N sum_i sum_t l_it             a response weighs in proportion to its length
         seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it         Dr.GRPO, arXiv:2503.20783: C is a constant
 
-    N is the number of responses with at least one token (`rows=nonempty`), of all responses (`all`), or 1 (`one`: a
-    sum). C is `length`. N and sum |y_i| come from `totals`, so the gradient does not depend on how the batch is cut.
+    N is the number of responses with at least one token (`rows=nonempty`), of all responses (`all`), or 1 (`one`, which
+    gives a sum). C is `length`. N and sum |y_i| come from `totals`, so the gradient does not depend on how the batch is
+    cut into micro-batches.
     """
 
-    mode: str = "auto"  # one of the four above | auto: what the objective's paper uses
-    rows: str = "nonempty"  # nonempty | all | one; of the seq-mean modes
-    # C of the -norm mode: null is the run's longest response limit, 0 the batch's width
+    mode: str = "auto"  # one of the four above | auto: the one that the objective's paper uses
+    rows: str = "nonempty"  # what N counts in the seq-mean modes: nonempty | all | one
+    # C of the -norm mode: a number | null: the longest response limit of the run | 0: the width of the batch
     length: int | None = ranged(None, least=0)
 
     def __post_init__(self):
@@ -64,7 +66,10 @@ class Aggregation(Ranged, key="aggregation"):
             raise ValueError(f"aggregation.length={self.length} is not read by aggregation.mode={self.mode}")
 
     def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
-        """Scalar. Raises ValueError while mode=auto or length=null is still to be settled (gspo.config does it)."""
+        """Aggregate the loss of every token to a scalar.
+
+        Raises ValueError for mode=auto or length=null, which gspo.config replaces before training.
+        """
         if self.mode == "token-mean":
             return masked_sum(loss_BT, mask_BT).sum() / max(totals.tokens, 1)
         count = {"nonempty": totals.sequences, "all": totals.rows, "one": 1}[self.rows]

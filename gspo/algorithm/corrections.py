@@ -1,7 +1,7 @@
-"""Corrections for the mismatch of engine and trainer: weights on the policy term, one per token.
+"""Corrections for the mismatch of engine and trainer: a weight for every token's loss in the policy term.
 
-The engine samples from mu, the trainer believes it was pi_old; they differ by precision, kernels and, in MoE models, by
-routing. With m_t = log pi_old(y_t) - log mu(y_t), the importance weight is, by level,
+The engine samples from mu, while the trainer assumes that the samples come from pi_old. The two differ by precision,
+kernels and, in MoE models, by routing. With m_t = log pi_old(y_t) - log mu(y_t), the importance weight of each level is
 
     token       exp( m_t )
     sequence    exp( sum_t m_t )            the product over the response
@@ -30,21 +30,21 @@ EXPONENT_BOUND = 20.0
 
 @dataclass
 class Correction(Ranged, key="correction"):
-    """Base of the choices; by itself: no correction, every weight is 1."""
+    """The base of the corrections. By itself it corrects nothing: every weight is 1."""
 
     name: str = "none"
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Weights [B, T] of the response tokens."""
+        """Compute the weights of the response tokens, 0 where masked. Shape [B, T]."""
         return mask_BT.to(old_logp_BT.dtype)
 
 
 @dataclass
 class TIS(Correction):
-    """Truncated importance sampling (Yao et al. 2025): min(weight, high), and at least `low`.
+    """Truncated importance sampling (Yao et al. 2025): the weight is clipped to [low, high].
 
-    `normalize` divides the truncated weights by their mean over the rollout batch: over its tokens, or its responses at
-    the levels of a response (verl's rollout_is_batch_normalize).
+    `normalize` divides the truncated weights by their mean over the rollout batch. The mean is over tokens, or over
+    responses for the levels sequence and geometric (verl's rollout_is_batch_normalize).
     """
 
     name: str = "tis"
@@ -65,15 +65,15 @@ class TIS(Correction):
 
 @dataclass
 class MIS(Correction):
-    """Masked importance sampling: the weight where it lies in [low, high], 0 elsewhere.
+    """Masked importance sampling: the weight is kept where it lies in [low, high] and set to 0 elsewhere.
 
-    `judged_by` may be another level than that of the weight: ms-swift keeps token weights in the responses whose
-    geometric weight lies in the band.
+    `judged_by` names another level whose weight must lie in the band instead. For example, ms-swift keeps the token
+    weights of the responses whose geometric weight lies in the band.
     """
 
     name: str = "mis"
     level: str = "token"
-    judged_by: str = ""  # level of the weight that decides; empty: the same
+    judged_by: str = ""  # the level of the weight that must lie in the band; empty: `level`
     low: float = ranged(0.0, least=0)
     high: float = ranged(2.0, above=0)
     normalize: bool = False
@@ -94,7 +94,7 @@ class MIS(Correction):
 
 @dataclass
 class IcePop(MIS):
-    """IcePop (Ring-1T report, 2025): token weights, masked outside [1/2, 5]."""
+    """IcePop (Ring-1T report, 2025): token weights are set to 0 outside [1/2, 5]."""
 
     name: str = "icepop"
     low: float = 0.5
@@ -103,12 +103,14 @@ class IcePop(MIS):
 
 @dataclass
 class Rejection(Correction):
-    """Weight 1 where a measure of the mismatch lies in [low, high], 0 elsewhere (verl's rollout_rs).
+    """Rejection (verl's rollout_rs): the weight is 1 where a measure of the mismatch lies in [low, high], 0 elsewhere.
 
-        ratio   exp(m);   k2 = m^2 / 2;   k3 = exp(m) - 1 - m
+    The measure is one of
 
-    reduced over the response: token (not at all), sequence (the sum; of the ratio: the product), geometric (the mean;
-    of the ratio: the geometric mean), largest.
+        ratio = exp(m)      k2 = m^2 / 2      k3 = exp(m) - 1 - m
+
+    and `level` says how it is reduced over the response: token (not at all), sequence (the sum; the product of ratios),
+    geometric (the mean; the geometric mean of ratios) or largest.
     """
 
     name: str = "rejection"
@@ -135,19 +137,20 @@ class Rejection(Correction):
 
 
 def importance_weight(old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """The untruncated weight of a level, [B, T], without gradient; meaningful where the mask is True."""
+    """Compute the untruncated weight of a level, without gradient. It is meaningful where the mask is True. [B, T]."""
     m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
     return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Weights divided by their mean, over tokens or over responses by level; unchanged where all are 0."""
+    """Divide weights by their mean over tokens (level token) or over responses; unchanged where all of them are 0."""
     mean_B = masked_mean(weight_BT, mask_BT)
     mean = weight_BT.sum() / mask_BT.sum() if level == "token" else mean_B.sum() / mask_BT.any(-1).sum()
     return weight_BT / mean if mean > 0 else weight_BT
 
 
 def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    """Reduce over the tokens of each response, as a level says, and repeat the result for each token. Shape [B, T]."""
     if level == "token":
         return x_BT
     if level == "largest":
@@ -157,6 +160,7 @@ def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
 
 
 def check_band(correction: TIS | MIS | Rejection, levels: tuple[str, ...] = LEVELS) -> None:
+    """Raise ValueError for an unknown level, or a band whose lower end is not below its upper end."""
     if correction.level not in levels:
         raise ValueError(f"correction.level={correction.level!r}: choose one of {', '.join(levels)}")
     if not correction.low < correction.high:

@@ -1,4 +1,4 @@
-"""KL to a reference policy: estimators, the term's settings, and the coefficient's controller.
+"""KL to a reference policy: its estimators, the settings of the KL term, and the controller of its coefficient.
 
 With d = log pi(y_t) - log pi_ref(y_t) for a sampled token (Schulman, "Approximating KL Divergence", 2020):
 
@@ -22,7 +22,7 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.core.ranges import Ranged, ranged
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-LARGEST_BOUND = 80.0  # nats: exp of more is not finite in float32
+LARGEST_BOUND = 80.0  # nats; exp(89) is infinite in float32
 
 
 @dataclass
@@ -45,20 +45,20 @@ class KL(Ranged, key="kl"):
 
 @dataclass
 class Penalized(KL):
-    """What KL in the loss and KL in the reward share.
+    """The settings that KL in the loss and KL in the reward share.
 
-    The coefficient is fixed, or adaptive where `target` is given (arXiv:1909.08593, section 2.2):
+    The coefficient is fixed, or adaptive if `target` is given (arXiv:1909.08593, section 2.2):
         beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon),   n responses per step
     """
 
     estimator: str = "k3"  # k1 | k2 | k3 | abs
     coef: float = ranged(1e-3, above=0, why="for no KL term choose kl=none")  # beta
     target: float | None = ranged(None, above=0)  # nats per token; null: the coefficient is fixed
-    horizon: float = ranged(10000, above=0)  # responses; of the adaptive coefficient
-    log_ratio_bound: float = ranged(20.0, above=0)  # nats: d is kept within +- this; beyond it no gradient
-    # the estimate is kept within +- this; null: no bound; verl, ms-swift, ROLL: 10
+    horizon: float = ranged(10000, above=0)  # responses; how slowly an adaptive coefficient changes
+    log_ratio_bound: float = ranged(20.0, above=0)  # nats; d is kept within +- this, and has no gradient beyond
+    # the estimate is kept within +- this; null: no bound; verl, ms-swift and ROLL use 10
     value_bound: float | None = ranged(None, above=0)
-    # steps after which the reference becomes the current policy; 0: held for the whole run
+    # the number of steps after which the reference becomes the current policy; 0: it stays the same for the whole run
     refresh_every: int = ranged(0, least=0)
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class Penalized(KL):
             raise ValueError(f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]")
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """The estimator at every token, 0 where masked. Shape [B, T]."""
+        """Compute the estimate for every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
         return value_BT if self.value_bound is None else value_BT.clamp(-self.value_bound, self.value_bound)
@@ -77,12 +77,12 @@ class Penalized(KL):
 
 @dataclass
 class KLInLoss(Penalized):
-    """beta * aggregate(estimate) is added to the loss.
+    """KL in the loss: beta * aggregate(estimate) is added to it.
 
-    `gradient=k2` is verl's straight-through form (its "k3+", "k1+"): the value of the estimator, the gradient of k2.
-    `times_ratio` multiplies the estimate by the importance ratio pi/pi_old: by that of the token, value and gradient of
-    k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556); `sequence`, GSPO's ratio, is
-    what TRL does with it, and is unbiased for responses of one token only.
+    `gradient=k2` is verl's straight-through form (its "k3+" and "k1+"): the value is that of the estimator and the
+    gradient that of k2. `times_ratio` multiplies the estimate by the importance ratio pi/pi_old. With the ratio of the
+    token, value and gradient of k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556).
+    With that of the response, which TRL uses for GSPO, they are unbiased only for responses of one token.
     """
 
     name: str = "loss"
@@ -117,9 +117,9 @@ class KLInLoss(Penalized):
 
 @dataclass
 class KLInReward(Penalized):
-    """beta * estimate(pi_old, pi_ref) is taken off the reward of every token, before advantages (arXiv:1909.08593).
+    """KL in the reward (arXiv:1909.08593): beta * estimate(pi_old, pi_ref) is subtracted from every token's reward.
 
-    Estimators of advantage per response see the sum over its tokens.
+    Advantages are computed from these rewards. Estimators with one advantage per response use the sum over its tokens.
     """
 
     name: str = "reward"
@@ -128,7 +128,7 @@ class KLInReward(Penalized):
 
 
 def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
-    """One of the estimators above of d = log pi - log pi_ref; d is kept within +-bound, beyond it without gradient."""
+    """Compute an estimator from d = log pi - log pi_ref, kept within +-bound and without gradient beyond. [B, T]."""
     d_BT = d_BT.clamp(-bound, bound)
     if estimator == "k1":
         return d_BT
@@ -140,16 +140,17 @@ def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
 
 
 class KLCoefficient:
-    """beta, fixed or adaptive; `value` is its whole state.
+    """Holds beta, the coefficient of the KL term, and adapts it if `target` is given. `value` is its whole state.
 
-    Peers let the multiplier 1 + error n / horizon turn negative where n > 5 horizon. Here n / horizon counts at most 1.
+    In other frameworks the factor 1 + error n / horizon becomes negative for n > 5 horizon. Here n / horizon counts as
+    1 at most.
     """
 
     def __init__(self, settings: Penalized):
         self.settings, self.value = settings, settings.coef
 
     def update(self, kl: float, responses: int) -> None:
-        """After a step with mean KL `kl` (nats per token) on `responses` responses."""
+        """Adapt the coefficient after a step whose mean KL over `responses` responses was `kl` nats per token."""
         if self.settings.target is None:
             return
         error = min(max(kl / self.settings.target - 1, -0.2), 0.2)

@@ -1,4 +1,6 @@
-"""What happens to a verifier's rewards before advantages: penalties, shift, scale, clip, in this order.
+"""Reward shaping: what is done to a verifier's rewards before advantages are computed from them.
+
+The order is: overlong penalty, shift, scale, clip.
 
 Shape suffix: B responses.
 """
@@ -19,13 +21,14 @@ OVER = ("none", "batch", "group", "running")
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of everything seen so far, merged batch by batch (Chan et al. 1979). A run's state."""
+    """Holds mean and variance of all rewards of a run so far, merged batch by batch (Chan et al. 1979)."""
 
     count: int = 0
     mean: float = 0.0
-    squares: float = 0.0  # sum of squared deviations from the mean
+    squares: float = 0.0  # the sum of squared deviations from the mean
 
     def update(self, x_B: Tensor) -> None:
+        """Count a further batch in."""
         x_B = x_B.double()
         count, mean = len(x_B), float(x_B.mean())
         delta, total = mean - self.mean, self.count + count
@@ -35,28 +38,28 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """With ddof 1; 0 before two values."""
+        """The standard deviation with ddof 1; 0 for fewer than two values."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
 
 @dataclass
 class RewardShaping(Ranged, key="reward"):
-    """Soft overlong penalty, then (r - shift) / (scale + eps), then a clip.
+    """Adds the soft overlong penalty to a reward r, then computes (r - shift) / (scale + eps), then clips the result.
 
     shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards of the run so far.
     Where a std is 0 (but for rounding) the reward is not scaled. ROLL's reward_norm=X is shift=X scale=X; with its
     reward_shift (centre only) it is shift=X alone. Its reward_scale is scale=X alone for running statistics only; for
     batch and group ROLL centres as well.
 
-    Soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C:
-        0 up to L - C tokens, then falling linearly to -overlong_penalty at L tokens, where responses are cut off.
+    The soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C tokens, is 0 up
+    to L - C tokens and then falls linearly to -overlong_penalty at L tokens, where responses are cut off.
     """
 
-    shift: str = "none"
-    scale: str = "none"
-    clip: float | None = ranged(None, above=0)
+    shift: str = "none"  # none | batch | group | running
+    scale: str = "none"  # none | batch | group | running
+    clip: float | None = ranged(None, above=0)  # the result is kept within +- this; null: no clip
     eps: float = ranged(1e-6, least=0)
-    overlong_cache: int = ranged(0, least=0)  # C, tokens; 0: no penalty
+    overlong_cache: int = ranged(0, least=0)  # C in tokens; 0: no penalty
     overlong_penalty: float = ranged(1.0, above=0)
 
     def __post_init__(self):
@@ -66,14 +69,17 @@ class RewardShaping(Ranged, key="reward"):
                 raise ValueError(f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}")
 
     def overlong(self, length_B: Tensor, limit: int) -> Tensor:
-        """The penalty of responses of these lengths in tokens, in [-overlong_penalty, 0]."""
+        """Compute the penalty of responses of these lengths in tokens; it lies in [-overlong_penalty, 0]. Shape [B]."""
         if not self.overlong_cache:
             return torch.zeros(length_B.shape)
         over_B = (length_B - (limit - self.overlong_cache)) / self.overlong_cache
         return -self.overlong_penalty * over_B.clamp(0, 1)
 
     def __call__(self, rewards_B: Tensor, groups_B: Tensor, running: RunningMoments) -> Tensor:
-        """Normalised and clipped rewards. Updates `running`, which counts this batch in, if a setting reads it."""
+        """Shift, scale and clip rewards. Shape [B].
+
+        If a setting reads the moments of all rewards so far, this batch is first counted into `running`.
+        """
         if "running" in (self.shift, self.scale):
             running.update(rewards_B)
         groups = Groups(groups_B)

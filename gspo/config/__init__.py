@@ -1,1 +1,1 @@
-"""The settings tree, how Hydra composes it, and what is refused. Beside `gspo.run` the only room that knows Hydra."""
+"""The settings tree, how Hydra composes it, and what is refused. Only this room and `gspo.run` know Hydra."""

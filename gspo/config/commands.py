@@ -1,4 +1,4 @@
-"""What the entry points beside train.py take: plain dataclasses that are Hydra's schema too."""
+"""The settings of the entry points beside train.py: plain dataclasses that are also Hydra's schema."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from gspo.model.prompts import PromptFormat
 
 @dataclass
 class EvaluateCommand(Ranged):
-    """What experiments/evaluate.py takes. Either `run` or `model`; 0 and empty values are explained beside them."""
+    """The settings of experiments/evaluate.py, which evaluates either a `run` or a `model`."""
 
-    run: str = ""  # a run directory
-    step: int = ranged(-1, least=-1)  # which of the run's checkpoints; -1 is the newest
-    model: Any = None  # model=hf model.path=...: a folder or a name on the hub
-    benchmark: list[str] = field(default_factory=list)  # options of task; empty: the run's own task
-    tasks: dict[str, Any] = field(default_factory=dict)  # their settings: tasks.gsm8k.path=...
-    data: str = ""  # folder with the benchmarks' files, one sub-folder each
-    sets: list[str] = field(default_factory=list)  # some of the held-out sets; empty: all
-    problems: int = ranged(0, least=0)  # per set; 0: all of a finite set, 256 of one that is made without end
+    run: str = ""  # the run directory to evaluate
+    step: int = ranged(-1, least=-1)  # the step of the run's checkpoint; -1: the newest one
+    model: Any = None  # the model to evaluate, model=hf model.path=...: a folder or a name on the hub
+    benchmark: list[str] = field(default_factory=list)  # options of the group task; empty: the run's own task
+    tasks: dict[str, Any] = field(default_factory=dict)  # the settings of these benchmarks: tasks.gsm8k.path=...
+    data: str = ""  # a folder with the benchmarks' files, in one sub-folder each
+    sets: list[str] = field(default_factory=list)  # the held-out sets to use; empty: all
+    problems: int = ranged(0, least=0)  # problems per set; 0: all of a finite set, 256 of one without end
     k: int = ranged(4, least=1)  # samples per problem
-    temperature: float = ranged(1.0, least=0)  # 0 is greedy, with k=1
-    # 0: each benchmark's own; for others the run's longest limit, 2048 for a model
+    temperature: float = ranged(1.0, least=0)  # 0 is greedy, which needs k=1
+    # the most tokens of a response; 0: each benchmark's own limit, else the run's longest, 2048 for a model
     max_new_tokens: int = ranged(0, least=0)
-    batch_rows: int = ranged(0, least=0)  # responses sampled at once; 0: the run's, 256 for a model
-    prompt: PromptFormat = field(default_factory=PromptFormat)  # auto: as in the run, or a chat if there is a template
-    # of the samples and of made problems; 0 is what training evaluates with
+    batch_rows: int = ranged(0, least=0)  # responses that are sampled at once; 0: as in the run, 256 for a model
+    # auto: as in the run; for a model, a chat if its tokenizer has a chat template
+    prompt: PromptFormat = field(default_factory=PromptFormat)
+    # the seed of the samples and of generated problems; evaluations during training use 0
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
     device: str = "auto"  # auto | cpu | cuda
-    allow_weak_sandbox: bool = False  # for the programs of the run's own task; a benchmark has its own
-    out: str = ""  # folder of the result; empty: in the run, or runs/evaluations/<model>-<hash>
+    # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of its own
+    allow_weak_sandbox: bool = False
+    out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
 
     def __post_init__(self):
         super().__post_init__()
         for name, task in self.tasks.items():
-            if not hasattr(task, "evaluation_sets"):  # given with +, for Hydra knows those of benchmark alone
+            if not hasattr(
+                task, "evaluation_sets"
+            ):  # it was added with +: Hydra itself accepts the names in benchmark alone
                 raise ValueError(f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}")
         if self.temperature == 0 and self.k > 1:
             raise ValueError(f"k={self.k} with temperature=0: greedy samples are all alike; use k=1")
@@ -50,21 +54,22 @@ class EvaluateCommand(Ranged):
 
 @dataclass
 class BenchmarkCommand(Ranged):
-    """What experiments/benchmark.py takes."""
+    """The settings of experiments/benchmark.py."""
 
     workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe
-    peer: str = "none"  # trl: TRL beside us, in alternation (make setup-peer); transformers: its `generate` alone
-    batches: int = ranged(5, least=1)  # rollout batches that are timed, after one to warm up; medians of them are shown
-    rounds: int = ranged(5, least=1)  # of TRL, ours like for like, ours at its best
+    # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its `generate` is timed too
+    peer: str = "none"
+    batches: int = ranged(5, least=1)  # rollout batches that are timed, after one to warm up; their medians are shown
+    rounds: int = ranged(5, least=1)  # rounds, each of TRL, our program like for like, and our program at its best
     threads: int = ranged(1, least=1)
-    curves: bool = False  # scaling curves on 1 and 2 threads in place of a workload: table and figure
+    curves: bool = False  # measure scaling curves on 1 and 2 threads in place of a workload, as a table and a figure
     size: dict[str, int] = ranged(default_factory=dict, least=0)  # other sizes: size.new_tokens=256, size.hidden=128
     set: dict[str, Any] = field(default_factory=dict)  # settings of a run: set.trainer.micro_batch_size=32
-    runs: str = "runs"  # where models and results go: RUNS/benchmarks, RUNS/cold_starts
-    out: str = ""  # file of the result; empty: RUNS/benchmarks/<workload>.json
+    runs: str = "runs"  # models and results go to RUNS/cold_starts and RUNS/benchmarks
+    out: str = ""  # the file of the result; empty: RUNS/benchmarks/<workload>.json
 
     def overrides(self) -> list[str]:
-        """`set` as a command line of experiments/train.py."""
+        """Write `set` as a command line of experiments/train.py."""
         return flat(self.set)
 
     def __post_init__(self):
@@ -75,12 +80,12 @@ class BenchmarkCommand(Ranged):
 
 @dataclass
 class SampleCommand(Ranged):
-    """What experiments/sample.py takes."""
+    """The settings of experiments/sample.py."""
 
     run: str = MISSING
-    step: int = ranged(-1, least=-1)  # which checkpoint; -1 is the newest
-    set: str = "train"  # train or one of the task's evaluation sets
-    first: int = ranged(0, least=0)  # index of the first problem
+    step: int = ranged(-1, least=-1)  # the step of the checkpoint; -1: the newest one
+    set: str = "train"  # train | one of the task's evaluation sets
+    first: int = ranged(0, least=0)  # the index of the first problem
     problems: int = ranged(4, least=1)
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
@@ -88,7 +93,7 @@ class SampleCommand(Ranged):
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
-    """Nested settings as key=value.
+    """Write nested settings as a list of key=value.
 
     >>> flat({"trainer": {"epochs": 2}, "objective": "grpo"})
     ['trainer.epochs=2', 'objective=grpo']

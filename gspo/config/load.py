@@ -1,6 +1,7 @@
-"""Composing settings: Hydra's configuration or a recorded run as dataclasses, settled and checked, converted once.
+"""Makes the settings of a run from Hydra's configuration or from a recorded run: as dataclasses, completed and checked.
 
-Recorded settings are data: nothing in them is resolved, and of a run that this user did not make little is taken over.
+Recorded settings are only data: no interpolation in them is resolved. Of a run that this user did not make, some
+settings are not taken over.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.kl import KLInLoss
 from gspo.config.checks import check
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
-from gspo.config.schema import GROUPS_BESIDE_SETTINGS, literal, schema, settings_of, to_dataclass, unknown
+from gspo.config.schema import GROUPS_BESIDE_SETTINGS, literal, no_such_setting, schema, settings_of, to_dataclass
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
 from gspo.core.ownership import own, write_signed
 from gspo.core.untrusted import read_yaml
 
 
 def register_schemas() -> None:
-    """Make the dataclasses known to Hydra, under the names that conf/ refers to."""
+    """Register the dataclasses with Hydra, under the names that conf/ refers to."""
     store = ConfigStore.instance()
     commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
     for name, kind in ({"_settings": Settings} | commands).items():
@@ -36,16 +37,19 @@ def register_schemas() -> None:
 
 
 def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
-    """The composed config as dataclasses, settled and checked; of `choices` (hydra.runtime.choices) it records the
-    options that were chosen. Raises ValueError or an OmegaConf error naming key and value."""
+    """Convert a composed config to dataclasses, complete them and check them.
+
+    The options that were chosen are recorded from `choices` (hydra.runtime.choices). Raises ValueError or an OmegaConf
+    error that names key and value.
+    """
     settings = to_dataclass(config)
     if choices is not None:
         if settings.options:
             raise ValueError(f"options={settings.options} is written by the program; say objective=...")
         if choices.get("sizes") != choices.get("model"):
             raise ValueError(f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, it is not chosen")
-        own = {group: name for group, name in choices.items() if not group.startswith(("hydra/", "sizes"))}
-        settings.options = {group: name for group, name in own.items() if name}
+        recorded = {group: name for group, name in choices.items() if not group.startswith(("hydra/", "sizes"))}
+        settings.options = {group: name for group, name in recorded.items() if name}
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
         if type(chosen) is not options.get(chosen.name):
@@ -56,27 +60,33 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
 
 
 def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]) -> Settings:
-    """What train.py was asked for: the composed config with Hydra's choices, or with resume= a recorded run's settings
-    as overridden."""
+    """Return the settings that train.py was asked for.
+
+    They are the composed config with Hydra's choices, or with resume= those of a recorded run with the overrides.
+    """
     return resumed_settings(Path(config.resume), overrides) if config.resume else to_settings(config, choices)
 
 
 def settle(s: Settings) -> None:
-    """Replace what stands for another setting by its value, so that settings.yaml says what was done."""
+    """Replace values such as auto, which refer to other settings, by what they mean, so that settings.yaml tells it."""
     s.rollout.routes |= s.policy.routing_replay == "r3"
     s.trainer.aggregation = settled(s.trainer.aggregation, s.objective.aggregation, s.rollout.longest_limit)
     if isinstance(s.kl, KLInLoss):
-        own = s.kl.aggregation
-        if own.mode == "auto" and own != Aggregation():
+        of_kl = s.kl.aggregation
+        if of_kl.mode == "auto" and of_kl != Aggregation():
             raise ValueError(
-                f"kl.aggregation.rows={own.rows}, kl.aggregation.length={own.length} are not read with "
+                f"kl.aggregation.rows={of_kl.rows}, kl.aggregation.length={of_kl.length} are not read with "
                 "kl.aggregation.mode=auto, which takes over trainer.aggregation; say kl.aggregation.mode=..."
             )
-        s.kl.aggregation = settled(own, "", s.rollout.longest_limit) if own.mode != "auto" else s.trainer.aggregation
+        chosen = settled(of_kl, "", s.rollout.longest_limit) if of_kl.mode != "auto" else s.trainer.aggregation
+        s.kl.aggregation = chosen
 
 
 def settled(aggregation: Aggregation, paper: str, longest: int) -> Aggregation:
-    """With the objective's mode for auto, and the constant of the -norm mode. Raises ValueError if they do not fit."""
+    """Replace mode=auto by the `paper`'s mode, and length=null of the -norm mode by the `longest` limit.
+
+    Raises ValueError if mode and length do not fit together.
+    """
     mode = paper if aggregation.mode == "auto" else aggregation.mode
     length = aggregation.length
     if mode == "seq-mean-token-sum-norm" and length is None:
@@ -85,17 +95,20 @@ def settled(aggregation: Aggregation, paper: str, longest: int) -> Aggregation:
 
 
 def write_settings(settings: Settings, folder: Path) -> None:
+    """Write settings.yaml to a run directory, signed as this user's."""
     write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
 
 
 def read_settings(folder: Path, consent: bool = False) -> Settings:
-    """The settings of a run directory, with the command line's consent to a weak sandbox. Raises ValueError if it is
-    none, or was written by another version."""
+    """Read the settings of a run directory; the consent to a weak sandbox is the command line's.
+
+    Raises ValueError if the folder is no run directory, or was written by another version.
+    """
     return to_settings(recorded_config(folder, consent))
 
 
 def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
-    """What a run directory's settings.yaml says, with the settings' types. It is data: nothing in it is resolved.
+    """Read a run directory's settings.yaml as a typed config. It is data: no interpolation in it is resolved.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
@@ -120,8 +133,11 @@ def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
 
 
 def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
-    """A run directory's settings with those changed by the command line that may be, all else refused. Of a run that
-    this user did not make (ownership.py), where it is tracked and where cold starts go is not taken over."""
+    """Return a run directory's settings with the changes of the command line. Refuses settings that may not change.
+
+    Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the W&B account are not
+    taken over, and tracking is offline.
+    """
     recorded = recorded_config(folder)
     if not own(folder / "settings.yaml"):
         recorded.runs = Settings.runs
@@ -134,7 +150,7 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
         if key.startswith("~"):
             raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
         if key not in keys:
-            raise ValueError(f"{override}: {unknown(key, sorted(keys))}")
+            raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
         free = key in ("resume", "dry_run") or key.endswith(f".{CONSENT}")
         if not free and not {key, key.split(".")[0]} & set(changeable):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(changeable)} may be changed")

@@ -1,7 +1,7 @@
-"""Between Hydra and the settings' dataclasses: the schema of a dataclass, the way back, and errors in plain words.
+"""Converts between Hydra's configs and the settings' dataclasses, and turns Hydra's errors into plain sentences.
 
-OmegaConf.to_object makes a key that is no field (`+optim.learning_rate=1`) an attribute that nobody reads, so keys are
-compared with the fields here, where every entry point's config becomes dataclasses.
+OmegaConf.to_object makes a key that is no field (`+optim.learning_rate=1`) an attribute that nobody reads. Therefore
+keys are compared with the fields here, where the config of every entry point becomes dataclasses.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from gspo.core.arguments import nearest
 from gspo.core.ranges import refusal
 
-ALIKE = 0.6  # share of equal letters from which on the nearest key is taken for the one that was meant
-GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm")  # options of train.py that are no settings of their own
+ALIKE = 0.6  # from this share of equal letters on, the nearest key is assumed to be the one that was meant
+GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm")  # option groups of train.py that are not fields of Settings
 
 
 def schema(kind: type) -> DictConfig:
-    """A dataclass as Hydra's schema. Its mappings take new keys as any setting is given: without `+`."""
+    """Make Hydra's schema of a dataclass. Keys can be added to its mappings without `+`."""
     node = OmegaConf.structured(kind)
     _open_mappings(node)
     return node
@@ -40,8 +40,10 @@ def _open_mappings(node: DictConfig) -> None:
 
 
 def literal(content: Any) -> Any:
-    """What a file says, so that OmegaConf takes it for what it is: each `${` in a text is escaped, at any depth. Raises
-    ValueError for ???, its word for a value that is not given, which cannot be escaped."""
+    """Escape every `${` in a file's content, at any depth, so that OmegaConf resolves nothing in it.
+
+    Raises ValueError for ???, which stands for a missing value in OmegaConf and cannot be escaped.
+    """
     if content == "???":
         raise ValueError("??? stands for a setting that is not given")
     if isinstance(content, dict):
@@ -52,26 +54,30 @@ def literal(content: Any) -> Any:
 
 
 def to_dataclass(config: DictConfig) -> Any:
-    """The config as its dataclasses. Raises ValueError for a key that is no setting and a number outside its range,
-    both by their dotted keys, and what the dataclasses raise."""
+    """Convert a config to its dataclasses.
+
+    Raises ValueError, naming the dotted key, for a key that is no setting and for a number outside its range, and
+    whatever the dataclasses themselves raise.
+    """
     check_keys(config)
     _check(config, "")
     return OmegaConf.to_object(config)
 
 
-def check_keys(node: DictConfig, prefix: str = "", known: list[str] | None = None) -> None:
-    """Raises ValueError for the first key that is no field of its dataclass, naming the nearest that is."""
-    known, kind = known or settings_of(node, prefix), OmegaConf.get_type(node)
+def check_keys(node: DictConfig, prefix: str = "", settings: list[str] | None = None) -> None:
+    """Raise ValueError for the first key that is no field of its dataclass, naming the nearest setting."""
+    settings, kind = settings or settings_of(node, prefix), OmegaConf.get_type(node)
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
     for key in node.keys():  # noqa: SIM118, a key without value is not iterated over
         if key not in names:
-            raise ValueError(unknown(f"{prefix}{key}", known))
+            raise ValueError(no_such_setting(f"{prefix}{key}", settings))
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
-            check_keys(child, f"{prefix}{key}.", known)
+            check_keys(child, f"{prefix}{key}.", settings)
 
 
 def _check(node: DictConfig, prefix: str) -> None:
+    """Raise ValueError for the first setting that was removed, is missing or lies outside its range."""
     kind, given = OmegaConf.get_type(node), list(node.keys())
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else given
     for key in names:
@@ -87,19 +93,19 @@ def _check(node: DictConfig, prefix: str) -> None:
 
 
 def _holds_settings(value: DictConfig) -> bool:
-    """Whether it is a dataclass, or a mapping of such as evaluate.py's `tasks`."""
-    parts = [] if is_dataclass(OmegaConf.get_type(value)) else list(value.values())
-    return not parts or any(is_dataclass(OmegaConf.get_type(part)) for part in parts if OmegaConf.is_config(part))
+    """Tell whether a config is a dataclass, or a mapping of dataclasses such as evaluate.py's `tasks`."""
+    children = [] if is_dataclass(OmegaConf.get_type(value)) else list(value.values())
+    return not children or any(is_dataclass(OmegaConf.get_type(c)) for c in children if OmegaConf.is_config(c))
 
 
 def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def unknown(key: str, known: list[str]) -> str:
-    """That there is no such setting, which known one is nearest to it, and where that is far, all of the same group."""
-    groups = GROUPS_BESIDE_SETTINGS if "objective" in known else ()
-    choosable = [name for name in (*known, *groups) if not key.startswith(f"{name}.") and not name.endswith(".name")]
+def no_such_setting(key: str, settings: list[str]) -> str:
+    """Say that there is no such setting and which one is nearest; if that is far, list all settings of the group."""
+    groups = GROUPS_BESIDE_SETTINGS if "objective" in settings else ()
+    choosable = [name for name in (*settings, *groups) if not key.startswith(f"{name}.") and not name.endswith(".name")]
     near, (group, _, last) = nearest(key, choosable), key.rpartition(".")
     text = f"there is no setting {key}: the nearest is {near}"
     if SequenceMatcher(None, last, near.rpartition(".")[2]).ratio() >= ALIKE:
@@ -109,7 +115,7 @@ def unknown(key: str, known: list[str]) -> str:
 
 
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """The dotted keys of all fields, those of mappings left out."""
+    """List the dotted keys of all fields of a config; the keys inside mappings are left out."""
     kind, found = OmegaConf.get_type(node), []
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else [key for key in node if key != "hydra"]
     for key in (name for name in names if name in list(node.keys())):
@@ -121,7 +127,7 @@ def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def plain_words(error: BaseException) -> str:
-    """Hydra's errors about keys and options as one sentence; "" for any other error."""
+    """Rewrite an error of Hydra's about keys or options as one sentence; return "" for any other error."""
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:
@@ -131,17 +137,17 @@ def plain_words(error: BaseException) -> str:
     place = re.match(r"In '[^']+': ", str(error))
     cause: BaseException | None = error
     while cause is not None:
-        known = isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None
-        if known and cause.full_key:
+        names_key = isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None
+        if names_key and cause.full_key:
             key, root = cause.full_key, cause.parent_node._get_root()
-            known = settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
-            return (place[0] if place else "") + unknown(key, known)
+            settings = settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
+            return (place[0] if place else "") + no_such_setting(key, settings)
         cause = cause.__cause__ or cause.__context__
     return ""
 
 
 def _no_option(error: MissingConfigException) -> str:
-    """The schemas that option files begin with are left out: their names begin with _."""
+    """Say that there is no such option, and list the others, without schemas, whose names begin with _."""
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     options = [name for name in error.options if not name.startswith("_")]
     return (

@@ -1,4 +1,4 @@
-"""What every room shares: the types, seeds, reading and writing files, batches as tensors. It imports no other room.
+"""The parts that every room uses: types, seeds, reading and writing files, batches as tensors.
 
-Only `batch` and `masked` import torch.
+It imports no other room. Only `batch` and `masked` import torch.
 """

@@ -1,4 +1,4 @@
-"""`key=value` words of the commands that Hydra does not read, and the nearest known word to one that is mistyped."""
+"""Reads `key=value` words of the commands that do not use Hydra, and finds the nearest name to a mistyped one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 def key_values(
     words: list[str], defaults: Mapping[str, str], paths: bool = False, empty: bool = True
 ) -> tuple[dict[str, str], list[str]]:
-    """The defaults as the words change them, and the words that are paths, where they are allowed: those without `=`,
-    or that exist. Raises ValueError for a key that is not among the defaults, and for an empty value if told so."""
+    """Return the defaults as the words change them, and the words that are paths.
+
+    With `paths`, a word is a path if it has no `=` or names something that exists. Raises ValueError for a key that is
+    not among the defaults, and with `empty=False` for an empty value.
+    """
     chosen, found = dict(defaults), []
     for word in words:
         key, equals, value = word.partition("=")
@@ -22,17 +25,21 @@ def key_values(
         elif not defaults:
             raise ValueError(f"{word!r}: there is no such option; give paths alone")
         else:
-            known = ", ".join(f"{name}=" for name in defaults)
+            options = ", ".join(f"{name}=" for name in defaults)
             raise ValueError(
-                f"{word!r}: there is no such option; the nearest is {nearest(key, defaults)}= (of {known})"
+                f"{word!r}: there is no such option; the nearest is {nearest(key, defaults)}= (of {options})"
             )
         if key in defaults and equals and not value and not empty:
             raise ValueError(f"{word!r}: give a value, {key}=...")
     return chosen, found
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known dotted name that looks most like this one. The same last part, or its initials, count for much."""
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the dotted name that looks most like a word. A name with the same last part, or its initials, is nearer.
+
+    >>> nearest("optim.learning_rate", ["optim.lr", "optim.warmup_updates"])
+    'optim.lr'
+    """
     last = word.rpartition(".")[2]
     initials = "".join(part[:1] for part in last.split("_"))
 
@@ -40,4 +47,4 @@ def nearest(word: str, known: Iterable[str]) -> str:
         same = name.rpartition(".")[2] in (last, initials)
         return SequenceMatcher(None, word, name).ratio() + 0.3 * same
 
-    return max(sorted(known), key=likeness)
+    return max(sorted(names), key=likeness)

@@ -1,7 +1,7 @@
-"""Responses as tensors: packing, mini-batches, trimming.
+"""Responses as tensors: packing them into a batch, and cutting a batch into mini-batches and micro-batches.
 
-One row per response: the prompt padded on its left, the response padded on its right, so that all responses start in
-the same column `prompt_width`:
+There is one row per response. The prompt is padded on its left and the response on its right, so that all responses
+start in the same column, `prompt_width`:
 
     . . 7 + 5 = ? | 7 + 5 = 1 2 ; # 1 2 $
     3 - 8 + 9 = ? | 3 - 8 = - 5 ; - 5 + 9 = ...
@@ -19,66 +19,72 @@ from torch import Tensor
 
 from gspo.core.types import Response
 
-NOT_RECORDED = -1  # in place of experts at padding, and at the last token, which no engine feeds to the model
+NOT_RECORDED = -1  # stands for experts at padding, and at the last token, which engines do not feed to the model
 
 
 @dataclass
 class TrainBatch:
-    """What an update needs of B responses."""
+    """Holds what an update needs of B responses."""
 
     tokens_BS: Tensor  # int64
     attention_BS: Tensor  # bool, True on real tokens
     mask_BT: Tensor  # bool, True on response tokens (the end-of-sequence token included)
     engine_logp_BT: Tensor  # log-probs as the engine reported them
     adv_BT: Tensor  # advantages
-    prompts_B: Tensor  # int64, rows with the same number have the same prompt
+    prompts_B: Tensor  # int64; rows with the same number have the same prompt
     old_logp_BT: Tensor | None = None  # log-probs under the old policy
     experts_BSLK: Tensor | None = None  # experts that the trainer chose under the old policy; None for dense models
-    engine_experts_BSLK: Tensor | None = None  # those that the engine chose; None if it did not return them
-    replay_BSLK: Tensor | None = None  # experts that forward passes go through; None: the routers' own choice
+    engine_experts_BSLK: Tensor | None = None  # experts that the engine chose; None if it did not return them
+    replay_BSLK: Tensor | None = None  # experts that forward passes must use; None: the routers choose
     ref_logp_BT: Tensor | None = None  # log-probs under the reference policy
     correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: no correction
-    old_values_BT: Tensor | None = None  # the critic's values at the step's start
-    returns_BT: Tensor | None = None  # what the critic should predict
+    old_values_BT: Tensor | None = None  # the critic's values at the start of the step
+    returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
 
     @property
     def prompt_width(self) -> int:
+        """The number of columns before the responses."""
         return self.tokens_BS.shape[1] - self.mask_BT.shape[1]
 
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
 
     def to(self, device: torch.device) -> TrainBatch:
+        """Copy all tensors to a device."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return replace(self, **{name: value.to(device) for name, value in present.items()})
 
     def rows(self, rows: Tensor) -> TrainBatch:
-        """Some rows, in the order given, with the columns that are padding in all of them cut away."""
+        """Select rows in the order given, and cut away the columns that are padding in all of them."""
         attention_BS = self.attention_BS[rows]
         start = self.prompt_width - int(attention_BS[:, : self.prompt_width].sum(1).max())
-        width = int(
-            attention_BS[:, self.prompt_width :].sum(1).max()
-        )  # not of the mask: it may leave out whole responses
-        taken = {}
+        # from the attention mask, because the response mask may leave out whole responses
+        width = int(attention_BS[:, self.prompt_width :].sum(1).max())
+        selected = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None:
                 continue
             if field.name == "prompts_B":
-                taken[field.name] = value[rows]
+                selected[field.name] = value[rows]
                 continue
             columns = slice(start, self.prompt_width + width) if "_BS" in field.name else slice(0, width)
-            taken[field.name] = value[rows][:, columns]
-        return replace(self, **taken)
+            selected[field.name] = value[rows][:, columns]
+        return replace(self, **selected)
 
     def split(self, size: int) -> list[TrainBatch]:
-        """Micro-batches of at most `size` rows; rows without advantage apart from the others, so that they need no
-        backward pass."""
+        """Cut the batch into micro-batches of at most `size` rows.
+
+        Rows whose advantages are all 0 come last, so that micro-batches made of them need no backward pass.
+        """
         return [self.rows(chunk) for chunk in self.order(~self.adv_BT.any(1)).split(size)]
 
     def order(self, last_B: Tensor | None = None) -> Tensor:
-        """All rows by the length of the longest with the same prompt, so that micro-batches hold similar lengths, and
-        prompts of which each is needed once; those marked in `last_B` after the others."""
+        """Order the rows so that micro-batches hold similar lengths and few different prompts. Returns row numbers [B].
+
+        Rows of the same prompt stay together, and prompts are sorted by their longest row. Rows that are marked in
+        `last_B` come after the others.
+        """
         lengths_B = self.attention_BS.sum(1)
         distinct_G, group_B = self.prompts_B.unique(return_inverse=True)
         longest_G = torch.zeros_like(distinct_G).scatter_reduce(0, group_B, lengths_B, "amax")
@@ -87,10 +93,11 @@ class TrainBatch:
 
 
 def pack(responses: list[Response], pad_id: int) -> TrainBatch:
-    """Lay out responses as above, with the engine's log-probs and what else all of them hold: the engine's experts, the
-    log-probs and experts of the policy that sampled. Advantages are still 0.
+    """Pack responses into a batch with the layout above and the engine's log-probs. Advantages are still 0.
 
-    Raises ValueError if a response has no token or not one log-prob per token (an engine that returns such is broken).
+    Where all responses have them, the engine's experts and the log-probs and experts of the policy that sampled are
+    packed too. Raises ValueError for a response without tokens, or without one log-prob per token: only a broken engine
+    returns such.
     """
     for r in responses:
         if not r.token_ids or len(r.token_ids) != len(r.logprobs):
@@ -110,7 +117,10 @@ def pack(responses: list[Response], pad_id: int) -> TrainBatch:
 
 
 def _experts(rows: list[tuple[int, np.ndarray | None]], batch: TrainBatch) -> Tensor | None:
-    """(prompt tokens, experts of the positions from the prompt's first on) of every row as one tensor."""
+    """Pack the experts of all rows into one tensor; None if a row has none.
+
+    A row is (number of prompt tokens, experts of the positions from the first prompt token on).
+    """
     if any(experts is None for _, experts in rows):
         return None
     packed_BSLK = torch.full((*batch.tokens_BS.shape, *rows[0][1].shape[1:]), NOT_RECORDED, dtype=torch.int16)
@@ -121,7 +131,7 @@ def _experts(rows: list[tuple[int, np.ndarray | None]], batch: TrainBatch) -> Te
 
 
 def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:
-    """(prompt, response) token lists as a batch, advantages and log-probs still 0."""
+    """Lay out rows of (prompt tokens, response tokens) as a batch. Advantages and log-probs are still 0."""
     prompt_width = max(len(prompt) for prompt, _ in rows)
     width = max(len(response) for _, response in rows)
     tokens_BS = torch.full((len(rows), prompt_width + width), pad_id, dtype=torch.int64)

@@ -1,8 +1,9 @@
-"""What comes from data is shown and does nothing: on a terminal, in HTML, in Markdown.
+"""Makes text from data harmless where it is displayed: on a terminal, in HTML, in Markdown.
 
-Rows from the web, what a model wrote and a stranger's run hold any character. Those that would act or deceive are
-written as their code: control characters (terminal escapes begin with one), marks that turn the direction of writing,
-characters without width, half characters. `guard` does that to all that a process prints.
+Rows from the web, a model's responses and a run from someone else can hold any character. Characters that would act on
+a terminal or deceive a reader are written as their code: control characters (terminal escapes begin with one), marks
+that turn the direction of writing, characters without width, half characters. `guard` does this to everything that a
+process prints.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ MARKDOWN = re.compile(
     r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",  # an address, of which GitHub makes a link; a numbered item
     re.IGNORECASE,
 )
-MOVES = re.compile("(\x1b\\[A)+")  # what tqdm writes to go back to the upper one of several bars
+MOVES = re.compile("(\x1b\\[A)+")  # tqdm writes it to move the cursor up to the first of several progress bars
 
 
 def shown(text: object) -> str:
-    """Text as it is, but for characters that act or deceive: "\\x1b" for an escape. Lines and tabs stay."""
+    """Replace characters that act or deceive by their codes, an escape by "\\x1b"; newlines and tabs stay."""
     return ODD.sub(_code, str(text))
 
 
 def line(text: object) -> str:
-    """The same in one line, for cells and messages."""
+    """Do the same and write newlines and tabs as codes too, for text that must stay in one line."""
     return shown(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -51,17 +52,17 @@ def _code(match: re.Match) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- pages
 def in_html(text: object) -> str:
-    """Text between tags or in quoted attributes."""
+    """Escape text that is put between HTML tags or into quoted attributes."""
     return html.escape(shown(text))
 
 
 def in_markdown(text: object) -> str:
-    """Text in one line of Markdown that no reader of it takes for markup, a link or a picture."""
+    """Escape text for one line of Markdown, so that no program takes it for markup, a link or a picture."""
     return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
 
 
 def head(title: str, style: str) -> str:
-    """The beginning of a page. Its policy makes browsers run no script and fetch nothing, whatever the page holds."""
+    """Write the beginning of an HTML page, with a policy by which browsers run no script of it and fetch nothing."""
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return (
@@ -73,13 +74,15 @@ def head(title: str, style: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ terminal
 class Screen:
-    """A text stream on which whatever is written is shown. A progress bar still moves: it begins what it writes with
-    a carriage return, at the start of a line or over what it wrote itself."""
+    """A text stream that passes everything written to it through `shown`.
+
+    Progress bars still work: a carriage return is passed on at the start of a line, or after another one.
+    """
 
     def __init__(self, stream: TextIO):
         self.stream, self.fresh, self.bar = stream, True, False
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # do not fail if the locale lacks a character
 
     def write(self, text: str) -> int:
         back = text.startswith("\r") and (self.fresh or self.bar)
@@ -98,7 +101,7 @@ class Screen:
 
 
 def guard() -> None:
-    """From here on this process prints nothing that acts on a terminal, from whatever library it comes."""
+    """Make this process print nothing that acts on a terminal, from whatever library it comes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Screen):
@@ -106,7 +109,7 @@ def guard() -> None:
 
 
 class Lines(logging.Formatter):
-    """A log's lines, for the terminal that they are read on one day."""
+    """Formats the lines of a log file with `shown`, because they may be read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))

@@ -1,7 +1,8 @@
-"""What a run's directory says, without loading anything heavy: rows, how the run last ended, whether it is running.
+"""Reads and writes the small files of a run directory, without importing anything heavy.
 
-And how its files are written. A run directory may be a stranger's: a link in it must not lead our writing elsewhere. A
-link to the directory itself, or above it, is its user's own choice.
+They are the rows of metrics, how the run last ended, and whether it is running. A run directory may come from someone
+else, so a link inside it must not lead our writing elsewhere. A link to the directory itself, or to a folder above it,
+is the user's own choice.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from gspo.core import untrusted
 
 STATUS, LOCK = "status.json", ".lock"
 HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
-SAID = {"how": str, "step": int, "reason": str, "pid": int}  # of status.json, what is read again
-CONTINUED = "continued.jsonl"  # a line for each time that another process went on from a checkpoint
+STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}  # the entries of status.json that are read again
+CONTINUED = "continued.jsonl"  # has a line for each time that another process continued the run from a checkpoint
 W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files
-LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")  # in there, to the newest of them
+LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")  # links that W&B makes in that folder
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
-ABANDONED = 60.0  # seconds after which such a file is a killed process's
+ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics file; lines that a kill cut short or a disk damaged are left out. Raises ValueError for
-    what is no file of rows."""
+    """Read the rows of a metrics file. Lines that a kill cut short or a disk damaged are left out.
+
+    Raises ValueError if the content is not rows at all.
+    """
     return rows_and_damage(path)[0]
 
 
 def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
-    """The rows, and the lines that are none."""
+    """Read the rows of a metrics file, and separately the lines that are damaged."""
     try:
         rows, damaged = untrusted.read_rows(path)
     except FileNotFoundError:
@@ -45,8 +48,10 @@ def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
 
 
 def read_events(path: Path) -> list[dict]:
-    """What the monitor said of a run: step, kind, signal and text of each event. Raises ValueError for what is no
-    file."""
+    """Read the monitor's events of a run: step, kind, signal and text of each.
+
+    Raises ValueError if the path is not a regular file.
+    """
     try:
         found = [_event(line) for line in untrusted.lines(path)]
     except FileNotFoundError:
@@ -66,16 +71,18 @@ def _event(line: bytes) -> dict | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it holds either the old or the new text, never half of one. Half characters, as in a
-    folder's name that is not UTF-8, become escapes."""
+    """Write a small file so that it holds either the old or the new text, never half of one.
+
+    Half characters, as in the name of a folder that is not UTF-8, become escapes.
+    """
     replace_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """The same for bytes. A link at `path` is replaced; what it points to stays as it is."""
+    """Do the same with bytes. A link at `path` is replaced; the file that it points to stays as it is."""
     beside = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
-        with open(beside, "xb") as file:  # a new file: opens nothing that is there, not through a link either
+        with open(beside, "xb") as file:  # "x" fails if the file exists, and follows no link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -86,22 +93,23 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Take away what killed processes left of `replace_bytes`, but not what a report.py of this moment writes."""
+    """Delete the files that killed processes left behind in `replace_bytes`, but not those being written just now."""
     for path in folder.glob(".*.unfinished"):
         if UNFINISHED.fullmatch(path.name) and time.time() - path.lstat().st_mtime > ABANDONED:
             path.unlink(missing_ok=True)
 
 
 def append_to(path: Path) -> TextIO:
-    """A text file to write more lines to. Raises ValueError if the path is a link, or no plain file."""
+    """Open a text file to append lines to it. Raises ValueError if the path is a link or not a regular file."""
     return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=untrusted.plain_file)
 
 
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
-    """Raises ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
+    """Raise ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
 
-    `names`: look at these of its entries alone. W&B's folder has links of its own in it, which it makes anew; into the
-    folders of its earlier segments nothing of ours follows a link."""
+    With `names`, only these entries of the directory are looked at. W&B's folder may have the links that W&B itself
+    makes anew. The folders of its earlier segments are not looked at, as we follow no link there.
+    """
     waiting, theirs = [entry for entry in _entries(folder) if not names or entry.name in names], folder / W_AND_B
     while waiting:
         entry = waiting.pop()
@@ -120,42 +128,42 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
         return []
 
 
-class Made:
-    """What is in a run directory before a process writes there, so that it can take away what it made and no more."""
+class CreatedFiles:
+    """Notes what a run directory holds before a process writes there, so that it can delete just its own files."""
 
     def __init__(self, folder: Path):
         self.folder, self.before = folder, {entry.name for entry in _entries(folder)}
         self.folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
 
-    def take_back(self, *names: str) -> None:
-        """Remove the files of these names that were not there before, and the folders that were not, if empty now."""
+    def remove(self, *names: str) -> None:
+        """Delete the files of these names that were not there before, and the folders that were not and are empty."""
         for name in {*names, LOCK} - self.before:
             (self.folder / name).unlink(missing_ok=True)
         for folder in self.folders:
             try:
                 folder.rmdir()
-            except OSError:  # something else is in it
+            except OSError:  # the folder is not empty
                 break
 
 
 @contextmanager
 def errors_of_the_disk(path: Path) -> Iterator[None]:
-    """Within: OSError also where a library tells it in its own way, as safetensors, tokenizers and torch do."""
+    """Turn the disk's errors inside the block into OSError: safetensors, tokenizers and torch have their own ways."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # tokenizers' is of no class of its own
-        if said := re.search(r"\(os error (\d+)\)", str(error)):
-            number = int(said[1])
+    except Exception as error:  # tokenizers raises plain Exception
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(found[1])
             raise OSError(number, os.strerror(number), str(path)) from None
-        if isinstance(error.__context__, OSError):  # torch's, where the file that it was given could not be written
+        if isinstance(error.__context__, OSError):  # torch, if it cannot write the file
             raise error.__context__ from None
         raise
 
 
 def sync(path: Path) -> None:
-    """Until the disk has it."""
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,36 +171,40 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def said(folder: Path) -> dict:
-    """What a run last said of itself: how it is, its step, a reason, its process. Empty if it never did; where the file
-    is none, the reason says so."""
+def read_status(folder: Path) -> dict:
+    """Read what a run last wrote about itself to status.json: how it is, its step, the reason, its process number.
+
+    The result is empty if there is no such file. If the file is damaged, the result is a reason that says so.
+    """
     try:
         entry = untrusted.read_json(folder / STATUS)
     except FileNotFoundError:
         return {}
     except (OSError, untrusted.Unreadable) as error:
         return {"reason": str(error)}
-    kept = {name: value for name, value in entry.items() if name in SAID and type(value) is SAID[name]}
+    kept = {name: entry[name] for name, kind in STATUS_FIELDS.items() if type(entry.get(name)) is kind}
     return kept if kept.get("how", HOW[0]) in HOW else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:
-    """This process is about to train, from the checkpoint of this step or from the beginning. It continues the run if
-    another process said something last: after a rollback it was this one."""
+    """Note that this process begins to train, from the checkpoint of this step or, with None, from the beginning.
+
+    It counts as a continuation if another process wrote the status last. After a rollback it was this process.
+    """
     if checkpoint is None:
         (folder / CONTINUED).unlink(missing_ok=True)
-    elif said(folder).get("pid") != os.getpid():
+    elif read_status(folder).get("pid") != os.getpid():
         with append_to(folder / CONTINUED) as file:
             file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process works in a run directory, as far as can be seen."""
+    """Tell whether a process works in a run directory, as far as that can be seen."""
     try:
         with untrusted.opened(folder / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, ValueError):  # there is none, or none that a process of ours could hold, or it may not be read
+    except (OSError, ValueError):  # there is no lock file, or not a regular one, or it may not be read
         return False
     return False

@@ -1,8 +1,8 @@
 """Randomness as a function of position.
 
-Every random number of a run is determined by (run seed, purpose, where it is needed). There is no generator whose state
-would have to be saved or fast-forwarded: a resumed run, another batch size or another neighbour in the batch sees the
-same numbers.
+Every random number of a run is determined by (run seed, purpose, place where it is needed). There is no generator whose
+state would have to be saved or advanced: a resumed run, a run with another batch size and a response with other
+neighbours in its batch get the same numbers.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import numpy as np
 
 
 def seed_for(*position: int | str) -> int:
-    """A 64-bit seed for a position such as (run seed, "rollout", problem, sample).
+    """Compute a 64-bit seed for a position such as (run seed, "rollout", problem, sample).
 
     >>> seed_for(1, "rollout", 7) == seed_for(1, "rollout", 7)
     True
     >>> seed_for(1, 23) == seed_for(12, 3)
     False
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in position)
+    text = "\x1f".join(f"{type(item).__name__}:{item}" for item in position)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def generator(*position: int | str) -> random.Random:
-    """Python's generator, seeded by a position: for building problems."""
+    """Make a Python generator that is seeded by a position; tasks build problems with it."""
     return random.Random(seed_for(*position))
 
 
 def uniforms(count: int, *position: int | str) -> np.ndarray:
-    """`count` float64 numbers in [0, 1) for a position; the i-th does not depend on `count`."""
+    """Draw `count` float64 numbers in [0, 1) for a position; the i-th does not depend on `count`."""
     return np.random.Generator(np.random.Philox(key=seed_for(*position))).random(count)
 
 
 def permutation(count: int, *position: int | str) -> np.ndarray:
-    """A permutation of range(count) for a position."""
+    """Draw a permutation of range(count) for a position."""
     return np.random.Generator(np.random.Philox(key=seed_for(*position))).permutation(count)

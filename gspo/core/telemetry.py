@@ -1,6 +1,6 @@
-"""Nothing is reported to the makers of the libraries that we use.
+"""Keeps the libraries that we use from reporting anything to their makers.
 
-Some of them read these variables when they are imported, so `gspo/__init__.py` sets them before anything else.
+Some libraries read these environment variables when they are imported, so `gspo/__init__.py` sets them first.
 """
 
 import os
@@ -18,5 +18,5 @@ OFF = {
 
 
 def turn_off_telemetry() -> None:
-    """For this process and those below it, whatever the environment says."""
+    """Turn reports off in this process and its child processes, whatever the environment says."""
     os.environ |= OFF

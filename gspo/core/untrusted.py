@@ -1,7 +1,7 @@
-"""Reading what a stranger may have written: from regular files alone, within bounds of size, depth and number.
+"""Reads files that someone else may have written: regular files alone, within bounds of size, depth and number.
 
-What is no such file, or does not hold what it should, raises Unreadable (a ValueError) in one line that names it; a
-file that is not there raises FileNotFoundError. Our own files stay far within the bounds.
+A path that is not a regular file, or whose content is not what it should be, raises Unreadable (a ValueError) in one
+line that names it. A missing file raises FileNotFoundError. Our own files stay far within the bounds.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from typing import Any, BinaryIO
 
 import yaml
 
-SMALL = 4 << 20  # bytes of a file that is read whole
-SETTINGS = 256 << 10  # bytes of settings.yaml
-LONG = 256 << 20  # bytes of a file of rows
-LINE = 8 << 20  # bytes of one of its lines
-DEPTH = 50  # of mappings and lists within each other
-LARGEST = 2**63  # integers stay below
+SMALL = 4 << 20  # the most bytes of a file that is read as a whole
+SETTINGS = 256 << 10  # the most bytes of settings.yaml
+LONG = 256 << 20  # the most bytes of a file of rows
+LINE = 8 << 20  # the most bytes of one line
+DEPTH = 50  # how deeply mappings and lists may be nested
+LARGEST = 2**63  # integers must be smaller
 DIGITS = re.compile(r"[-+0-9_:.]+|[-+]?0[xbo].*", re.IGNORECASE)  # what YAML may take for a number
-# halves of characters, which JSON can spell and no table or file can hold; Python reads names that are not UTF-8 so
+# Half characters (surrogates), which JSON can spell but no table or file can hold. Python also decodes file names that
+# are not UTF-8 to them.
 HALVES = re.compile("[\ud800-\udfff]")
 STEPS = 1_000_000  # the last step that a row may describe
-METRICS = 5_000  # different ones of a run
-NUMBERS = 20_000_000  # of all rows of a run
-CELLS = 40_000_000  # of their table, with those that are empty: rows with a metric of its own each make many of few
-DAMAGED = 10_000  # lines that are no rows, after which the file is none of rows
-FAR = 1e100  # sums and squares of larger numbers are infinite
+METRICS = 5_000  # the most different metrics of a run
+NUMBERS = 20_000_000  # the most numbers in all rows of a run
+CELLS = 40_000_000  # the most cells of the rows as a table, with empty ones, of which rows of unlike metrics have many
+DAMAGED = 10_000  # a file with more lines that are not rows is refused
+FAR = 1e100  # larger numbers count as not finite, because their sums and squares would not be
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times faster
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader in C does the same ten times faster
 
 
 class Unreadable(ValueError):
-    """A file that holds something else than it should."""
+    """Is raised for a file whose content is not what it should be."""
 
 
 def plain_file(path: str | Path, flags: int) -> int:
-    """An `opener` for Python's `open`, to read or to write. Raises Unreadable for a link, and for what is no plain
-    file: a pipe would make us wait for its other end, a device has no end."""
+    """Open a regular file to read or to write; to be given to Python's `open` as its `opener`.
+
+    Raises Unreadable for anything else: a link may lead anywhere, a pipe would make us wait for its other end, and a
+    device has no end.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -57,15 +61,18 @@ def plain_file(path: str | Path, flags: int) -> int:
 
 
 def not_plain(path: str | Path) -> str:
+    """Explain that a path is a link or something else than a regular file."""
     what = f"is a link to {os.readlink(path)}" if os.path.islink(path) else "is no plain file"
     return f"{path} {what}: a run has files and folders of its own alone; move it out of the run directory"
 
 
 def opened(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes."""
     return open(path, "rb", opener=plain_file)
 
 
 def read_bytes(path: Path, most: int = SMALL) -> bytes:
+    """Read a file of at most `most` bytes."""
     with opened(path) as file:
         content = b"" if os.fstat(file.fileno()).st_size > most else file.read(most + 1)
         if os.fstat(file.fileno()).st_size > most or len(content) > most:
@@ -74,14 +81,14 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file that a listing of a folder names, which lies within it."""
+    """Return the path of a file that a listing of a folder names; Unreadable is raised if it is not in the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise Unreadable(f"{folder}: it lists {name[:100]!r}, which is not in it")
     return folder / name
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, with their ends."""
+    """Yield the lines of a file, with their line ends."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > LONG:
             raise Unreadable(f"{path} is larger than {LONG:,} bytes, the most that is read of it")
@@ -93,7 +100,7 @@ def lines(path: Path) -> Iterator[bytes]:
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
 def read_json(path: Path, kind: type = dict) -> Any:
-    """The mapping, or another `kind`, that a small file holds."""
+    """Read a small JSON file that holds a mapping, or another `kind`."""
     content = read_bytes(path)
     try:
         value = parse_json(content)
@@ -105,7 +112,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What a JSON text says. Raises ValueError, also for one that is nested too deeply or has too large an integer."""
+    """Parse a JSON text. Raises ValueError, also if it is nested too deeply or has too large an integer."""
     try:
         value = json.loads(text, parse_int=_integer)
     except RecursionError:
@@ -121,7 +128,7 @@ def _integer(text: str) -> int:
 
 
 def check(value: object) -> None:
-    """Raises ValueError for a tree that is nested too deeply, or holds what neither JSON nor settings do."""
+    """Raise ValueError for a tree that is nested too deeply, or holds values that neither JSON nor settings have."""
     level, depth = [value], 0
     while level := [child for node in level for child in _children(node)]:
         depth += 1
@@ -143,7 +150,7 @@ def _children(node: object) -> list:
 
 # ---------------------------------------------------------------------------------------------------------------- YAML
 def read_yaml(path: Path) -> dict:
-    """The mapping that a file of settings holds."""
+    """Read a file of settings in YAML, which must hold a mapping."""
     content = read_bytes(path, SETTINGS)
     try:
         _check_events(content)
@@ -157,7 +164,10 @@ def read_yaml(path: Path) -> dict:
 
 
 def _check_events(content: bytes) -> None:
-    """Before anything is built of it. Aliases, of which a few lines make gigabytes, and tags are none of ours."""
+    """Raise ValueError for YAML that must not be built: aliases, tags, huge numbers, deep nesting.
+
+    A dozen lines of aliases can stand for gigabytes. Our own files have neither aliases nor tags.
+    """
     depth = 0
     for event in yaml.parse(content, Loader):
         if isinstance(event, yaml.AliasEvent):
@@ -174,8 +184,11 @@ def _check_events(content: bytes) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
-    """The rows of a metrics file, a step and numbers each (null where there is none that is finite), and with their
-    numbers the lines that are no rows: cut short by a kill, damaged, or odd."""
+    """Read the rows of a metrics file. Returns the rows, and as (number, line) the lines that are not rows.
+
+    A row is a step and numbers, None for a number that is not finite. Lines that a kill cut short or a disk damaged are
+    not rows.
+    """
     rows, damaged, names, numbers = [], [], set(), 0
     for number, line in enumerate(lines(path), start=1):
         row = _row(line)
@@ -192,7 +205,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]
 
 
 def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
-    """Raises Unreadable where a table of so many would fill the memory."""
+    """Raise Unreadable if a table of so many rows, metrics and numbers would fill the memory."""
     if rows > STEPS + 1 or names > METRICS or numbers > NUMBERS or rows * names > CELLS:
         raise Unreadable(
             f"{path} has more than {STEPS:,} rows, {METRICS:,} metrics or {NUMBERS:,} numbers, or a table "
@@ -201,9 +214,10 @@ def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of a metrics file; None if it is not a row."""
     try:
         row = parse_json(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except ValueError:  # it is not JSON, or not UTF-8
         return None
     if not isinstance(row, dict) or not is_step(row.get("step")) or any(map(HALVES.search, row)):
         return None
@@ -211,13 +225,15 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def is_step(value: object) -> bool:
+    """Tell whether a value can be the number of a step."""
     return type(value) is int and 0 <= value <= STEPS
 
 
 def is_number(value: object) -> bool:
-    """Whether it may stand in a row; null stands for a number that was not finite."""
+    """Tell whether a value can be that of a metric; None stands for a number that was not finite."""
     return value is None or type(value) in (int, float)
 
 
 def finite(value: float | None) -> float | None:
+    """Return a number of reasonable size as it is, None for any other."""
     return value if value is not None and math.isfinite(value) and abs(value) <= FAR else None

@@ -1,1 +1,1 @@
-"""Held-out evaluation: samples and their scores, estimates with intervals, Elo, evaluations that can be resumed."""
+"""Held-out evaluation: sampling and scoring, estimates with intervals, Elo ratings, resumable evaluations."""

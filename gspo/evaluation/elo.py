@@ -1,10 +1,13 @@
-"""Ratings on the Elo scale, as CodeForces uses it: of a policy on problems with known ratings.
+"""Ratings on the Elo scale, as CodeForces uses it.
 
-    P(solve | R, d) = 1 / (1 + 10^((d - R)/400))        R rating of the solver, d rating of the problem
+A policy is rated on problems with known ratings. R is the rating of the solver and d that
+of the problem:
 
-A rating depends on more than the policy: which problems, how many attempts at each, and in which order they count moved
-published ones by hundreds of points (arXiv:2602.05891). Quote it with the number of problems, the window of their
-ratings, the attempts per problem and an error.
+    P(solve | R, d) = 1 / (1 + 10^((d - R)/400))
+
+A rating depends on more than the policy. The choice of problems, the number of attempts at each and the order in which
+they count have moved published ratings by hundreds of points (arXiv:2602.05891). Quote a rating with the number of
+problems, the range of their ratings, the attempts per problem and an error.
 
 Shape suffixes: P problems, D draws of the bootstrap.
 """
@@ -19,14 +22,14 @@ import numpy as np
 from gspo.core.seeding import seed_for
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
-MEAN, SPREAD = 1500.0, 700.0  # the prior of `most_probable`
-DRAWS = 1000
-HALVINGS = 70  # of an interval of at most 1e12 points, to below 1e-8
+MEAN, SPREAD = 1500.0, 700.0  # mean and standard deviation of the prior of `most_probable`
+DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
+HALVINGS = 70  # bisection steps, which narrow an interval of up to 1e12 points to less than 1e-8
 
 
 @dataclass(frozen=True)
 class Rating:
-    """A rating and its standard error from the curvature of the log likelihood (or posterior) at it."""
+    """Holds a rating and its standard error, which is from the curvature of the log likelihood or posterior there."""
 
     rating: float
     stderr: float
@@ -34,7 +37,7 @@ class Rating:
 
 @dataclass(frozen=True)
 class Resampled:
-    """What other problems of this kind would have given: standard error and 95 % interval of the rating."""
+    """Holds standard error and 95 % interval of a rating over other problems of the same kind."""
 
     stderr: float
     low: float
@@ -42,22 +45,22 @@ class Resampled:
 
 
 def chance(rating: float | np.ndarray, difficulty: float | np.ndarray) -> np.ndarray:
-    """P(solve | R, d)."""
+    """Compute P(solve | R, d), the chance that a solver with this rating solves a problem of this difficulty."""
     return 1 / (1 + 10.0 ** np.clip((np.asarray(difficulty) - rating) / 400, -300, 300))
 
 
 def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.ndarray) -> Rating:
-    """Maximum likelihood: the rating at which as many solves are expected as there were,
+    """Compute the maximum-likelihood rating, at which the expected number of solves is the observed one:
 
         sum n_i P(solve | R, d_i) = sum k_i        k_i of n_i attempts at problem i solved it
 
-    by bisection. With every attempt solved it is +inf, with none -inf, and the standard error is infinite too: the
-    likelihood only says that the solver is off the scale of these problems.
+    The equation is solved by bisection. If every attempt solved its problem, the rating is +inf; if none did, -inf. The
+    standard error is infinite then, as the solver lies outside the scale of these problems.
     """
     solved, attempts = int(solved_P.sum()), int(attempts_P.sum())
     if solved in (0, attempts):
         return Rating(math.inf if solved else -math.inf, math.inf)
-    margin = 400 * math.log10(attempts + 1)  # there, less than one solve (or failure) is expected
+    margin = 400 * math.log10(attempts + 1)  # so far below or above, less than one solve or failure is expected
     start = (np.min(difficulty_P) - margin, np.max(difficulty_P) + margin)
     root = float(_root(lambda R: solved - (attempts_P * chance(R, difficulty_P)).sum(), *start))
     return Rating(root, _information(root, difficulty_P, attempts_P) ** -0.5)
@@ -70,9 +73,9 @@ def most_probable(
     mean: float = MEAN,
     spread: float = SPREAD,
 ) -> Rating:
-    """Maximum a posteriori under R ~ N(mean, spread^2): finite where everything or nothing is solved.
+    """Compute the maximum a posteriori rating under R ~ N(mean, spread^2). It is finite even if all or none is solved.
 
-    The standard error takes all attempts as independent. Attempts at one problem are not: see `bootstrap`.
+    The standard error assumes that all attempts are independent. Attempts at one problem are not; see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
     root = float(_most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)[0])
@@ -87,8 +90,10 @@ def bootstrap(
     spread: float = SPREAD,
     draws: int = DRAWS,
 ) -> Resampled:
-    """Standard deviation and 2.5 and 97.5 percentiles of the most probable rating over sets of as many problems, drawn
-    with replacement by position: the same every time."""
+    """Compute standard deviation and 95 % interval of the most probable rating over resampled sets of problems.
+
+    Each of `draws` sets has as many problems as the original, drawn with replacement. The draws are the same each time.
+    """
     problems = len(difficulty_P)
     rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
     weights_DP = rng.multinomial(problems, np.full(problems, 1 / problems), size=draws)
@@ -105,9 +110,10 @@ def _most_probable(
     mean: float,
     spread: float,
 ) -> np.ndarray:
-    """[D] the roots of the slope of the log posterior, problem i counted weights_DP[:, i] times.
+    """Find the roots of the slope of the log posterior, where problem i counts weights_DP[:, i] times. Shape [D].
 
-    The likelihood's slope is at most LOGISTIC x attempts in size, so the root is within that many spread^2 of the mean.
+    The slope of the log likelihood is at most LOGISTIC x attempts in size, so the root lies within that many spread^2
+    of the mean.
     """
     reach_D = spread**2 * LOGISTIC * (weights_DP @ attempts_P)
 
@@ -119,7 +125,7 @@ def _most_probable(
 
 
 def _root(falling, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Where a falling function is 0, between `low` and `high`; the nearer end if it is 0 nowhere between."""
+    """Find by bisection where a decreasing function is 0; the nearer end if that is not between `low` and `high`."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         above = falling(middle) > 0
@@ -128,6 +134,6 @@ def _root(falling, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _information(rating: float, difficulty_P: np.ndarray, attempts_P: np.ndarray) -> float:
-    """Fisher information: minus the curvature of the log likelihood, (ln 10/400)^2 sum n_i P_i (1 - P_i)."""
+    """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i), minus the curvature of the log likelihood."""
     p_P = chance(rating, difficulty_P)
     return float(LOGISTIC**2 * (attempts_P * p_P * (1 - p_P)).sum())

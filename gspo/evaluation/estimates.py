@@ -1,11 +1,12 @@
-"""What k samples of each of m problems say: avg@k, pass@k, maj@k, with standard errors and 95 % intervals.
+"""Estimates from k samples of each of m problems: avg@k, pass@k, maj@k, with standard errors and 95 % intervals.
 
-Each of them is a mean over problems of a number in [0, 1]. Standard errors and intervals answer: where would it lie on
-other problems of this kind, with other samples? `error_parts` says how much of that is sampling noise, which alone
-counts where the set itself is the subject.
+Each estimate is a mean over problems of a number in [0, 1]. Its standard error and interval tell where it would lie on
+other problems of the same kind and with other samples. `error_parts` tells how much of the error is sampling noise;
+only that matters to someone who is interested in this very set of problems.
 
-Shape suffixes: P problems, K samples of a problem. Rewards are in [0, 1], 1 is solved; NaN is a sample that could not
-be graded, by no fault of its own. It is in no numerator and no denominator; nor is a problem with too few graded ones.
+Shape suffixes: P problems, K samples of a problem. Rewards are in [0, 1], and 1 means solved. NaN stands for a sample
+that could not be graded through no fault of its own. Such samples are in no numerator and in no denominator, and
+problems with too few graded samples are left out.
 """
 
 from __future__ import annotations
@@ -18,45 +19,46 @@ import numpy as np
 
 from gspo.core.seeding import seed_for
 
-DRAWS = 500  # subsets that maj@k with k < n averages over: adds at most 0.022 / sqrt(m) to its standard error
+DRAWS = 500  # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard error
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems. NaN where too few problems are left to say."""
+    """Holds a mean over problems. Its numbers are NaN if too few problems are left to compute them."""
 
     value: float
-    stderr: float  # over problems: the spread between them and the sampling noise within them
-    low: float  # 95 % interval
-    high: float
-    problems: int  # that it is a mean of
+    stderr: float  # the standard error, from the spread between problems and the sampling noise within them
+    low: float  # the lower end of the 95 % interval
+    high: float  # its upper end
+    problems: int  # the number of problems in the mean
 
 
 def powers(n: int) -> list[int]:
-    """1, 2, 4, ... and n: the k's of pass@k and maj@k that n samples are reported for."""
+    """List 1, 2, 4, ... and n, the values of k for which pass@k and maj@k of n samples are reported."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
 def average(rewards_PK: np.ndarray) -> Estimate:
-    """avg@k: the mean over problems of the mean reward of their graded samples."""
+    """Estimate avg@k, the mean over problems of the mean reward of their graded samples."""
     graded_PK = ~np.isnan(rewards_PK)
     return over_problems(problem_means(rewards_PK), int(graded_PK.sum()))
 
 
 def problem_means(rewards_PK: np.ndarray) -> np.ndarray:
-    """[P] mean reward of each problem's graded samples; NaN for a problem without any."""
+    """Compute the mean reward of each problem's graded samples; NaN for a problem without any. Shape [P]."""
     graded_PK = ~np.isnan(rewards_PK)
     totals_P = np.where(graded_PK, rewards_PK, 0.0).sum(1)
     return _divide(totals_P, graded_PK.sum(1))
 
 
 def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
-    """The standard error of avg@k in two parts, (sampling, between problems); their squares add up to its square.
+    """Split the standard error of avg@k into (sampling, between problems). Their squares add up to its square.
 
         sampling^2 = sum_i v_i / k_i / m^2,    v_i = sum_j (r_ij - mean_i)^2 / (k_i - 1)
 
-    For rewards 0 and 1, v_i / k_i = p_i (1 - p_i) / (k_i - 1): the unbiased form of sum p (1 - p) / k / m^2. What is
-    left of the whole is due to the choice of problems; 0 where noise makes that negative. NaN with a single sample.
+    For rewards 0 and 1, v_i / k_i = p_i (1 - p_i) / (k_i - 1), the unbiased form of sum p (1 - p) / k / m^2. The rest
+    of the error is due to the choice of problems; it is 0 if noise would make it negative. Both are NaN if a problem
+    has a single sample.
     """
     means_P, counts_P = problem_means(rewards_PK), (~np.isnan(rewards_PK)).sum(1)
     used_P = counts_P > 0
@@ -69,7 +71,7 @@ def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
 
 
 def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
-    """The chance that at least one of k samples is right, without bias from n >= k samples, c of them right:
+    """Estimate the chance that at least one of k samples is right, without bias, from n >= k samples with c right ones:
 
         pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)          (Chen et al. 2021, arXiv:2107.03374)
 
@@ -82,12 +84,13 @@ def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
 
 
 def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Estimate:
-    """The chance that the most frequent answer of k samples is right.
+    """Estimate the chance that the most frequent answer of k samples is right.
 
-    `answers_PK` holds normal forms; "" has no vote, and where nobody votes the problem is wrong. Ties go to the answer
-    that occurs first, and an answer is as right as the sample that it occurs in first. With k < n graded samples: the
-    mean over `DRAWS` subsets in random order, drawn by position, hence without bias and the same every time; with k = n
-    the samples in the order they were drawn. Problems with fewer than k graded samples are left out.
+    `answers_PK` holds normal forms. A sample whose answer is "" has no vote, and a problem without votes is wrong. Ties
+    go to the answer that occurs first, and an answer is as right as the first sample that gives it. If k equals the
+    number n of graded samples, they vote in the order they were drawn. If k < n, the estimate is the mean over `DRAWS`
+    subsets in random order, which are the same each time; it has no bias. Problems with fewer than k graded samples are
+    left out.
     """
     graded_PK = ~np.isnan(rewards_PK)
     counts_P = graded_PK.sum(1)
@@ -106,7 +109,7 @@ def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Est
 
 
 def _orders(n: int, k: int) -> np.ndarray:
-    """Which samples vote, and in which order: rows of k different numbers below n."""
+    """Choose which samples vote and in which order: each row has k different numbers below n."""
     if k == n:
         return np.arange(n)[None]
     rng = np.random.Generator(np.random.Philox(key=seed_for("maj@k", n, k)))
@@ -114,7 +117,7 @@ def _orders(n: int, k: int) -> np.ndarray:
 
 
 def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
-    """[P] 1.0 where the majority is right. `argmax` takes the first of equals: the answer that occurs first."""
+    """Return 1.0 for each problem whose majority is right; `argmax` takes the first of equally frequent ones. [P]."""
     votes_Pk = (codes_Pk[:, :, None] == codes_Pk[:, None, :]).sum(2) * (codes_Pk >= 0)
     first_P = votes_Pk.argmax(1)[:, None]
     voted_P = np.take_along_axis(votes_Pk, first_P, axis=1) > 0
@@ -122,11 +125,10 @@ def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
 
 
 def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
-    """Mean, standard error and interval of independent problems' values in [0, 1]; those that are NaN are left out.
+    """Estimate a mean from the values in [0, 1] of independent problems; values that are NaN are left out.
 
-    The standard error is std (ddof 1) / sqrt(m). It is what resampling problems with replacement converges to, times
-    sqrt(m / (m - 1)): the bootstrap's error of a mean has this closed form, so nothing is drawn. `samples`: graded
-    samples behind the values.
+    The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed form too, except for a
+    factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the number of graded samples behind the values.
     """
     values_P = values_P[~np.isnan(values_P)]
     m = len(values_P)
@@ -137,13 +139,14 @@ def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
 
 
 def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[float, float]:
-    """95 % interval of a mean p over m problems, within [0, 1]: Wilson's, with the effective number of observations.
+    """Compute the 95 % interval of a mean p over m problems, Wilson's with the effective number n of observations:
 
         n = p (1 - p) / stderr^2,    (p + t^2/2n -+ t sqrt(p (1 - p)/n + t^2/4n^2)) / (1 + t^2/n)
 
-    t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples (no spread is smaller than
-    that of independent samples), and m where p is 0 or 1: samples of one problem may all be alike. For large n this is
-    p -+ t stderr. (Wilson 1927; effective sample size: Korn and Graubard 1998.)
+    t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples, because no spread is
+    smaller than that of independent samples. If p is 0 or 1, n is m, because the samples of a problem may all be alike.
+    The interval lies within [0, 1]; for large n it is p -+ t stderr. (Wilson 1927; effective sample size: Korn and
+    Graubard 1998.)
     """
     spread = max(0.0, value * (1 - value))
     if spread < 1e-12:
@@ -157,8 +160,11 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t distribution, right to 0.2 %: in closed form for 1 and 2 degrees of freedom, above by the
-    expansion in 1/freedom of Abramowitz and Stegun 26.7.5."""
+    """Compute a quantile of Student's t distribution, with an error of at most 0.2 %.
+
+    It has a closed form for 1 and 2 degrees of freedom; for more it is the expansion in 1/freedom of Abramowitz and
+    Stegun 26.7.5.
+    """
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:
@@ -176,5 +182,5 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, NaN where b is 0."""
+    """Compute a / b, NaN where b is 0."""
     return np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0)

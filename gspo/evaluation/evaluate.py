@@ -1,7 +1,7 @@
-"""Held-out evaluation, the same code during training and from the command line: samples of held-out problems, scored,
-and the numbers that gspo.evaluation.estimates and gspo.evaluation.elo make of them.
+"""Evaluates a policy on held-out problems, by the same code during training and from the command line.
 
-The problems and the random numbers are the same for all runs and steps, so differences between policies are paired.
+Responses are sampled and scored here; gspo.evaluation.estimates and gspo.evaluation.elo compute numbers from the
+scores. The problems and the random numbers are the same for all runs and steps, so that policies are compared in pairs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gspo.rollout.scoring import sample_and_score
 from gspo.tasks.base import Task
 from gspo.tracking.tracker import rollout_row
 
-SEED = 0  # of held-out problems and of their samples, for every run
-MADE = 256  # problems of a set that is made without end, where no number is given
+SEED = 0  # the seed of held-out problems and of their samples, in every run
+UNBOUNDED_SET_SIZE = 256  # how many problems of a set without end are taken if no number is given
 
 
 @dataclass
 class EvaluationSettings(Ranged, key="evaluation"):
-    """What is measured on held-out problems, and when. Empty `sets` stands for all that the task has."""
+    """The settings that say on which held-out problems a run is evaluated, how, and when."""
 
-    every: int = ranged(20, least=1)  # steps; also before the first and after the last
-    problems: int = ranged(64, least=2)  # per set; all of a set that has fewer
-    samples: int = ranged(2, least=1)  # k, responses per problem
+    every: int = ranged(20, least=1)  # steps from one evaluation to the next; also before the first and after the last
+    problems: int = ranged(64, least=2)  # problems per set; all problems of a set that has fewer
+    samples: int = ranged(2, least=1)  # k, the number of responses per problem
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
-    sets: list[str] = field(default_factory=list)
+    sets: list[str] = field(default_factory=list)  # the evaluation sets of the task; empty: all of them
 
     def __post_init__(self):
         super().__post_init__()
@@ -44,76 +44,83 @@ class EvaluationSettings(Ranged, key="evaluation"):
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """The problems of one evaluation set: its first ones, in its own order."""
+class EvaluationSet:
+    """Holds problems of one evaluation set: the first ones, in the order of the set."""
 
     name: str
     task: Task
     problems: list[Problem]
-    left_out: int = 0  # problems whose prompts leave no room for a response
-    limit: int = 0  # tokens of a response; 0: the caller's
+    left_out: int = 0  # the number of problems left out because their prompts leave no room for a response
+    limit: int = 0  # the most tokens of a response; 0: the limit that the caller gives
 
 
-def held_out_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[HeldOut]:
-    """The named sets of a task, or all of them. `problems` None: all of a finite set, `MADE` of an unbounded one.
+def load_evaluation_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[EvaluationSet]:
+    """Load the named evaluation sets of a task, or with an empty list all of them.
 
-    Raises ValueError for a set that the task does not have.
+    At most `problems` problems of each are taken; None stands for all problems of a finite set and
+    `UNBOUNDED_SET_SIZE` of one without end. Raises ValueError for a set that the task does not have.
     """
-    known = task.evaluation_sets()
-    unknown = [name for name in names if name not in known]
+    available = task.evaluation_sets()
+    unknown = [name for name in names if name not in available]
     if unknown:
-        raise ValueError(f"evaluation.sets: task {task.name!r} has no set {unknown[0]!r}; it has {', '.join(known)}")
+        raise ValueError(
+            f"evaluation.sets: task {task.name!r} has no set {unknown[0]!r}; it has {', '.join(available)}"
+        )
     sets = []
-    for name in names or known:
+    for name in names or available:
         size = task.size(name)
-        wanted = problems or size or MADE
+        wanted = problems or size or UNBOUNDED_SET_SIZE
         count = wanted if size is None else min(wanted, size)
-        sets.append(HeldOut(name, task, [task.problem(seed, name, i) for i in range(count)]))
+        sets.append(EvaluationSet(name, task, [task.problem(seed, name, i) for i in range(count)]))
     return sets
 
 
-def with_room(held_out: HeldOut, engine: Engine, max_new_tokens: int) -> HeldOut:
-    """The set without the problems whose prompts leave no room for a response in the engine's positions. Raises
-    ValueError if none is left."""
-    kept = [problem for problem in held_out.problems if engine.fits(problem, max_new_tokens)]
+def with_room(evaluation_set: EvaluationSet, engine: Engine, max_new_tokens: int) -> EvaluationSet:
+    """Leave out the problems whose prompts leave no room for a response of `max_new_tokens` in the model's positions.
+
+    Raises ValueError if no problem is left.
+    """
+    kept = [problem for problem in evaluation_set.problems if engine.fits(problem, max_new_tokens)]
     if not kept:
         raise ValueError(
-            f"up to {max_new_tokens} response tokens leave no room for any prompt of the set {held_out.name} in "
+            f"up to {max_new_tokens} response tokens leave no room for any prompt of the set {evaluation_set.name} in "
             f"{engine.positions} positions; lower max_new_tokens (in training rollout.max_new_tokens), or choose other "
             "sets=... (in training evaluation.sets=...)"
         )
-    return replace(held_out, problems=kept, left_out=len(held_out.problems) - len(kept))
+    return replace(evaluation_set, problems=kept, left_out=len(evaluation_set.problems) - len(kept))
 
 
 def evaluate(
     engine: Engine, task: Task, settings: EvaluationSettings, max_new_tokens: int, step: int
 ) -> tuple[dict[str, float], list[list[Response]]]:
-    """Metrics of every set, and the scored responses behind them."""
+    """Sample and score responses to every set. Returns the metrics and the scored responses, group by group."""
     metrics, everything = {}, []
     sampling = Sampling(settings.temperature, max_new_tokens)
-    for whole in held_out_sets(task, settings.sets, settings.problems):
-        held_out = with_room(whole, engine, max_new_tokens)
-        position = (SEED, "evaluation", held_out.name)
-        groups, _ = sample_and_score(engine, task, held_out.problems, settings.samples, sampling, position, step)
-        metrics |= as_metrics(held_out.name, summarise([rows(group) for group in groups], [settings.samples]))
-        metrics[f"eval/{held_out.name}/prompt_too_long"] = float(held_out.left_out)
+    for whole in load_evaluation_sets(task, settings.sets, settings.problems):
+        evaluation_set = with_room(whole, engine, max_new_tokens)
+        position = (SEED, "evaluation", evaluation_set.name)
+        groups, _ = sample_and_score(engine, task, evaluation_set.problems, settings.samples, sampling, position, step)
+        metrics |= as_metrics(evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples]))
+        metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
         everything += groups
     return metrics, everything
 
 
 def rows(group: list[Response]) -> list[dict]:
-    """What is kept of the responses to one problem: all that `summarise` needs, ready for JSON."""
+    """Convert the responses to one problem to what `summarise` needs, ready for JSON."""
     return [rollout_row(r) | {"answer": r.score.answer, "rating": r.problem.rating} for r in group]
 
 
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
-    """The numbers of one set, ready for JSON, from the `rows` of every problem; what cannot be said is None.
+    """Compute the numbers of one set, ready for JSON, from the `rows` of every problem. A number can be None.
 
-    Responses that could not be graded are counted and left out of everything else. pass@k and maj@k for every k of
-    `ks`; maj@k where there is an answer to vote for, Elo where every problem has a rating.
+    Responses that could not be graded are counted, and left out of everything else. pass@k and maj@k are computed for
+    every k of `ks`; maj@k is None without any answer to vote for, Elo if a problem has no rating.
     """
     rewards_PK = np.array([[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups])
-    answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)  # of any length
+    answers_PK = np.array(
+        [[r["answer"] for r in group] for group in groups], dtype=object
+    )  # answers may have any length
     graded = [r for group in groups for r in group if r["reward"] is not None]
     sampling, between = estimates.error_parts(rewards_PK)
     result = {
@@ -146,11 +153,13 @@ def _estimate(estimate: estimates.Estimate) -> dict:
 
 
 def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
-    """Both ratings, their errors, and what they were measured on: without that they mean little."""
-    attempts_P = (~np.isnan(rewards_PK)).sum(1)
-    used = attempts_P > 0
-    items = (difficulty_P[used], (rewards_PK[used] == 1).sum(1), attempts_P[used])
-    likely, probable, resampled = elo.most_likely(*items), elo.most_probable(*items), elo.bootstrap(*items)
+    """Compute both ratings with their errors, and say what they were measured on, without which they mean little."""
+    used = (~np.isnan(rewards_PK)).any(1)
+    difficulty_P, rewards_PK = difficulty_P[used], rewards_PK[used]
+    solved_P, attempts_P = (rewards_PK == 1).sum(1), (~np.isnan(rewards_PK)).sum(1)
+    likely = elo.most_likely(difficulty_P, solved_P, attempts_P)
+    probable = elo.most_probable(difficulty_P, solved_P, attempts_P)
+    resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
@@ -159,14 +168,14 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
         "bootstrap_interval_95": [resampled.low, resampled.high],
         "ml": likely.rating if math.isfinite(likely.rating) else ("+inf" if likely.rating > 0 else "-inf"),
         "ml_stderr": likely.stderr if math.isfinite(likely.stderr) else None,
-        "problems": len(items[0]),
+        "problems": len(difficulty_P),
         "attempts": int(attempts_P.sum()),
-        "window": [float(items[0].min()), float(items[0].max())],
+        "window": [float(difficulty_P.min()), float(difficulty_P.max())],
     }
 
 
 def as_metrics(name: str, result: dict) -> dict[str, float]:
-    """The numbers that are followed over training, under their names in the registry; those that are None left out."""
+    """Select the numbers that are logged over training, under their names as metrics. None is left out."""
     k = result["samples"]
     elo_result, majority = result["elo"] or {}, result["maj"] or {}
     metrics = {
@@ -189,7 +198,7 @@ def _mean(values) -> float:
 
 
 def _without_nan(value):
-    """NaN, which JSON does not have, as None."""
+    """Replace NaN, which JSON does not have, by None, however deep in mappings and lists."""
     if isinstance(value, dict):
         return {key: _without_nan(v) for key, v in value.items()}
     if isinstance(value, list):

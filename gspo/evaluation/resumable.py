@@ -1,11 +1,11 @@
-"""What an evaluation from the command line leaves behind, so that it can be stopped and gone on with at any time.
+"""The folder of an evaluation from the command line, which can be stopped and continued at any time.
 
-settings.json            what the numbers depend on
+settings.json            the settings that the numbers depend on
 responses/<set>.jsonl    every response with its verdict, problem by problem, appended chunk by chunk
 result.json              settings, versions, and the numbers of every set
 
-Every response is a function of (seed, set, problem, sample), so whole chunks are kept, the rest is sampled again, and
-an evaluation that was killed ends with the numbers of one that was not.
+Every response is a function of (seed, set, problem, sample). When an evaluation continues, whole chunks are kept and
+the rest is sampled again, so that its numbers are those of an evaluation that was never stopped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gspo.core.files import LOCK, replace_text
 from gspo.core.types import Problem
 from gspo.core.untrusted import parse_json, plain_file, read_json
 from gspo.evaluation.estimates import powers
-from gspo.evaluation.evaluate import HeldOut, rows, summarise
+from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import at_once, scored_chunks
 
-FINGERPRINTED = 64  # weights of every parameter
+FINGERPRINTED = 64  # how many weights of every parameter a fingerprint is made from
 WRITTEN = ("settings.json", "responses", "result.json", LOCK)
-FREE = ("slots", "workers", "cache")  # settings of a task that change how fast it scores, not how
+SPEED_ONLY = ("slots", "workers", "cache")  # settings of tasks that change how fast they score, and no score
 
 
 class Folder:
-    """The folder of one evaluation. Raises ValueError if it holds one with other settings."""
+    """Reads and writes the folder of one evaluation. Raises ValueError if the folder holds one with other settings."""
 
     def __init__(self, path: Path, settings: dict):
         self.path, self.settings = path, settings
@@ -46,16 +46,19 @@ class Folder:
         elif (path / "responses").exists():
             raise ValueError(f"{path} holds responses without settings.json; choose another out=")
         path.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(settings, indent=1))  # before the first response: a kill leaves no doubt
+        replace_text(
+            file, json.dumps(settings, indent=1)
+        )  # before the first response, which therefore always has settings beside it
         (path / "responses").mkdir(exist_ok=True)
 
     def responses(self, name: str) -> Path:
+        """Return the file with the responses to a set."""
         return self.path / "responses" / f"{name}.jsonl"
 
     def kept(self, name: str, samples: int, chunk: int, problems: list[Problem]) -> list[list[dict]]:
-        """The rows of the problems that are done, in whole chunks of `chunk` problems; anything after them is removed.
+        """Read the rows of the problems that are done, in whole chunks, and delete the rest of the file.
 
-        Raises ValueError for a file that is not a beginning of what would be written here.
+        Raises ValueError if the file's content is not the beginning of what this evaluation would write.
         """
         path = self.responses(name)
         found, ends = [], [0]
@@ -63,7 +66,7 @@ class Folder:
             file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # a kill cut it short
+                    break  # the process was killed while it wrote this line
                 number, sample = divmod(len(found), samples)
                 index = problems[number].index if number < len(problems) else -1
                 found.append(self._row(path, line, (index, sample)))
@@ -74,6 +77,7 @@ class Folder:
         return [found[i : i + samples] for i in range(0, whole * samples, samples)]
 
     def _row(self, path: Path, line: bytes, place: tuple[int, int]) -> dict:
+        """Parse a row, which must be that of the (problem, sample) that is expected next."""
         try:
             row = parse_json(line)
             if (row["problem"], row["sample"]) != place:
@@ -84,14 +88,14 @@ class Folder:
             raise ValueError(f"{path} is damaged at {where} ({error}): remove it and start again") from None
 
     def append(self, name: str, groups: list[list[dict]]) -> None:
-        """Add the rows of a chunk; they are on the disk afterwards."""
+        """Append the rows of a chunk and wait until they are on the disk."""
         with open(self.responses(name), "ab", opener=plain_file) as file:
             file.write("".join(json.dumps(row) + "\n" for group in groups for row in group).encode())
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self, results: dict[str, dict], code: dict) -> Path:
-        """Write the result; where."""
+        """Write result.json and return its path."""
         path = self.path / "result.json"
         replace_text(path, json.dumps({"settings": self.settings, "code": code, "sets": results}, indent=1))
         return path
@@ -100,74 +104,83 @@ class Folder:
 def evaluate_into(
     folder: Folder,
     engine: Engine,
-    sets: list[HeldOut],
+    sets: list[EvaluationSet],
     samples: int,
     sampling: Sampling,
     seed: int,
     step: int,
-    report: Callable[[str, int, bool], None],
+    on_progress: Callable[[str, int, bool], None],
 ) -> dict[str, dict]:
-    """The numbers of every set by name, from what the folder holds and what is still to be sampled.
+    """Evaluate every set, sampling only what the folder does not hold yet. Returns the numbers of each set by name.
 
-    `report(set, problems, sampled)` is told of the problems that were there, then of every chunk.
+    `on_progress(set, problems, sampled)` is called once with the number of problems that the folder holds, and then
+    after every chunk that was sampled.
     """
     results, chunk = {}, at_once(engine, samples)
-    for held_out in sets:
-        groups = folder.kept(held_out.name, samples, chunk, held_out.problems)
-        report(held_out.name, len(groups), False)
-        for new in new_chunks(engine, held_out, len(groups), samples, sampling, seed, step):
-            folder.append(held_out.name, new)
-            report(held_out.name, len(new), True)
+    for evaluation_set in sets:
+        groups = folder.kept(evaluation_set.name, samples, chunk, evaluation_set.problems)
+        on_progress(evaluation_set.name, len(groups), False)
+        for new in new_chunks(engine, evaluation_set, len(groups), samples, sampling, seed, step):
+            folder.append(evaluation_set.name, new)
+            on_progress(evaluation_set.name, len(new), True)
             groups += [[slim(row) for row in group] for group in new]
-        results[held_out.name] = summarise(groups, powers(samples)) | {"prompt_too_long": held_out.left_out}
+        results[evaluation_set.name] = summarise(groups, powers(samples)) | {"prompt_too_long": evaluation_set.left_out}
     return results
 
 
 def new_chunks(
-    engine: Engine, held_out: HeldOut, first: int, samples: int, sampling: Sampling, seed: int, step: int
+    engine: Engine, evaluation_set: EvaluationSet, first: int, samples: int, sampling: Sampling, seed: int, step: int
 ) -> Iterator[list[list[dict]]]:
-    """Rows of the set's problems from `first` on, chunk by chunk."""
-    position = (seed, "evaluation", held_out.name)
-    problems = held_out.problems[first:]
-    sampling = replace(sampling, max_new_tokens=held_out.limit or sampling.max_new_tokens)
-    for groups in scored_chunks(engine, held_out.task, problems, samples, sampling, position, step):
+    """Sample and score the problems of a set from number `first` on, and yield their rows chunk by chunk."""
+    position = (seed, "evaluation", evaluation_set.name)
+    problems = evaluation_set.problems[first:]
+    sampling = replace(sampling, max_new_tokens=evaluation_set.limit or sampling.max_new_tokens)
+    for groups in scored_chunks(engine, evaluation_set.task, problems, samples, sampling, position, step):
         yield [rows(group) for group in groups]
 
 
 def slim(row: dict) -> dict:
-    """A row without its texts, which nothing more is done with."""
+    """Drop the texts of a row, which are not needed any more."""
     return {key: value for key, value in row.items() if key not in ("prompt", "rendered", "response")}
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Twelve hexadecimal digits of a model's weights, from evenly spaced ones of every parameter: an optimizer step
-    changes nearly all of them."""
+    """Hash a model's weights to twelve hexadecimal digits.
+
+    Evenly spaced weights of every parameter are enough, because an optimizer step changes nearly all weights.
+    """
     hashed = hashlib.blake2b(digest_size=6)
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        few = flat[:: max(1, len(flat) // FINGERPRINTED)][:FINGERPRINTED]
-        hashed.update(f"{name} {tuple(parameter.shape)}".encode() + few.float().cpu().numpy().tobytes())
+        sampled = flat[:: max(1, len(flat) // FINGERPRINTED)][:FINGERPRINTED]
+        hashed.update(f"{name} {tuple(parameter.shape)}".encode() + sampled.float().cpu().numpy().tobytes())
     return hashed.hexdigest()
 
 
 def digest(content: object) -> str:
-    """Ten hexadecimal digits of settings, or of anything that JSON can hold."""
+    """Hash settings, or anything else that JSON can hold, to ten hexadecimal digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def describe(held_out: HeldOut) -> dict:
-    """What a set's part of the numbers depends on: its problems and its task, but for settings that only change how
-    fast that scores."""
-    task = without_free(asdict(held_out.task))
-    return {"problems": len(held_out.problems), "prompts": digest([p.prompt for p in held_out.problems]), "task": task}
+def describe(evaluation_set: EvaluationSet) -> dict:
+    """Describe what the numbers of a set depend on: its problems, and its task without the settings of speed."""
+    task = without_speed_settings(asdict(evaluation_set.task))
+    return {
+        "problems": len(evaluation_set.problems),
+        "prompts": digest([p.prompt for p in evaluation_set.problems]),
+        "task": task,
+    }
 
 
-def without_free(settings: dict) -> dict:
-    return {k: without_free(v) if isinstance(v, dict) else v for k, v in settings.items() if k not in FREE}
+def without_speed_settings(settings: dict) -> dict:
+    """Leave out the settings of a task that only change how fast it scores, however deep they stand."""
+    return {
+        k: without_speed_settings(v) if isinstance(v, dict) else v for k, v in settings.items() if k not in SPEED_ONLY
+    }
 
 
 def first_difference(a: object, b: object, key: str = "") -> str | None:
-    """Where two settings differ first, as "key: a against b"; None if they are alike."""
+    """Return the first difference of two settings as "key: a against b"; None if they are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in [*a, *(name for name in b if name not in a)]:
             inner = first_difference(a.get(name), b.get(name), f"{key}.{name}".strip("."))
@@ -178,7 +191,7 @@ def first_difference(a: object, b: object, key: str = "") -> str | None:
 
 
 def table(results: dict[str, dict], samples: int) -> str:
-    """The results for the terminal: a line per set; avg@k with its 95 % interval over problems, then the ratings."""
+    """Lay out the results for the terminal: a line per set, and below them remarks on samples and ratings."""
     k = str(samples)
     heads = ("set", "problems", f"avg@{k}", "95 % interval", f"pass@{k}", f"maj@{k}", "truncated", "tokens")
     lines = [heads]
@@ -198,6 +211,7 @@ def table(results: dict[str, dict], samples: int) -> str:
 
 
 def _remarks(results: dict[str, dict]) -> list[str]:
+    """Write a line for each set about problems left out, responses without grade, and Elo ratings."""
     lines = []
     for name, r in results.items():
         if r.get("prompt_too_long"):
@@ -219,4 +233,5 @@ def _remarks(results: dict[str, dict]) -> list[str]:
 
 
 def _figure(value: float | None, digits: int = 3) -> str:
+    """Format a number; "-" if there is none."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gspo.config.settings import Settings
-from gspo.evaluation.evaluate import held_out_sets, with_room
+from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.model.loading import TinyDense, TinyMoE
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine, LocalEngine
@@ -47,8 +47,8 @@ def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int,
             trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
             source.take_back(load_held(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
         check_weights(source, trainer.state.step)
-        for held_out in held_out_sets(task, settings.evaluation.sets, settings.evaluation.problems):
-            with_room(held_out, engine, settings.rollout.longest_limit)  # before anything is written
+        for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
+            with_room(evaluation_set, engine, settings.rollout.longest_limit)  # before anything is written
     except BaseException:
         engine.close()
         raise

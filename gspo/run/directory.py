@@ -23,13 +23,13 @@ from gspo.core.escaping import Lines
 from gspo.core.files import (
     LOCK,
     STATUS,
-    Made,
+    CreatedFiles,
     append_to,
     read_rows,
+    read_status,
     refuse_links,
     remove_unfinished,
     replace_text,
-    said,
 )
 from gspo.core.ownership import doubt, own
 from gspo.core.untrusted import read_json
@@ -53,7 +53,7 @@ def find(settings: Settings, in_sweep: bool) -> Path:
     """
     folder = folder_of(settings)
     if (folder / "metrics.jsonl").exists():
-        how = said(folder).get("how", "interrupted")
+        how = read_status(folder).get("how", "interrupted")
         goes_on = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
         if not (settings.resume or settings.on_existing == "resume" or goes_on):
             raise ValueError(f"{folder} exists already ({how}); continue it with resume={folder}, or remove it")
@@ -66,11 +66,11 @@ def find(settings: Settings, in_sweep: bool) -> Path:
 
 
 @contextmanager
-def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[Made]:
+def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFiles]:
     """One process at a time in a run directory. Raises ValueError if another one is there, and if something in it lies
     elsewhere; of a folder that holds other things too, `names` says which of its entries are written."""
     refuse_links(folder, names)
-    made = Made(folder)
+    made = CreatedFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with append_to(folder / LOCK) as lock:
         for patience in (0.1, 0.3, 0.6, 0.0):  # who only looks whether somebody is there holds it for a moment

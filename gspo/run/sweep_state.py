@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.core import escaping, untrusted
-from gspo.core.files import locked, read_rows, said
+from gspo.core.files import locked, read_rows, read_status
 
 MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
@@ -131,7 +131,7 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
         return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
     if locked(folder):
         return "running", ""
-    status = said(folder)
+    status = read_status(folder)
     how = status.get("how", "finished" if step >= steps else "died")
     if how == "finished" and step < steps:  # of an earlier, shorter sweep
         how = "stopped"

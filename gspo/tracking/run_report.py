@@ -17,7 +17,7 @@ import yaml
 
 from gspo.core import untrusted
 from gspo.core.escaping import head, in_html
-from gspo.core.files import CONTINUED, read_events, read_rows, replace_text, said
+from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
 from gspo.tracking.collapse import collapse, known, levels
 from gspo.tracking.metrics import lookup
 from gspo.tracking.monitor import report
@@ -63,7 +63,7 @@ def page(folder: Path) -> str:
     """Raises ValueError for settings that are none. Of other files, what cannot be read is named in the page."""
     settings, amiss = untrusted.read_yaml(folder / "settings.yaml"), []
     rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
-    status, title = said(folder), f"{_value(settings, 'study')}: {folder.name}"
+    status, title = read_status(folder), f"{_value(settings, 'study')}: {folder.name}"
     subtitle, events = _subtitle(folder, settings, amiss), _read(read_events, folder / "monitor.jsonl", amiss) or []
     story = _story(settings, rows, status) + _went_on(folder, amiss)
     responses = _responses(folder, amiss)

@@ -16,7 +16,7 @@ from commands import SMALL, only_run, train
 from gspo.config.commands import EvaluateCommand
 from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
-from gspo.evaluation.evaluate import HeldOut
+from gspo.evaluation.evaluate import EvaluationSet
 from gspo.model.loading import TinyDense, save
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
@@ -119,7 +119,7 @@ def test_an_evaluation_takes_each_benchmarks_own_length(script, tmp_path):
 
 
 def test_an_evaluation_says_where_the_limit_decided(script):
-    sets = [HeldOut("gsm8k", None, [], limit=2048), HeldOut("aime24", None, [], limit=100)]
+    sets = [EvaluationSet("gsm8k", None, [], limit=2048), EvaluationSet("aime24", None, [], limit=100)]
     results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
     (line,) = script.cut_short(results, sets)
     assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line

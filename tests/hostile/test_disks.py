@@ -14,7 +14,7 @@ import torch
 
 import forked
 from commands import ROOT, SMALL, environment, train
-from gspo.core.files import Made, errors_of_the_disk
+from gspo.core.files import CreatedFiles, errors_of_the_disk
 from gspo.model.loading import TinyMoE, save
 from gspo.run.cli import DISK
 from gspo.run.directory import exclusive, recorded
@@ -245,7 +245,7 @@ def test_only_what_this_process_made_is_taken_away(tmp_path):
     run = tmp_path / "runs" / "small" / "gspo-seed1-0123456789"
     with exclusive(run) as made:
         (run / "settings.yaml").write_text("steps: 2")
-        made.take_back("settings.yaml")
+        made.remove("settings.yaml")
     assert not (tmp_path / "runs").exists(), "nothing was there before"
     (run / "checkpoints").mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
@@ -253,11 +253,11 @@ def test_only_what_this_process_made_is_taken_away(tmp_path):
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_dir()}
     with exclusive(run) as made:
         (run / "settings.yaml").write_text("steps: 2")
-        made.take_back("settings.yaml", "train.log")
+        made.remove("settings.yaml", "train.log")
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_dir()} == before
     empty = tmp_path / "runs" / "empty"
     empty.mkdir()
-    Made(empty).take_back("settings.yaml")
+    CreatedFiles(empty).remove("settings.yaml")
     assert empty.exists(), "it was made by somebody else"
 
 

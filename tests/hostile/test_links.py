@@ -10,7 +10,7 @@ import yaml
 
 import forked
 from commands import ROOT, SMALL, environment, evaluate, only_run, train
-from gspo.core.files import append_to, locked, note_start, refuse_links, replace_text, said
+from gspo.core.files import append_to, locked, note_start, read_status, refuse_links, replace_text
 from gspo.evaluation.resumable import WRITTEN, Folder
 from gspo.run.directory import exclusive, log_to
 from gspo.tracking.run_report import write
@@ -65,7 +65,7 @@ def test_a_linked_lock_is_neither_emptied_nor_held(run, mine):
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", '"finished"', "\udcff"])
 def test_a_damaged_status_says_that_alone(run, text):
     (run / "status.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert list(said(run)) == ["reason"] and "status.json is damaged" in said(run)["reason"]
+    assert list(read_status(run)) == ["reason"] and "status.json is damaged" in read_status(run)["reason"]
 
 
 def test_what_stands_in_a_lock_stays(run):

@@ -1,11 +1,11 @@
-"""The policy objectives: one small dataclass each. Its fields are its settings, calling it gives the loss.
+"""The policy objectives. Each is a small dataclass: its fields are its settings, and calling it computes the loss.
 
     sequence.py   one ratio per response: GSPO, GSPO-token, LUSPO, GMPO
     token.py      one ratio per token, clipped: GRPO, Dr.GRPO, DAPO, PPO
     weighted.py   a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
 
 An objective returns the loss of every token; how tokens are averaged is a separate choice (gspo.algorithm.aggregation).
-How these differ from the papers' formulas: log-ratios are bounded before exp, see base.RatioObjective.
+The formulas differ from those of the papers in one point: log-ratios are bounded before exp, see base.RatioObjective.
 """
 
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, log_ratio

@@ -1,7 +1,7 @@
-"""What every objective has in common: its inputs and outputs, importance ratios, the clip, dual clip.
+"""The parts that objectives share: inputs and outputs, importance ratios, the clip and the dual clip.
 
-Shape suffixes: B responses, T response tokens, 1 an axis to be broadcast over tokens. All log-probabilities are
-natural, in float32 or better.
+Shape suffixes: B responses, T response tokens, 1 an axis that is broadcast over tokens. All log-probabilities are
+natural logarithms, in float32 or better.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ LOG_RATIO_FLOOR = -20.0
 
 @dataclass
 class LossInputs:
-    """What an objective or another term of the loss may look at. Masked entries hold anything, NaN included.
+    """Holds everything that an objective or another term of the loss may read. Masked entries can be NaN.
 
-    Raises ValueError for log-probs in half precision: bfloat16 resolves them to 0.4 %, GSPO's band is 0.07 % wide.
+    Raises ValueError for log-probs in half precision: bfloat16 resolves them to 0.4 %, and GSPO's clip range is only
+    0.07 % wide.
     """
 
     logp_BT: Tensor  # log pi_theta(y_t | x, y_<t), with gradient
-    old_logp_BT: Tensor  # log pi_old, without
-    adv_BT: Tensor  # advantage of every token
+    old_logp_BT: Tensor  # log pi_old(y_t | x, y_<t), without gradient
+    adv_BT: Tensor  # the advantage of every token
     mask_BT: Tensor  # bool, True on response tokens
-    engine_logp_BT: Tensor | None = None  # log mu, of the policy that sampled, as the engine reported it
-    ref_logp_BT: Tensor | None = None  # log pi_ref, of the reference policy
+    engine_logp_BT: Tensor | None = None  # log mu of the policy that sampled, as the engine reported it
+    ref_logp_BT: Tensor | None = None  # log pi_ref of the reference policy
     correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: all 1
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), with gradient
-    old_values_BT: Tensor | None = None  # the same at the step's start
-    returns_BT: Tensor | None = None  # what the critic should predict
+    old_values_BT: Tensor | None = None  # the critic's values at the start of the step
+    returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
 
     def __post_init__(self):
         for name in ("logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"):
@@ -48,20 +49,20 @@ class LossInputs:
 
     @property
     def advantage_BT(self) -> Tensor:
-        """A_it, 0 where masked."""
+        """The advantages A_it, 0 where masked."""
         return torch.where(self.mask_BT, self.adv_BT, 0.0)
 
 
 @dataclass
 class LossOutputs:
-    """Loss and clip statistics of every token; meaningful where the mask is True."""
+    """Holds the loss and the clip statistics of every token. They are meaningful where the mask is True."""
 
     loss_BT: Tensor
-    weight_BT: Tensor  # what the objective leaves on A_it grad log pi(y_it), without gradient: 0 where it is clipped
-    active_BT: Tensor  # bool: clip or mask removed this token's gradient
-    outside_BT: Tensor  # bool: the ratio lies outside the clip range, whatever the sign of the advantage
-    bounded_BT: Tensor  # bool: the log-ratio left the numerical bound
-    dual_BT: Tensor | None = None  # bool: the dual clip removed it (part of active_BT); None without dual clip
+    weight_BT: Tensor  # the factor of A_it grad log pi(y_it) in the gradient, 0 where it is clipped; without gradient
+    active_BT: Tensor  # bool, True where the clip or a mask removed the token's gradient
+    outside_BT: Tensor  # bool, True where the ratio lies outside the clip range, whatever the sign of the advantage
+    bounded_BT: Tensor  # bool, True where the log-ratio lies beyond its numerical bound
+    dual_BT: Tensor | None = None  # bool, True where the dual clip removed the gradient, a part of active_BT
 
 
 @dataclass
@@ -82,40 +83,45 @@ class Objective(Ranged, key="objective"):
     clips_sequence_ratio: ClassVar[bool] = False  # clip_low and clip_high bound the ratio of the response
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Compute the loss of every token."""
         raise TypeError(f"objective {self.name!r} has no formula: choose a concrete one")
 
 
 @dataclass
 class RatioObjective(Objective):
-    """Base of the objectives that use an importance ratio.
+    """The base of the objectives that use an importance ratio.
 
-    Log-ratios are kept within [-max(20, log_ratio_bound), log_ratio_bound] before exp. Beyond it a token carries no
-    gradient and is counted in `clip/log_ratio_bounded`; below it the formulas are exact.
+    Log-ratios are kept within [-max(20, log_ratio_bound), log_ratio_bound] before exp. A token whose log-ratio lies
+    outside has no gradient and is counted in `clip/log_ratio_bounded`; for all others the formulas are exact.
     """
 
     log_ratio_bound: float = ranged(20.0, above=0, most=80, why="exp(88) overflows")  # nats
 
     def token_ratio(self, inputs: LossInputs, denominator_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """w_it = pi(y_it) / pi_old(y_it) (or another denominator), and which tokens left the bound. Both [B, T]."""
+        """Compute w_it = pi(y_it) / pi_old(y_it), and which tokens are beyond the bound. Both [B, T].
+
+        `denominator_BT` gives log-probs to take in place of the old policy's.
+        """
         return self.bounded_exp(
             log_ratio(inputs.logp_BT, inputs.old_logp_BT if denominator_BT is None else denominator_BT, inputs.mask_BT)
         )
 
     def sequence_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """s_i = exp( 1/|y_i| sum_t log w_it ), and which responses left the bound. Both [B, 1]."""
+        """Compute s_i = exp( 1/|y_i| sum_t log w_it ), and which responses are beyond the bound. Both [B, 1]."""
         return self.bounded_exp(sequence_log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT))
 
     def bounded_exp(self, log: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute exp of bounded log-ratios, and which of them are beyond the bound."""
         lowest = min(LOG_RATIO_FLOOR, -self.log_ratio_bound)
         return log.clamp(lowest, self.log_ratio_bound).exp(), (log < lowest) | (log > self.log_ratio_bound)
 
 
 @dataclass
 class Clipped(RatioObjective):
-    """Base of the objectives with PPO's clip, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """The base of the objectives with PPO's clip, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Dual clip (arXiv:1912.09729), off by default: where A < 0 the loss is at most dual_clip |A|, so that a ratio above
-    dual_clip carries no gradient either.
+    The dual clip (arXiv:1912.09729) is off by default. With it the loss is at most dual_clip |A| where A < 0, so that a
+    ratio above dual_clip has no gradient either.
     """
 
     clip_low: float = ranged(0.2, above=0, below=1, why="the band starts at 1 - clip_low > 0")
@@ -123,7 +129,7 @@ class Clipped(RatioObjective):
     dual_clip: float | None = ranged(None, above=1, why="at 1 it would clip every update")  # c
 
     def clipped(self, ratio_BT: Tensor, bounded_BT: Tensor, inputs: LossInputs) -> LossOutputs:
-        """loss = -min(r A, clip(r) A), at most dual_clip |A| where A < 0; with its clip masks."""
+        """Compute the loss -min(r A, clip(r) A), at most dual_clip |A| where A < 0, and its clip masks."""
         adv_BT = inputs.advantage_BT
         gain_BT = ratio_BT * adv_BT
         clipped_gain_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high) * adv_BT
@@ -143,10 +149,10 @@ class Clipped(RatioObjective):
 
 
 def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """log( pi / pi_old ) of every token, 0 where masked; no gradient reaches the old log-probs."""
+    """Compute log( pi / pi_old ) of every token, 0 where masked; no gradient reaches the old log-probs. [B, T]."""
     return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
 
 
 def sequence_log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean of log( pi / pi_old ) over the tokens of each response; 0 for a response without tokens. [B, 1]"""
+    """Compute the mean of log( pi / pi_old ) over each response's tokens; 0 for one without tokens. Shape [B, 1]."""
     return masked_mean(log_ratio(logp_BT, old_logp_BT, mask_BT), mask_BT).unsqueeze(-1)

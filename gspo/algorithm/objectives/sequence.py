@@ -1,7 +1,7 @@
 """Objectives with one importance ratio per response: GSPO, GSPO-token, LUSPO, GMPO.
 
-J is what the papers maximise; the loss of every token is such that its aggregation `seq-mean-token-mean` gives -J.
-|y_i| counts the response tokens, sg is the stop-gradient.
+J is the objective that the papers maximise. The loss of every token is such that aggregating it by
+`seq-mean-token-mean` gives -J. |y_i| is the number of response tokens, and sg is the stop-gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gspo.core.ranges import ranged
 
 @dataclass
 class GSPO(Clipped):
-    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio per response, whole responses clipped.
+    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio and one clip per response.
 
         s_i = exp( 1/|y_i| sum_t log( pi(y_it|x,y_i<t) / pi_old(y_it|x,y_i<t) ) )
         J   = 1/G sum_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
@@ -39,12 +39,12 @@ class GSPO(Clipped):
 
 @dataclass
 class GSPOToken(Clipped):
-    """GSPO-token (arXiv:2507.18071, Eq 13-17): the ratio of the response, an advantage for every token.
+    """GSPO-token (arXiv:2507.18071, Eq 13-17) has the ratio of the response, but an advantage for every token.
 
         s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]            (value s_i; gradient through the token's own log-prob)
         J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it )
 
-    Equal to GSPO in value, clip and gradient when A_it = A_i for all t.
+    It equals GSPO in value, clip and gradient if A_it = A_i for all t.
     """
 
     name: str = "gspo_token"
@@ -63,7 +63,7 @@ class GSPOToken(Clipped):
 
 @dataclass
 class LUSPO(GSPO):
-    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261): GSPO's loss times the response's length.
+    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261) multiplies GSPO's loss by the response's length.
 
         J = 1/G sum_i |y_i| min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
@@ -83,13 +83,13 @@ class LUSPO(GSPO):
 
 @dataclass
 class GMPO(RatioObjective):
-    """Geometric-Mean Policy Optimization (arXiv:2507.20673): token log-ratios are clipped, then averaged.
+    """Geometric-Mean Policy Optimization (arXiv:2507.20673) clips the log-ratios of tokens and then averages them.
 
         l_it = log( pi(y_it) / pi_old(y_it) )
         c_it = sgn(A_i) min( sgn(A_i) l_it, sgn(A_i) clip(l_it, -clip_low, clip_high) )
         J    = 1/G sum_i A_i exp( 1/|y_i| sum_t c_it )
 
-    The clip acts on single tokens, in log space; the others of the response keep the weight exp(mean c).
+    The clip acts on single tokens, in log space; the other tokens of the response keep the weight exp(mean c).
     """
 
     name: str = "gmpo"

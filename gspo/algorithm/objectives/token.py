@@ -1,7 +1,7 @@
 """Objectives with one importance ratio per token and PPO's clip: PPO, GRPO, Dr.GRPO, DAPO.
 
-They share a formula and differ in clip range, aggregation (`trainer.aggregation.mode=auto` takes the paper's) and in
-the advantage they are meant for.
+They share a formula. They differ in the clip range, in the aggregation (`trainer.aggregation.mode=auto` takes that of
+the paper) and in the advantage that they are meant for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Objectives that weight A grad log pi instead of clipping the ratio: REINFORCE, CISPO, MiniRL, DPPO, SAPO.
+"""Objectives that put a weight on A grad log pi instead of clipping the ratio: REINFORCE, CISPO, MiniRL, DPPO, SAPO.
 
-sg is the stop-gradient, w_it the token ratio pi(y_it) / pi_old(y_it), M_it a mask of 0 and 1.
+sg is the stop-gradient, w_it the token ratio pi(y_it) / pi_old(y_it), and M_it a mask of 0 and 1.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Reinforce(Objective):
 
 @dataclass
 class Weighted(RatioObjective):
-    """Base of CISPO and MiniRL: their band, and the loss -M sg(weight) A log pi."""
+    """The base of CISPO and MiniRL, which share a band and the loss -M sg(weight) A log pi."""
 
     clip_low: float = ranged(0.2, above=0, most=1, why="weights are not negative")
     clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
 
     def harmful(self, ratio_BT: Tensor, adv_BT: Tensor) -> Tensor:
-        """PPO's mask: the ratio has left the band on the side to which the advantage pushes it. Bool [B, T]."""
+        """Tell where the ratio has left the band on the side to which the advantage pushes it (PPO's mask). [B, T]."""
         return ((adv_BT > 0) & (ratio_BT > 1 + self.clip_high)) | ((adv_BT < 0) & (ratio_BT < 1 - self.clip_low))
 
     def weighted(
         self, weight_BT: Tensor, ratio_BT: Tensor, bounded_BT: Tensor, kept_BT: Tensor, inputs: LossInputs
     ) -> LossOutputs:
-        """loss = -sg(weight) A log pi on the tokens that are kept."""
+        """Compute the loss -sg(weight) A log pi of the tokens that are kept; that of the others is 0."""
         logp_BT = torch.where(inputs.mask_BT & kept_BT, inputs.logp_BT, 0.0)
         return LossOutputs(
             loss_BT=-weight_BT.detach() * inputs.advantage_BT * logp_BT,
@@ -64,8 +64,8 @@ class CISPO(Weighted):
 
         J = mean over tokens of M_it sg[ clip(w_it, 1 - clip_low, 1 + clip_high) ] A_it log pi(y_it)
 
-    The weight is truncated; no token's gradient is removed (M = 1) unless `mask_harmful`, with which M_it is PPO's.
-    clip_low = 1 is "no lower bound", as in the paper.
+    The weight is truncated, and no token's gradient is removed (M = 1), except with `mask_harmful`, where M_it is PPO's
+    mask. clip_low = 1 means that there is no lower bound, as in the paper.
     """
 
     name: str = "cispo"
@@ -76,7 +76,9 @@ class CISPO(Weighted):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_BT, bounded_BT = self.token_ratio(inputs)
-        weight_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)  # so the numerical bound takes no gradient
+        weight_BT = ratio_BT.clamp(
+            1 - self.clip_low, 1 + self.clip_high
+        )  # finite whatever the ratio, so the bound removes no gradient
         kept_BT = torch.ones_like(bounded_BT)
         if self.mask_harmful:
             kept_BT = ~self.harmful(ratio_BT, inputs.advantage_BT)
@@ -85,12 +87,13 @@ class CISPO(Weighted):
 
 @dataclass
 class MiniRL(Weighted):
-    """MiniRL (arXiv:2512.01374): the token ratio as a weight without gradient, under PPO's mask; no length norm.
+    """MiniRL (arXiv:2512.01374) takes the token ratio as a weight, without gradient, under PPO's mask.
 
         J    = 1/B sum_i sum_t M_it sg[w_it] A_it log pi(y_it)
         M_it = 0 where (A > 0 and w_it > 1 + clip_high) or (A < 0 and w_it < 1 - clip_low), else 1
 
-    The paper's weight is pi/mu, mu being the sampling policy: w_it times pi_old/mu, truncated at 5, by correction=tis.
+    The paper's weight is pi / mu, where mu is the sampling policy. This is w_it times pi_old / mu, which correction=tis
+    supplies, truncated at 5.
     """
 
     name: str = "minirl"
@@ -106,22 +109,22 @@ class MiniRL(Weighted):
 
 @dataclass
 class DPPO(RatioObjective):
-    """Divergence PPO with binary total variation (arXiv:2602.04879): a mask by probability, not by ratio.
+    """Divergence PPO with binary total variation (arXiv:2602.04879) masks tokens by a difference of probabilities.
 
         J    = mean over tokens of M_it w_it A_it,   w_it = pi(y_it) / mu(y_it)
         M_it = 0 where (A > 0 and pi - mu > delta) or (A < 0 and mu - pi > delta), else 1
 
-    pi and mu are the probabilities of the sampled token, mu that of the policy which sampled (not recomputed).
+    pi and mu are probabilities of the sampled token; mu is that of the policy which sampled, as the engine reported it.
     """
 
     name: str = "dppo"
-    # the authors' runs in bfloat16
+    # the value of the authors' runs in bfloat16
     delta: float = ranged(0.15, above=0, below=1, why="it bounds a difference of probabilities")
     aggregation: ClassVar[str] = "token-mean"
     ratio_to: ClassVar[str] = "engine"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Raises ValueError without inputs.engine_logp_BT."""
+        """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
         if inputs.engine_logp_BT is None:
             raise ValueError("objective=dppo compares with the sampling policy: engine_logp_BT is missing")
         adv_BT, engine_BT = inputs.advantage_BT, inputs.engine_logp_BT.detach()
@@ -139,14 +142,14 @@ class DPPO(RatioObjective):
 
 @dataclass
 class SAPO(RatioObjective):
-    """Soft Adaptive Policy Optimization (arXiv:2511.20347): a smooth gate instead of a clip.
+    """Soft Adaptive Policy Optimization (arXiv:2511.20347) has a smooth gate instead of a clip.
 
         f(r) = 4/tau sigmoid( tau (r - 1) ),   tau = tau_positive where A > 0, else tau_negative
         J    = 1/G sum_i 1/|y_i| sum_t f(r_it) A_it
 
-    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r with p = sigmoid(tau (r - 1)): 1 at r = 1, fading on both
-    sides. Nothing is ever clipped, so active and outside are 0; `clip/weight` tells how much is left.
-    `level=sequence` takes GSPO's s_i for r_it (TRL and ms-swift allow it).
+    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r with p = sigmoid(tau (r - 1)). It is 1 at r = 1 and falls to
+    0 on both sides. Nothing is ever clipped, so the active and outside fractions are 0; `clip/weight` is the mean of
+    the weight. With `level=sequence` r_it is GSPO's s_i, which TRL and ms-swift allow.
     """
 
     name: str = "sapo"

@@ -13,8 +13,8 @@ import pytest
 from builders import small_policy
 from demonstrator import Demonstrator
 from gspo.core.types import Problem, Response, Score
-from gspo.evaluation.evaluate import EvaluationSettings, as_metrics, evaluate, held_out_sets, rows, summarise
-from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_free
+from gspo.evaluation.evaluate import EvaluationSettings, as_metrics, evaluate, load_evaluation_sets, rows, summarise
+from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_speed_settings
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import sample_and_score, scored_chunks
@@ -84,9 +84,9 @@ def test_the_random_numbers_of_earlier_runs_have_not_changed():
 
 def test_finite_sets_are_taken_whole_and_made_ones_by_number():
     made, finite = ChainArithmetic(), Graded()
-    assert [len(s.problems) for s in held_out_sets(made, ["math_easy"], None)] == [256]
-    assert [len(s.problems) for s in held_out_sets(finite, [], None)] == [30, 30, 30]
-    some, more = held_out_sets(finite, ["rated"], 7) + held_out_sets(finite, ["rated"], 99)
+    assert [len(s.problems) for s in load_evaluation_sets(made, ["math_easy"], None)] == [256]
+    assert [len(s.problems) for s in load_evaluation_sets(finite, [], None)] == [30, 30, 30]
+    some, more = load_evaluation_sets(finite, ["rated"], 7) + load_evaluation_sets(finite, ["rated"], 99)
     assert some.problems == more.problems[:7] and len(more.problems) == 30
 
 
@@ -94,7 +94,7 @@ def groups_of(task, problems, samples):
     return sample_and_score(
         Demonstrator(task),
         task,
-        held_out_sets(task, ["rated"], problems)[0].problems,
+        load_evaluation_sets(task, ["rated"], problems)[0].problems,
         samples,
         Sampling(),
         (0, "evaluation", "rated"),
@@ -144,7 +144,7 @@ def test_the_majority_is_reported_where_there_are_answers():
 
 def test_chunks_and_the_thread_change_nothing():
     task, engine = ChainArithmetic(), LocalEngine(small_policy(), batch_rows=6)
-    problems, sampling = held_out_sets(task, ["rated"], 7)[0].problems, Sampling(1.0, 6)
+    problems, sampling = load_evaluation_sets(task, ["rated"], 7)[0].problems, Sampling(1.0, 6)
     serial = engine.generate(problems, 3, sampling, (1, "x"))
     scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for group in serial for r in group])
     beside, seconds = sample_and_score(engine, task, problems, 3, sampling, (1, "x"))
@@ -174,7 +174,7 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
 
     task = Waiting()
     groups, seconds = sample_and_score(
-        Engine(task), task, held_out_sets(task, ["rated"], 4)[0].problems, 2, Sampling(), (0,), chunk=1
+        Engine(task), task, load_evaluation_sets(task, ["rated"], 4)[0].problems, 2, Sampling(), (0,), chunk=1
     )
     assert [group[0].problem.index for group in groups] == [0, 1, 2, 3] and seconds.waited < 5
 
@@ -189,7 +189,7 @@ def test_an_exception_of_the_verifier_surfaces_and_earlier_chunks_are_whole():
     task, seen = Broken(), []
     with pytest.raises(RuntimeError, match="the verifier is gone"):
         for chunk in scored_chunks(
-            Demonstrator(task), task, held_out_sets(task, ["rated"], 9)[0].problems, 2, Sampling(), (0,), chunk=2
+            Demonstrator(task), task, load_evaluation_sets(task, ["rated"], 9)[0].problems, 2, Sampling(), (0,), chunk=2
         ):
             seen += chunk
     assert [group[0].problem.index for group in seen] == [0, 1, 2, 3]
@@ -202,7 +202,7 @@ def test_an_exception_of_the_verifier_surfaces_and_earlier_chunks_are_whole():
 def evaluated(path, engine, settings=None, problems=10, samples=4):
     told = []
     folder = Folder(path, settings or {"samples": samples})
-    sets = held_out_sets(engine.task, ["math_easy", "rated"], problems)
+    sets = load_evaluation_sets(engine.task, ["math_easy", "rated"], problems)
     results = evaluate_into(folder, engine, sets, samples, Sampling(), 0, 7, lambda *what: told.append(what))
     return folder.finish(results, {}).read_bytes(), told
 
@@ -253,11 +253,11 @@ def test_a_folder_with_other_settings_or_damage_is_refused(tmp_path):
 
 
 def test_what_makes_an_evaluation_another_one():
-    assert without_free({"slots": 2, "path": "x", "math": {"workers": 3, "form": "boxed"}}) == {
+    assert without_speed_settings({"slots": 2, "path": "x", "math": {"workers": 3, "form": "boxed"}}) == {
         "path": "x", "math": {"form": "boxed"}
     }  # fmt: skip
     one, other, seeded = (
-        describe(held_out_sets(task, ["rated"], 5, seed)[0])
+        describe(load_evaluation_sets(task, ["rated"], 5, seed)[0])
         for task, seed in ((Graded(), 0), (Graded(largest=7), 0), (Graded(), 1))
     )
     assert one["task"] != other["task"] and one["prompts"] != seeded["prompts"]

@@ -13,7 +13,7 @@ from builders import small_policy
 from commands import ROOT, SMALL, only_run, train
 from demonstrator import Demonstrator
 from gspo.core.types import Problem
-from gspo.evaluation.evaluate import EvaluationSettings, evaluate, held_out_sets, with_room
+from gspo.evaluation.evaluate import EvaluationSettings, evaluate, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import Folder, evaluate_into, table
 from gspo.model.loading import save
 from gspo.model.policy import Policy
@@ -95,7 +95,7 @@ def test_held_out_problems_that_do_not_fit_are_left_out_and_counted():
     engine, settings = LocalEngine(short_model("gpt2")), EvaluationSettings(problems=20, samples=2, sets=["rated"])
     metrics, groups = evaluate(engine, LONG, settings, LIMIT, 0)
     assert 0 < len(groups) < 20 and metrics["eval/rated/prompt_too_long"] == 20 - len(groups)
-    (whole,) = held_out_sets(LONG, ["rated"], 20)
+    (whole,) = load_evaluation_sets(LONG, ["rated"], 20)
     assert [group[0].problem for group in groups] == [p for p in whole.problems if len(p.prompt) <= 10]
     with pytest.raises(ValueError, match="22 response tokens leave no room for any prompt of the set rated in 24 pos"):
         with_room(whole, engine, 22)
@@ -108,7 +108,7 @@ def test_an_evaluation_with_left_out_problems_goes_on_after_a_stop(tmp_path):
 
     def run(path):
         engine = Short(LONG, batch_rows=8)
-        sets = [with_room(s, engine, 14) for s in held_out_sets(LONG, ["rated"], 20)]
+        sets = [with_room(s, engine, 14) for s in load_evaluation_sets(LONG, ["rated"], 20)]
         results = evaluate_into(Folder(path, {}), engine, sets, 4, Sampling(), 0, 0, lambda *what: None)
         return results, (path / "responses" / "rated.jsonl").read_bytes()
 
