@@ -175,7 +175,7 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
 
 
 def as_metrics(name: str, result: dict) -> dict[str, float]:
-    """Select the numbers that are logged over training, under their names as metrics. None is left out."""
+    """Select the numbers that are logged over training, under their names as metrics, without those that are None."""
     k = result["samples"]
     elo_result, majority = result["elo"] or {}, result["maj"] or {}
     metrics = {

@@ -1,7 +1,5 @@
-"""Writes and reads checkpoints.
-
-A checkpoint is written to a folder beside its place and then renamed, so that it is either whole or not there. The file
-`latest` is changed last.
+"""Writes and reads checkpoints. A checkpoint is written to an unfinished folder that is renamed at the end, so that it
+is either whole or not there. The file `latest` is changed last.
 
 checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
@@ -162,10 +160,8 @@ class CheckpointWriter:
             writing.result()
 
     def close(self) -> None:
-        """Wait until the checkpoint that is being written is whole, and end the thread.
-
-        An error is logged rather than raised, because another error may be the reason for closing.
-        """
+        """Wait until the last checkpoint is whole and end the thread. An error is logged, not raised, because another
+        error may be the reason for closing."""
         self.thread.shutdown()
         if self.writing and self.writing.exception():
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
@@ -186,10 +182,7 @@ def seal(folder: Path) -> None:
 
 
 def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
-    """Copy nested dicts and lists, with their tensors copied to the CPU.
-
-    A tensor that occurs twice, such as tied weights, is copied once.
-    """
+    """Copy nested dicts and lists with their tensors to the CPU; one that occurs twice (tied weights) only once."""
     made = {} if made is None else made
     if isinstance(content, Tensor):
         place = (content.data_ptr(), content.shape, content.stride())

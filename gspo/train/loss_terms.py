@@ -19,8 +19,11 @@ from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
 from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
+from gspo.core.batch import TrainBatch
+from gspo.model.policy import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
+from gspo.train.credit import Algorithm
 
 
 class Term(Protocol):
@@ -96,3 +99,29 @@ class ValueTerm:
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
     """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if there is one."""
     return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()
+
+
+def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
+    """List the addends of the loss: the policy term, and the KL and value terms of algorithms that have them."""
+    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
+    if isinstance(algorithm.kl, KLInLoss):
+        terms.append(KLTerm(algorithm.kl, coefficient))
+    if isinstance(algorithm.advantage, GAE):
+        terms.append(ValueTerm(algorithm.advantage))
+    return terms
+
+
+def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
+    """Collect what the loss terms may read: the results of this forward pass and what the batch holds."""
+    return LossInputs(
+        logp_BT=output.logp_BT,
+        old_logp_BT=batch.old_logp_BT,
+        adv_BT=batch.adv_BT,
+        mask_BT=batch.mask_BT,
+        engine_logp_BT=batch.engine_logp_BT,
+        ref_logp_BT=batch.ref_logp_BT,
+        correction_BT=batch.correction_BT,
+        values_BT=output.values_BT,
+        old_values_BT=batch.old_values_BT,
+        returns_BT=batch.returns_BT,
+    )

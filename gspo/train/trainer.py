@@ -17,10 +17,8 @@ from dataclasses import replace
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from gspo.algorithm.advantages import GAE
-from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.algorithm.kl import KLCoefficient, KLInLoss, Penalized
-from gspo.algorithm.objectives import LossInputs
+from gspo.algorithm.aggregation import Totals
+from gspo.algorithm.kl import KLCoefficient, Penalized
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.seeding import permutation
 from gspo.model.policy import Policy, PolicyOutput
@@ -31,7 +29,7 @@ from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import Algorithm, assign_credit
-from gspo.train.loss_terms import KLTerm, PolicyTerm, Term, ValueTerm
+from gspo.train.loss_terms import loss_inputs, loss_terms
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 
 
@@ -299,29 +297,3 @@ class Trainer:
         every = self.algorithm.kl.refresh_every
         if self.reference and every and step % every == 0:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
-
-
-def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
-    """List the addends of the loss: the policy term, and the KL and value terms of algorithms that have them."""
-    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
-    if isinstance(algorithm.kl, KLInLoss):
-        terms.append(KLTerm(algorithm.kl, coefficient))
-    if isinstance(algorithm.advantage, GAE):
-        terms.append(ValueTerm(algorithm.advantage))
-    return terms
-
-
-def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
-    """Collect what the loss terms may read: the results of this forward pass and what the batch holds."""
-    return LossInputs(
-        logp_BT=output.logp_BT,
-        old_logp_BT=batch.old_logp_BT,
-        adv_BT=batch.adv_BT,
-        mask_BT=batch.mask_BT,
-        engine_logp_BT=batch.engine_logp_BT,
-        ref_logp_BT=batch.ref_logp_BT,
-        correction_BT=batch.correction_BT,
-        values_BT=output.values_BT,
-        old_values_BT=batch.old_values_BT,
-        returns_BT=batch.returns_BT,
-    )

@@ -17,8 +17,8 @@ from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
 from gspo.tracking.metrics import lookup
-from gspo.train.loss_terms import KLTerm
-from gspo.train.trainer import PolicySettings, Trainer, loss_inputs
+from gspo.train.loss_terms import KLTerm, loss_inputs
+from gspo.train.trainer import PolicySettings, Trainer
 from trainers import FirstCharacter, steps, trainer, weights
 
 MEAN = Aggregation("seq-mean-token-mean")
