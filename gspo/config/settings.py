@@ -56,9 +56,8 @@ CHOICES: dict[str, dict[str, type]] = {
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, *BENCHMARKS)},
 }
-CONSENT = (
-    "allow_weak_sandbox"  # a setting of tasks that only a command line gives; it is never read from a run directory
-)
+# This setting of tasks is given on the command line alone; it is never read from a run directory.
+CONSENT = "allow_weak_sandbox"
 
 
 @dataclass

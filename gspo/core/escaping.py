@@ -18,18 +18,18 @@ from typing import TextIO
 
 ODD = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # control characters but tab and newline; the soft hyphen
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
     "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001d173-\U0001d17a"  # fillers and joiners that show nothing
-    "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # without width
-    "\ud800-\udfff]"  # halves
-    "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"  # joiners and variants, which Persian, Hindi, emoji need, not ASCII
+    "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # without any width
+    "\ud800-\udfff]"  # half characters
+    "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"  # joiners and variants after ASCII; Persian, Hindi, emoji use them
 )
 MARKDOWN = re.compile(
     r"[\\`*<|~$]"
     r"|&(?=#?\w+;)"  # an entity
-    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis, unlike the one inside of a_name
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a_name is none
     r"|\](?=[(\[:])|^[#>=\[]|^[-+](?=\s)"  # a link, a heading, a quotation, an item
-    r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",  # an address, of which GitHub makes a link; a numbered item
+    r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",  # an address, which GitHub makes a link; a numbered item
     re.IGNORECASE,
 )
 MOVES = re.compile("(\x1b\\[A)+")  # tqdm writes it to move the cursor up to the first of several progress bars

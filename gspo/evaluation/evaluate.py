@@ -118,9 +118,8 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     every k of `ks`; maj@k is None without any answer to vote for, Elo if a problem has no rating.
     """
     rewards_PK = np.array([[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups])
-    answers_PK = np.array(
-        [[r["answer"] for r in group] for group in groups], dtype=object
-    )  # answers may have any length
+    # answers are texts of any length, which an array of objects can hold
+    answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)
     graded = [r for group in groups for r in group if r["reward"] is not None]
     sampling, between = estimates.error_parts(rewards_PK)
     result = {

@@ -46,9 +46,8 @@ class Folder:
         elif (path / "responses").exists():
             raise ValueError(f"{path} holds responses without settings.json; choose another out=")
         path.mkdir(parents=True, exist_ok=True)
-        replace_text(
-            file, json.dumps(settings, indent=1)
-        )  # before the first response, which therefore always has settings beside it
+        # written before the first response, so that responses always have settings beside them
+        replace_text(file, json.dumps(settings, indent=1))
         (path / "responses").mkdir(exist_ok=True)
 
     def responses(self, name: str) -> Path:

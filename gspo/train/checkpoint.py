@@ -240,7 +240,7 @@ def _damage(folder: Path) -> str | None:
         raise
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
-    except (OSError, ValueError) as error:  # no mapping in JSON; no regular file
+    except (OSError, ValueError) as error:  # it is not a mapping in JSON, or not a regular file
         return f"{CHECKSUMS} cannot be read ({error})"
     for name, digest in sums.items():
         try:
@@ -250,7 +250,7 @@ def _damage(folder: Path) -> str | None:
             return f"{name} is missing"
         except PermissionError:
             raise
-        except (OSError, ValueError) as error:  # the disk; a link; a folder; a name elsewhere
+        except (OSError, ValueError) as error:  # an error of the disk, a link, a folder, a path outside the folder
             return f"{name} cannot be read ({error})"
     return None
 

@@ -50,9 +50,8 @@ class ColdStartSettings(Ranged, key="cold_start"):
     lr: float = ranged(3e-3, above=0)
     warmup_steps: int = ranged(50, least=0)
     wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
-    seed: int = ranged(
-        0, least=0, most=LARGEST_SEED
-    )  # not the run's seed, so that all seeds of a study share one cold start
+    # it is not the run's seed, so that all seeds of a study share one cold start
+    seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
 
 def cold_start(

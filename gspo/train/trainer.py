@@ -171,9 +171,8 @@ class Trainer:
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
-            batch.ref_logp_BT = self.reference.score(
-                batch, size
-            ).logp_BT  # with r3 this pass replays the engine's experts too
+            # with r3 this pass replays the engine's experts, as all passes do
+            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT
             diagnostics.reference(batch, accumulator)
         if self.algorithm.correction.name != "none":
             batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)

@@ -76,9 +76,8 @@ class CISPO(Weighted):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_BT, bounded_BT = self.token_ratio(inputs)
-        weight_BT = ratio_BT.clamp(
-            1 - self.clip_low, 1 + self.clip_high
-        )  # finite whatever the ratio, so the bound removes no gradient
+        # the weight is the same for all ratios above the cap, so tokens beyond the numerical bound keep their gradient
+        weight_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
         kept_BT = torch.ones_like(bounded_BT)
         if self.mask_harmful:
             kept_BT = ~self.harmful(ratio_BT, inputs.advantage_BT)

@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("replay", ["none", "r2"])
 @pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=2, heads=2)], ids=["moe", "dense"])
-def test_what_the_engine_knows_replaces_the_pass_under_the_old_policy(model, replay):
+def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, replay):
     """Losses, gradients, clips and weights over three steps are those with the pass, which is not run."""
     if model and replay == "r2":
         pytest.skip("a dense model has no routes")
@@ -85,7 +85,7 @@ def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
     ],
     ids=str,
 )
-def test_the_pass_is_kept_where_the_engine_knows_something_else(more):
+def test_the_pass_is_kept_where_the_engine_reports_something_else(more):
     assert gap_trainer().skips_old_pass and not gap_trainer(**more).skips_old_pass
     assert not trainer(GSPO(), parts={"correction": TIS()}, old_pass="auto").skips_old_pass
     assert not trainer(PPO(), parts={"advantage": GAE()}, old_pass="auto").skips_old_pass
