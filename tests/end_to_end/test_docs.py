@@ -26,7 +26,7 @@ import view
 from commands import environment
 from composing import CONF, options, settings
 from gspo.config.schema import to_dataclass
-from gspo.config.settings import CHANGEABLE_ON_RESUME, CHOICES
+from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
 from gspo.run.sweeps import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
@@ -99,7 +99,7 @@ def composes_for_training(words: list[str]) -> None:
     given = get_args_parser().parse_args(words)
     if any(word.startswith("resume=") for word in given.overrides):
         keys = {word.split("=")[0] for word in given.overrides} - {"resume"}
-        assert all({key, key.split(".")[0]} & set(CHANGEABLE_ON_RESUME) for key in keys), keys
+        assert all({key, key.split(".")[0]} & set(changeable_on_resume()) for key in keys), keys
     folder = ROOT / given.config_dir if given.config_dir else CONF
     search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_dir else []
     jobs = expanded(given.overrides) if given.multirun else [given.overrides]
