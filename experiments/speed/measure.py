@@ -18,7 +18,7 @@ import torch
 
 from gspo.config.settings import Settings
 from gspo.model.policy import Policy
-from gspo.rollout.on_policy import Rollout
+from gspo.rollout.source import Rollout
 from gspo.run.build import assemble
 from gspo.tracking.tracker import Tracker
 from gspo.train.trainer import Trainer

@@ -1,8 +1,8 @@
-"""Decoding in the trainer's process: the prompts' pass, then one token for every live row at a time.
+"""Decoding in the trainer's process: one pass over the prompts, then one token at a time for all live rows.
 
-`Decoder` runs a model that gspo.model.network knows over a static key/value cache: each prompt is prefilled once for
-its group, keys and values are written in place, heads that share keys share them without copies, and rows that have
-ended are dropped. `PlainDecoder` is the same through the model's own forward, for every other architecture.
+`Decoder` runs a model that gspo.model.network supports over a static key/value cache: each prompt is prefilled once for
+its group, keys and values are written in place, query heads that share a key head read it without copies, and rows that
+have ended are dropped. `PlainDecoder` does the same through the model's own forward, for every other architecture.
 
 Shape suffixes: P prompts, G rows per prompt, R live rows (P * G at first), S cached positions, V vocabulary, H query
 heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
@@ -18,12 +18,13 @@ from transformers import DynamicCache
 from gspo.model.packing import attention
 from gspo.model.policy import Policy
 
-GROWTH = 8  # columns that the cache grows by: reading rows far apart in memory costs more than moving them together
-Step = tuple[Tensor, Tensor | None]  # logits [R, V] of the next token; experts [R, fed positions, L, K] or None
+GROWTH = 8  # columns that the cache grows by; larger steps would set its rows apart in memory, which is slow to read
+Step = tuple[Tensor, Tensor | None]  # logits of the next token [R, V]; experts [R, positions fed, L, K] or None
 
 
 class Decoder:
-    """Own decode step over the transformers weights; log-probs are those of the model's own forward to rounding."""
+    """Decodes with our own forward over the transformers weights. Its log-probs equal those of the model's own forward
+    up to rounding."""
 
     def __init__(self, policy: Policy):
         self.network = policy.network
@@ -31,7 +32,7 @@ class Decoder:
         self.values: list[Tensor] = []
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
-        """Feed the prompts, each of which gets `group_size` rows."""
+        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
         device = self.network.head.device
         self.lengths_R = torch.tensor([len(p) for p in prompts], device=device)
         self.prompt, self.group_size = int(self.lengths_R.max()), group_size
@@ -47,7 +48,7 @@ class Decoder:
         last_P = torch.arange(len(prompts), device=device) * self.prompt + self.lengths_R - 1
         logits_RV = F.linear(hidden_NW[last_P], self.network.head).repeat_interleave(group_size, 0)
         self.mask_RS = None
-        if bool((self.lengths_R < self.prompt).any()):  # columns between a short prompt and its response hold nothing
+        if bool((self.lengths_R < self.prompt).any()):  # after a shorter prompt the cache has columns without a token
             empty_PS = torch.arange(self.prompt, device=device) >= self.lengths_R[:, None]
             mask_PS = torch.zeros(empty_PS.shape, dtype=self.keys[0].dtype, device=device)
             self.mask_RS = mask_PS.masked_fill_(empty_PS, -torch.inf).repeat_interleave(group_size, 0)
@@ -56,7 +57,7 @@ class Decoder:
         return logits_RV, experts
 
     def step(self, tokens_R: Tensor) -> Step:
-        """Feed one token per row."""
+        """Feed one token per row, and return the next step's logits and experts."""
         if self.filled == self.room:
             self._grow()
         self.filled += 1
@@ -67,25 +68,27 @@ class Decoder:
         return F.linear(hidden_RW, self.network.head), None if own_RLK is None else own_RLK.unsqueeze(1)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+        """Keep these rows and drop the others."""
         self.keys = [x.index_select(0, rows) for x in self.keys]
         self.values = [x.index_select(0, rows) for x in self.values]
         self.lengths_R = self.lengths_R[rows]
         self.mask_RS = None if self.mask_RS is None else self.mask_RS[rows]
 
     def _grow(self) -> None:
-        """More columns, in rows that lie as close together as before."""
+        """Give the cache more columns, and keep its rows as close together in memory as before."""
         more = max(GROWTH, self.filled // 8)
         self.room += more
         self.keys, self.values = ([self._wider(x) for x in states] for states in (self.keys, self.values))
 
     def _wider(self, x_RJSD: Tensor) -> Tensor:
+        """Copy one layer's keys or values into a tensor of `self.room` columns."""
         rows, heads, filled, dim = x_RJSD.shape
-        wider = x_RJSD.new_empty(rows, heads, self.room, dim)  # F.pad would write it all twice
+        wider = x_RJSD.new_empty(rows, heads, self.room, dim)  # F.pad would write everything twice
         wider[:, :, :filled] = x_RJSD
         return wider
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        """Attend within the prompts, and write their keys and values into the cache."""
         q, k, v = (x.unflatten(0, self.shape) for x in (q_NHD, k_NJD, v_NJD))
         for states, new in ((self.keys, k.transpose(1, 2)), (self.values, v.transpose(1, 2))):
             prompts, heads, _, dim = new.shape
@@ -94,17 +97,19 @@ class Decoder:
         return attention(q, k, v)
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
+        """Write one token's keys and values per row into the cache, and attend over it."""
         keys, values = self.keys[layer], self.values[layer]
         keys[:, :, self.filled - 1], values[:, :, self.filled - 1] = k_RJD, v_RJD
         mask = None if self.mask_RS is None else self.mask_RS[:, None, None]
-        # the query heads of a key head stand where several query positions would: they share its keys without copies
+        # The query heads of one key head take the place of several query positions: they read its keys without copies.
         q = q_RHD.unflatten(1, (k_RJD.shape[1], -1))
         filled = slice(0, self.filled)
         return F.scaled_dot_product_attention(q, keys[:, :, filled], values[:, :, filled], attn_mask=mask).flatten(1, 2)
 
 
 class PlainDecoder:
-    """The model's own forward with a growing cache, prompts padded on the left; routing by hooks."""
+    """Decodes with the model's own forward and a growing cache. Prompts are padded on the left; hooks record the
+    routing."""
 
     def __init__(self, policy: Policy):
         self.model, self.routing = policy.model, policy.routing
@@ -112,12 +117,13 @@ class PlainDecoder:
         self.cache = DynamicCache(config=policy.model.config)
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
         width = max(map(len, prompts))
         device = self.model.device
         tokens = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in prompts], device=device)
         self.attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         logits, experts = self._forward(tokens, (self.attention.cumsum(-1) - 1).clamp(min=0))
-        if experts is not None:  # as above: from the first column on
+        if experts is not None:  # move them to the first column, where `Decoder` has them
             starts = width - self.attention.sum(1)
             columns = (torch.arange(width, device=device) + starts[:, None]).clamp(max=width - 1)
             experts = experts[torch.arange(len(prompts), device=device)[:, None], columns].repeat_interleave(
@@ -128,10 +134,12 @@ class PlainDecoder:
         return logits.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> Step:
+        """Feed one token per row, and return the next step's logits and experts."""
         self.attention = F.pad(self.attention, (0, 1), value=1)
         return self._forward(tokens_R[:, None], self.attention.sum(-1, keepdim=True) - 1)
 
     def keep(self, rows: Tensor) -> None:
+        """Keep these rows and drop the others."""
         self.cache.batch_select_indices(rows)
         self.attention = self.attention[rows]
 

@@ -1,7 +1,8 @@
-"""What an engine is, and the in-process one: batched sampling with a key/value cache.
+"""The interface of every engine, and the engine that samples in the trainer's process with a key/value cache.
 
-A response does not depend on what stands beside it in the batch: its random numbers are a function of (seed, problem,
-sample, token position), prompts are padded on the left and masked, and each prompt is prefilled once for its group.
+A response does not depend on which other responses are in the batch: its random numbers are a function of (seed,
+problem, sample, token position), prompts are padded on the left and masked, and each prompt is prefilled once for its
+group.
 
 Shape suffixes: R live rows (responses still being sampled), V vocabulary, L MoE layers, K experts per token.
 """
@@ -23,32 +24,36 @@ from gspo.model.policy import Policy
 from gspo.rollout.decode import Decoder, PlainDecoder
 from gspo.rollout.requests import Row, Sampling, further_rows, new_rows, to_response
 
-LIVE_SHARE = 0.9  # rows are dropped from the cache once fewer than this share of them are unfinished
+LIVE_SHARE = 0.9  # finished rows are dropped from the cache once at most this share of its rows is unfinished
 
 
 def grouped(responses: list[Response], group_size: int) -> list[list[Response]]:
+    """Cut a list of responses into groups of `group_size`."""
     return [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
 
 
 class Engine(ABC):
-    """Samples responses. `policy` is what it samples from, in the trainer's precision: log-probs and experts of the
-    responses can be recomputed with it; its tokenizer, prompt format and stop tokens are the engine's too."""
+    """Samples responses to problems.
+
+    `policy` is what the engine samples from, in the trainer's precision. The trainer can compute log-probs and experts
+    of the responses again with it. Its tokenizer, prompt format and stop tokens are the engine's too.
+    """
 
     policy: Policy
-    batch_rows: int  # at most this many responses at once (one group at least)
-    shares_weights: bool  # it computes with the policy's own tensors: there is nothing to load
+    batch_rows: int  # the largest number of responses sampled at once, but at least one group
+    shares_weights: bool  # whether the engine computes with the policy's own tensors, so that there is nothing to load
 
     @property
     def positions(self) -> int | None:
-        """Tokens of prompt and response together that it can hold; None: no bound."""
+        """How many tokens of prompt and response together the engine can hold; None for no bound."""
         return self.policy.positions
 
     def fits(self, problem: Problem, new_tokens: int) -> bool:
-        """Whether a problem's prompt leaves room for so many response tokens."""
+        """Return whether a problem's prompt leaves room for `new_tokens` response tokens."""
         return self.room([problem], new_tokens) == new_tokens
 
     def room(self, problems: list[Problem], new_tokens: int) -> int:
-        """How many response tokens, at most so many, all of these problems leave room for."""
+        """Return how many response tokens, at most `new_tokens`, every one of the problems leaves room for."""
         if self.positions is None:
             return new_tokens
         longest = max(len(self.policy.encode_prompt(problem.prompt)) for problem in problems)
@@ -64,13 +69,14 @@ class Engine(ABC):
         record_experts: bool = False,
         finished: Callable[[list[Response]], None] | None = None,
     ) -> list[list[Response]]:
-        """`group_size` responses to each problem. `seed` is the position (run seed, purpose) of the random numbers.
+        """Sample `group_size` responses to each problem, and return them group by group.
 
-        With `record_experts` each response holds the experts that the engine's own forward passes chose: what a replay
-        of its routes, and a comparison with the trainer's, start from. `finished` is handed responses that have ended
-        while others are still being sampled, each of them once, from time to time and in no order.
+        `seed` is the position of the random numbers, such as (run seed, purpose). With `record_experts` each response
+        holds the experts that the engine's own forward passes chose, which Routing Replay R3 and the comparison with
+        the trainer's routing need. `finished` is called from time to time with responses that have ended while others
+        are still being sampled: with each of them once, in no particular order.
 
-        Raises ValueError for a prompt that leaves no room for the response: who chooses problems asks `fits` before.
+        Raises ValueError for a prompt that leaves no room for the response; callers ask `fits` first.
         """
         at_once = max(1, self.batch_rows // group_size)
         responses = []
@@ -84,6 +90,7 @@ class Engine(ABC):
         return grouped(responses, group_size)
 
     def _check_room(self, rows: list[Row]) -> None:
+        """Raise ValueError for a row whose prompt and response together exceed the engine's positions."""
         for row in rows if self.positions is not None else ():
             if len(row.prefix_ids) + row.limit > self.positions:
                 raise ValueError(
@@ -101,7 +108,7 @@ class Engine(ABC):
         finished: Callable[[list[Response]], None] | None,
         which: list[int],
     ) -> None:
-        """Make the responses of rows that have ended, and hand them over."""
+        """Turn the rows numbered `which`, which have ended, into responses, and call `finished` with them."""
         made |= {i: to_response(self.policy, rows[i], sampling, policy_step, None) for i in which}
         if finished and which:
             finished([made[i] for i in which])
@@ -114,7 +121,7 @@ class Engine(ABC):
         policy_step: int = 0,
         record_experts: bool = False,
     ) -> list[Response]:
-        """The same responses with further tokens under the present weights; what they had stays as it was."""
+        """Continue unfinished responses under the present weights; the tokens that they have stay as they are."""
         extended = []
         for chunk in grouped(responses, self.batch_rows):
             rows = further_rows(chunk, sampling)
@@ -133,26 +140,27 @@ class Engine(ABC):
         record_experts: bool,
         ended: Callable[[list[int]], None],
     ) -> None:
-        """Fill rows with tokens, log-probs and, if asked for, experts; every `group_size` neighbours have the same
-        prefix. `ended` is told, once of every row, which are filled."""
+        """Fill rows with tokens, log-probs and, with `record_experts`, experts. Each block of `group_size` rows has the
+        same prefix. Calls `ended` with the numbers of the rows that are filled, once for every row."""
 
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample from these weights from now on (names and shapes of the policy's model)."""
+        """Sample from these weights from now on. Names and shapes are those of the policy's model."""
 
     def rest(self) -> None:  # noqa: B027 (nothing to do is the usual case)
-        """No responses are wanted before the next weights: the trainer may have the memory."""
+        """Give memory back to the trainer: no responses are wanted before the next weights."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the engine holds beside the policy. May be called twice."""
+        """Free what the engine holds beside the policy. May be called twice."""
 
 
 class LocalEngine(Engine):
     """Samples in the trainer's process.
 
-    In the trainer's precision it samples with the policy's own tensors; in another one with a copy, which computes as
-    an engine of that precision would: weights and activations rounded, the logits' softmax in float32.
+    With `dtype` equal to the policy's it samples with the policy's own tensors. With another `dtype` it samples with a
+    copy that computes as an engine of that precision would: weights and activations are rounded, and the softmax of the
+    logits is taken in float32.
     """
 
     def __init__(self, policy: Policy, batch_rows: int = 512, dtype: torch.dtype = torch.float32):
@@ -162,11 +170,12 @@ class LocalEngine(Engine):
         self.sampler = policy if self.shares_weights else policy.copy(dtype)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the weights into the engine's own tensors, if it has any."""
         if not self.shares_weights:
             self.sampler.load_tensors(named_tensors)
 
     def close(self) -> None:
-        """Nothing: the tensors go with the object."""
+        """Do nothing: the tensors are freed with the object."""
 
     @torch.no_grad()
     def _sample(
@@ -178,17 +187,17 @@ class LocalEngine(Engine):
         record_experts: bool,
         ended: Callable[[list[int]], None],
     ) -> None:
-        """Prefill each prompt once, then decode all rows together, dropping the finished ones from time to time."""
+        """Prefill each prompt once, then decode all rows together, and drop the finished ones from time to time."""
         with self.sampler.network.frozen(copy_experts=True) if self.sampler.network else nullcontext():
-            taken = Taken(rows, record_experts and self.sampler.routing.layers > 0, self.sampler.device)
-            for running_R in self._decode(taken, group_size, sampling, seed):
-                ended(taken.hand_over(running_R))
+            sampled = SampledTokens(rows, record_experts and self.sampler.routing.layers > 0, self.sampler.device)
+            for running_R in self._decode(sampled, group_size, sampling, seed):
+                ended(sampled.fill_ended_rows(running_R))
 
     def _decode(
-        self, taken: Taken, group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
+        self, sampled: SampledTokens, group_size: int, sampling: Sampling, seed: tuple[int | str, ...]
     ) -> Iterator[Tensor]:
-        """Sample all rows; from time to time, and at the end, the numbers of those that are still running."""
-        rows = taken.rows
+        """Sample all rows. Yields, from time to time and at the end, the numbers of the rows that are unfinished."""
+        rows = sampled.rows
         device, longest = self.sampler.device, max(row.limit for row in rows)
         stop_ids = torch.tensor(sorted(self.policy.stop_ids), device=device)
         limits_R = torch.tensor([row.limit for row in rows], device=device)
@@ -196,11 +205,11 @@ class LocalEngine(Engine):
         uniforms_RT = torch.from_numpy(np.stack(noise)).to(device)
         decoder = Decoder(self.sampler) if self.sampler.network else PlainDecoder(self.sampler)
         logits_RV, experts = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
-        live_R = torch.arange(len(rows), device=device)  # which rows the cache holds, some of them finished
+        live_R = torch.arange(len(rows), device=device)  # the rows that the cache holds; some of them are finished
         running_R = torch.ones_like(live_R, dtype=torch.bool)
         for t in range(longest):
             tokens_R, logp_R = draw(logits_RV, uniforms_RT[live_R, t], sampling.temperature)
-            taken.add(t, live_R, running_R, tokens_R, logp_R, experts)
+            sampled.add(t, live_R, running_R, tokens_R, logp_R, experts)
             running_R &= ~torch.isin(tokens_R, stop_ids) & (t + 1 < limits_R[live_R])
             left = int(running_R.sum())
             if not left:
@@ -214,23 +223,24 @@ class LocalEngine(Engine):
         yield live_R[:0]
 
 
-class Taken:
-    """What the rows of a call were given, as tensors until its end."""
+class SampledTokens:
+    """The tokens, log-probs and experts that were sampled for the rows of one call, kept as tensors until rows end."""
 
     def __init__(self, rows: list[Row], keep_experts: bool, device: torch.device):
         self.rows, self.keep_experts = rows, keep_experts
         longest = max(row.limit for row in rows)
-        self.handed_over = torch.zeros(len(rows), dtype=torch.bool)
+        self.filled_R = torch.zeros(len(rows), dtype=torch.bool)  # rows that have got their tokens as lists
         self.tokens_RT = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
         self.logp_RT = torch.zeros(len(rows), longest, device=device)
         self.lengths_R = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.prompt_experts: Tensor | None = None  # [R, prompt, L, K]
-        self.experts_RTLK: Tensor | None = None  # of the passes that were fed the tokens
+        self.experts_RTLK: Tensor | None = None  # at t: the experts of the pass that was fed the t-th token
 
     def add(
         self, t: int, live_R: Tensor, running_R: Tensor, tokens_R: Tensor, logp_R: Tensor, experts: Tensor | None
     ) -> None:
-        """The t-th token of the live rows; only the running ones grow. `experts` are those of the pass before it."""
+        """Store the t-th token of the live rows; only unfinished rows become longer. `experts` are those of the pass
+        that predicted the token."""
         self.tokens_RT[live_R, t], self.logp_RT[live_R, t] = tokens_R, logp_R
         self.lengths_R[live_R] += running_R
         if self.keep_experts:
@@ -241,11 +251,12 @@ class Taken:
             else:
                 self.experts_RTLK[live_R, t - 1] = experts[:, 0]
 
-    def hand_over(self, running_R: Tensor) -> list[int]:
-        """Fill the rows that have ended and were not filled before; which these are."""
-        ended_R = ~self.handed_over
+    def fill_ended_rows(self, running_R: Tensor) -> list[int]:
+        """Fill the rows that have ended and were not filled before, and return their numbers. `running_R` holds the
+        numbers of those that have not ended."""
+        ended_R = ~self.filled_R
         ended_R[running_R.cpu()] = False
-        self.handed_over |= ended_R
+        self.filled_R |= ended_R
         which = ended_R.nonzero().squeeze(-1)
         here = which.to(self.tokens_RT.device)
         tokens, logp = self.tokens_RT[here].tolist(), self.logp_RT[here].tolist()
@@ -261,10 +272,11 @@ class Taken:
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob: greedy at temperature 0, else by inverting the cumulative distribution.
+    """Draw one token per row: the likeliest at temperature 0, else by inverting the cumulative distribution.
 
-    The token is the first whose cumulative probability exceeds the row's uniform number in [0, 1); in float64, so that
-    a token's chance is its probability also where the vocabulary is large.
+    Returns the tokens [R] and their log-probs [R]. A drawn token is the first whose cumulative probability exceeds the
+    row's uniform number in [0, 1). The sum runs in float64, so that rounding does not change the chances where the
+    vocabulary is large.
     """
     logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:

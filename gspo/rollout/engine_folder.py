@@ -1,7 +1,7 @@
-"""The folder that an engine and the trainer share: weights on their way, temporary files, sockets.
+"""The folder through which the trainer passes weights to an engine, and where the engine puts its temporary files.
 
-It lies in memory if there is room, and nobody else may look into it. The trainer holds a lock on it as long as it
-lives, so that a later start can tell a folder that a killed one left behind.
+It lies in memory if there is room, and no other user may look into it. The trainer holds a lock on it as long as the
+trainer lives, so that a later start can recognise, and remove, a folder that a killed trainer left behind.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gspo.core.files import errors_of_the_disk
 
 MEMORY = "/dev/shm"  # a file system in memory, on Linux
 PREFIX = "gspo-vllm-"
-YOUNG_SECONDS = 60.0  # its owner may not have locked it yet
+YOUNG_SECONDS = 60.0  # the owner of a folder younger than this may not have locked it yet
 
 
 class EngineFolder:
-    """A new folder with room for files of `size` bytes; those that were left behind are removed first."""
+    """A new folder with room for files of `size` bytes. Folders that killed trainers left behind are removed first."""
 
     def __init__(self, size: int):
         for parent in {MEMORY, tempfile.gettempdir()}:
@@ -36,9 +36,9 @@ class EngineFolder:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def save_weights(self, tensors: dict[str, Tensor]) -> Path:
-        """Write weights to a file: messages to another process cannot carry tensors.
+        """Write weights to a safetensors file, because messages to another process cannot carry tensors.
 
-        Tied weights are written once, under their first name, as in a checkpoint; safetensors refuses the second.
+        Tied weights are written once, under their first name, as in a checkpoint: safetensors refuses the second.
         """
         seen: dict[int, str] = {}
         for name, tensor in tensors.items():
@@ -49,7 +49,7 @@ class EngineFolder:
         return path
 
     def close(self) -> None:
-        """Remove it. May be called twice."""
+        """Remove the folder. May be called twice."""
         if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
@@ -57,16 +57,16 @@ class EngineFolder:
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:
-    """Bytes."""
+    """Return how many bytes the tensors take."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def remove_left_behind(parent: str) -> None:
-    """Remove folders of this user whose owner has ended without removing them."""
+    """Remove this user's engine folders in `parent` whose trainer has ended without removing them."""
     for path in Path(parent).glob(f"{PREFIX}*"):
         try:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # somebody else's, no folder, or just removed
+        except OSError:  # another user's, not a folder, or just removed
             continue
         try:
             about = os.fstat(handle)
@@ -74,7 +74,7 @@ def remove_left_behind(parent: str) -> None:
             if mine and time.time() - about.st_ctime > YOUNG_SECONDS:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:  # its owner is at work
+        except BlockingIOError:  # its trainer is alive
             continue
         finally:
             os.close(handle)

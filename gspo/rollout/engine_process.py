@@ -1,8 +1,8 @@
-"""An object in a process of its own, whose methods are asked over a pair of sockets without name.
+"""Runs an object in a process of its own and calls its methods over a pair of unnamed sockets.
 
-Nobody else can connect to such a pair, so that what comes over it, pickled, comes from the other end. The process has a
-session of its own: a signal to the trainer's group (Ctrl-C, `timeout`, a scheduler) does not reach it, and it is ended
-as a group, with whatever it started. Whoever waits for an answer sees its end at once; it sees the trainer's.
+No other process can connect to such a pair, so pickles that arrive over it come from the other end. The process has a
+session of its own: a signal to the trainer's process group (Ctrl-C, `timeout`, a scheduler) does not reach it, and the
+trainer ends its whole group, with everything it has started. Each side notices at once when the other one ends.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = struct.Struct(">Q")
-CHUNK = 1 << 20  # bytes that are read at once
-CLOSING_SECONDS = 10.0
+CHUNK = 1 << 20  # the largest number of bytes read at once
+CLOSING_SECONDS = 10.0  # how long the object has to close before its process is killed
 
 
 class EngineEnded(RuntimeError):
-    """A process that samples has ended although nobody asked it to. Its message says which one and how."""
+    """A process that samples has ended without being asked to. The message says which process, and how it ended."""
 
 
 class EngineProcess:
-    """`kind(**arguments)` in a new process. Not for two threads at a time.
+    """Makes `kind(**arguments)` in a new process and calls its methods there. It serves one thread at a time.
 
-    `folder` is the process's own: its temporary files lie there, and it removes the folder if the trainer ends first.
+    The process puts its temporary files into `folder`, and removes that folder if the trainer ends first.
     """
 
     def __init__(self, name: str, kind: type, arguments: dict[str, Any], folder: Path):
-        """Raises EngineEnded, or RuntimeError with the message of the error that `kind` raised."""
+        """Raises EngineEnded if the process ends, and RuntimeError with the message of an error that `kind` raised."""
         self.name, self.answered, self.ended = name, True, ""
         self.socket, theirs = socket.socketpair()
-        # -P: a file in the present folder must not stand in for a library
+        # With -P a file in the current folder cannot take the place of a library.
         command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid()), str(folder)]
         self.process = subprocess.Popen(
             command,
@@ -60,20 +60,22 @@ class EngineProcess:
             raise
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What the object's method returns. Raises RuntimeError for what it raised, EngineEnded if nobody is there."""
+        """Call a method of the object and return its result. Raises RuntimeError with the message of an error that the
+        method raised, and EngineEnded if the process has ended."""
         if self.ended:
             raise EngineEnded(self.ended)
         return self._exchange((method, arguments))
 
     def close(self) -> None:
-        """Let the object close, and end its process with all that it started. May be called twice."""
+        """Let the object close, then end its process and everything that it started. May be called twice."""
         if self.process.returncode is None:
-            self.socket.close()  # the end of what is asked
+            self.socket.close()  # tells the process that there are no more calls
             if self.answered:
                 readable([self.end], CLOSING_SECONDS)
             self._collect()
 
     def _exchange(self, request: Any) -> Any:
+        """Send a request and return the answer."""
         self.answered = False
         body = pickle.dumps(request)
         self._send(LENGTH.pack(len(body)) + body)
@@ -88,6 +90,7 @@ class EngineProcess:
         return result
 
     def _send(self, data: bytes) -> None:
+        """Send all bytes, or raise EngineEnded."""
         left = memoryview(data)
         while left:
             poll = select.poll()
@@ -101,7 +104,7 @@ class EngineProcess:
                 self._notice()
 
     def _receive(self, size: int) -> bytes:
-        """So many bytes, or EngineEnded. What was sent before the end is still read."""
+        """Return the next `size` bytes, or raise EngineEnded. What the process sent before its end is still read."""
         data = bytearray()
         while len(data) < size:
             if self.socket.fileno() not in readable([self.socket.fileno(), self.end]):
@@ -116,15 +119,16 @@ class EngineProcess:
         return bytes(data)
 
     def _notice(self) -> None:
-        """Raises EngineEnded, once the process has been collected."""
-        readable([self.end], CLOSING_SECONDS)  # its socket may be closed a moment before
+        """Collect the process, which has ended, and raise EngineEnded."""
+        readable([self.end], CLOSING_SECONDS)  # its socket may close a moment before the process ends
         code = self._collect()
         self.ended = f"{self.name} (process {self.process.pid}) {how_it_ended(code)}"
         raise EngineEnded(self.ended)
 
     def _collect(self) -> int:
-        """End the process and those that it started, all of them in its group; its exit code."""
-        with contextlib.suppress(ProcessLookupError):  # before it is collected: until then the number is its own
+        """End the process and all others of its group, and return its exit code."""
+        # This must come before `wait`: until a process is collected, its number cannot belong to another one.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.socket.close()
@@ -133,7 +137,7 @@ class EngineProcess:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code as subprocess has it, in words."""
+    """Describe in words how a process ended, from its exit code as the subprocess module gives it."""
     if code >= 0:
         return f"ended by itself with exit code {code}; what it said stands above"
     name = signal.Signals(-code).name
@@ -143,7 +147,7 @@ def how_it_ended(code: int) -> str:
 
 
 def readable(files: list[int], seconds: float | None = None) -> list[int]:
-    """Those of the files that can be read, or have come to their end. Waits until there is one."""
+    """Wait until one of the files can be read or has ended, at most `seconds`, and return all such files."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
@@ -151,7 +155,7 @@ def readable(files: list[int], seconds: float | None = None) -> list[int]:
 
 
 def serve(connection: socket.socket) -> None:
-    """Make the object, answer what is asked until the other end is closed, then close the object."""
+    """Make the object, answer calls until the other end is closed, then close the object."""
     thing = None
     with connection.makefile("rb") as requests:
         while header := requests.read(LENGTH.size):
@@ -164,7 +168,7 @@ def serve(connection: socket.socket) -> None:
                     method, arguments = request
                     result = getattr(thing, method)(*arguments)
                 answer = True, result
-            except Exception as error:  # whatever it is, the trainer is to hear of it
+            except Exception as error:  # the trainer must hear of any error
                 answer = False, (str(error) or type(error).__name__, traceback.format_exc())
             body = pickle.dumps(answer)
             connection.sendall(LENGTH.pack(len(body)) + body)
@@ -173,7 +177,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def end_with(trainer: int, folder: str) -> None:
-    """Once the process `trainer` has ended, however it may, end this one's group and remove its folder."""
+    """Wait until the process `trainer` has ended in whatever way, then remove the folder and kill this process's
+    group."""
     handle = os.pidfd_open(trainer)
     if os.getppid() == trainer:
         readable([handle])
@@ -182,13 +187,14 @@ def end_with(trainer: int, folder: str) -> None:
 
 
 def main() -> None:
+    """Serve one object; the command line holds the socket's number, the trainer's process number, and the folder."""
     file, trainer, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(file, False)
     watcher = threading.Thread(target=end_with, args=(trainer, folder), daemon=True)
     watcher.start()
     with socket.socket(fileno=file) as connection, contextlib.suppress(ConnectionError):
         serve(connection)
-    # the trainer has closed its end, or was killed: then the watcher ends the group, unless this process is faster
+    # The trainer has closed its end or was killed. If it was killed, the watcher may end this group first.
     shutil.rmtree(folder, ignore_errors=True)
     watcher.join(0.2)
 

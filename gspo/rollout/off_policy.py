@@ -1,6 +1,7 @@
-"""Sources whose responses are older than the trainer's weights: partial rollouts, staleness with or without overlap.
+"""Rollout sources whose responses are older than the trainer's weights: partial rollouts, and stale batches.
 
-Both are functions of the seed: which weights sample which token does not depend on how fast anything runs.
+Which weights sample which token is a function of the settings and the seed. It does not depend on how fast anything
+runs, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -15,120 +16,150 @@ from torch import Tensor
 from gspo.core.types import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
-from gspo.rollout.on_policy import DynamicSource, Held, OnPolicySource, Rollout, without_ungraded
+from gspo.rollout.on_policy import DynamicSource, OnPolicySource, without_ungraded
 from gspo.rollout.problem_sampler import Sampler
 from gspo.rollout.requests import Sampling
-from gspo.rollout.sampler_logprobs import Behaviour
+from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.source import PendingRollouts, Rollout, RolloutSource
 from gspo.tasks.base import Task
 
 
 class PartialSource(OnPolicySource):
     """Partial rollouts: no step waits for its longest responses (Kimi k1.5, arXiv:2501.12599, section 2.6.2).
 
-    `in_flight` groups are held. At each step new problems fill up their number; then every unfinished response gets
-    up to `token_budget` further tokens under the current weights; then the oldest P groups in which every response has
-    ended are trained on. Further rounds follow, under the same weights, while there are fewer than P. A token's
-    policy step is that of its segment, and so are its log-probs.
+    The source keeps `rollout.in_flight` groups under way. At each step it begins new problems until there are so many;
+    then every unfinished response gets up to `rollout.token_budget` further tokens under the current weights; then the
+    P oldest groups in which every response has ended are trained on. While fewer than P groups have ended, further
+    rounds follow under the same weights. A response so consists of segments, each sampled by the policy of one step.
     """
 
-    def __init__(self, *parts: Any):
-        super().__init__(*parts)
-        self.flying: list[tuple[int, list[Response]]] = []  # groups with the draw they come from, the oldest first
-        self.drawn = 0  # batches of problems taken from the sampler
-        self.waiting: list[Problem] = []  # of the last draw, not begun yet
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        settings: RolloutSettings,
+        seed: int,
+        sampler: Sampler | None = None,
+        behaviour_logprobs: BehaviourLogprobs | None = None,
+    ):
+        super().__init__(engine, task, settings, seed, sampler, behaviour_logprobs)
+        # groups under way, the oldest first, each with the number of the draw that its problem comes from
+        self.unfinished: list[tuple[int, list[Response]]] = []
+        self.drawn = 0  # how many batches of problems were drawn from the sampler
+        self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
 
     @property
     def exact(self) -> bool:
+        """False: earlier segments of a response were sampled from older weights."""
         return False
 
     def sample(self, step: int) -> Rollout:
         rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
-        begun = self._begin(self.settings.in_flight - len(self.flying), rollout)
+        begun = self._begin(self.settings.in_flight - len(self.unfinished), rollout)
         while True:
             self._round(begun, step, rollout)
             begun = []
-            whole = [i for i, (_, group) in enumerate(self.flying) if ended(group)][: self.settings.prompts_per_step]
+            whole = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
+            whole = whole[: self.settings.prompts_per_step]
             if len(whole) == self.settings.prompts_per_step:
                 break
-        groups = [self.flying[i][1] for i in whole]
-        self.flying = [held for i, held in enumerate(self.flying) if i not in whole]
+        groups = [self.unfinished[i][1] for i in whole]
+        self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in whole]
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
         rollout.filtered["ungraded"] = len(rollout.ungraded)
-        rollout.in_flight = sum(r.finish_reason == "budget" for _, group in self.flying for r in group)
+        rollout.in_flight = sum(r.finish_reason == "budget" for _, group in self.unfinished for r in group)
         self.problems.record(rollout.groups)
         return rollout
 
     def _begin(self, count: int, rollout: Rollout) -> list[tuple[int, Problem]]:
-        """The next `count` problems with the draws that they come from."""
+        """Return the next `count` problems, each with the number of the draw that it comes from."""
         begun = []
         for _ in range(count):
-            if not self.waiting:
+            if not self.not_begun:
                 self.drawn += 1
-                self.waiting = self.problems.take(self.drawn)
+                self.not_begun = self.problems.take(self.drawn)
                 if self.problems.max_prompt_tokens is not None:
-                    skipped = self.problems.skipped(self.waiting)
+                    skipped = self.problems.skipped(self.not_begun)
                     rollout.filtered["prompt_too_long"] = rollout.filtered.get("prompt_too_long", 0) + skipped
-            begun.append((self.drawn, self.waiting.pop(0)))
+            begun.append((self.drawn, self.not_begun.pop(0)))
         return begun
 
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
-        """Up to `token_budget` tokens for every unfinished response and for the groups that begin."""
+        """Sample up to `token_budget` tokens for every unfinished response, and for the groups that begin now."""
         started = time.perf_counter()
         settings = self.settings
         sampling = Sampling(settings.temperature, settings.limit(step), settings.token_budget)
         touched: list[Response] = []
-        # draw by draw, because the random numbers of a query set's problem depend on the visit
-        for draw in sorted({draw for draw, group in self.flying if not ended(group)}):
-            mine = [g for d, g in self.flying if d == draw]
+        # One draw at a time, because the random numbers of a query set's problem depend on the visit.
+        for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
+            mine = [g for d, g in self.unfinished if d == draw]
             cut = [(group, i) for group in mine for i, r in enumerate(group) if r.finish_reason == "budget"]
-            parts = (sampling, self.position(draw, 0), self.policy_step, settings.routes)
-            further = self.engine.extend([group[i] for group, i in cut], *parts)
+            further = self.engine.extend(
+                [group[i] for group, i in cut],
+                sampling,
+                self.position(draw, 0),
+                policy_step=self.policy_step,
+                record_experts=settings.routes,
+            )
             for (group, i), response in zip(cut, further, strict=True):
                 group[i] = response
             touched += further
         for draw in sorted({draw for draw, _ in begun}):
             problems = [problem for d, problem in begun if d == draw]
-            parts = (sampling, self.position(draw, 0), self.policy_step, settings.routes)
-            groups = self.engine.generate(problems, settings.group_size, *parts)
-            self.flying += [(draw, group) for group in groups]
+            groups = self.engine.generate(
+                problems,
+                settings.group_size,
+                sampling,
+                self.position(draw, 0),
+                policy_step=self.policy_step,
+                record_experts=settings.routes,
+            )
+            self.unfinished += [(draw, group) for group in groups]
             touched += [r for group in groups for r in group]
         rollout.rollout_s += time.perf_counter() - started
-        self.remember(touched, rollout)
+        self.keep_behaviour_logprobs(touched, rollout)
         started = time.perf_counter()
         score(self.task, [r for r in touched if r.finish_reason != "budget"])
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
-        waiting = [problem.index for problem in self.waiting]
+        """Return the sampler's state, the number of draws, and the drawn problems that were not begun yet."""
+        waiting = [problem.index for problem in self.not_begun]
         return {"problems": super().state(), "drawn": self.drawn, "waiting": waiting}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `state` returned after `step`."""
         super().load_state(state["problems"], step)
         self.drawn = state["drawn"]
-        self.waiting = [self.task.problem(self.seed, "train", index) for index in state["waiting"]]
+        self.not_begun = [self.task.problem(self.seed, "train", index) for index in state["waiting"]]
 
-    def held(self) -> Held:
-        return Held(groups=[(draw, list(group)) for draw, group in self.flying])
+    def pending(self) -> PendingRollouts:
+        """Return the groups under way."""
+        return PendingRollouts(groups=[(draw, list(group)) for draw, group in self.unfinished])
 
-    def take_back(self, held: Held) -> None:
-        self.flying = held.groups
+    def restore_pending(self, pending: PendingRollouts) -> None:
+        """Restore what `pending` returned."""
+        self.unfinished = pending.groups
 
 
 def ended(group: list[Response]) -> bool:
+    """Return whether every response of a group has ended, rather than been cut at the token budget."""
     return all(r.finish_reason != "budget" for r in group)
 
 
 class StaleSource:
-    """Batches that the policy of `staleness` rollout batches ago sampled, as in asynchronous training.
+    """Hands over batches that the policy of k = `staleness` steps ago sampled, as in asynchronous training.
 
-    Step s gets a batch under the weights of step s - 1 - k, k = staleness (the first k + 1 steps those of the start).
-    k batches are therefore held. With `overlap` the next one is sampled by a thread of its own while the trainer works,
-    from a copy of the weights; engines leave Python's lock alone while they compute. The numbers are the same.
+    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7: in general from those after
+    step s - 1 - k, and for the first k + 1 steps from those at the start. So k batches wait between two steps. With
+    `overlap` a thread of its own samples the next batch while the trainer works, from a copy of the weights (engines
+    release Python's lock while they compute). That changes no number.
 
-    `inner` samples; `trained` is the trainer's policy. With overlap the inner engine must sample from another one.
+    `inner` is the source that samples; `trained` is the trainer's policy. With `overlap` the engine of `inner` must
+    sample from a copy of it.
     """
 
     def __init__(self, inner: OnPolicySource, trained: Policy, staleness: int, overlap: bool):
@@ -136,37 +167,41 @@ class StaleSource:
             raise ValueError("an engine that samples beside the training needs a copy of the policy")
         self.inner, self.trained, self.staleness = inner, trained, staleness
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
-        self.pending: dict[int, Rollout | Future[Rollout]] = {}  # by the step that trains on them
-        self.sampled = 0  # the newest step that has its batch, or is about to
-        self.waited = 0.0  # seconds that a checkpoint waited for batches; of the next rollout's
+        self.batches: dict[int, Rollout | Future[Rollout]] = {}  # by the step that will train on them
+        self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
+        self.waited = 0.0  # seconds that a checkpoint waited for batches: counted with the next rollout
 
-    exact = False
+    exact = False  # the weights that sample are older than those of the step
+    record_experts = False  # the trainer turns this on for an exact source only
 
     @property
     def engine(self) -> Engine:
+        """The engine of the source that samples."""
         return self.inner.engine
 
     @property
     def task(self) -> Task:
+        """The task of the source that samples."""
         return self.inner.task
 
     @property
     def settings(self) -> RolloutSettings:
+        """The settings of the source that samples."""
         return self.inner.settings
 
     def next(self, step: int) -> Rollout:
-        """The scored groups of a step; raises here what sampling them raised."""
-        for due in range(self.sampled + 1, step + self.staleness + 1):  # else `update` has begun it
+        """Return the scored groups of a step. An exception that sampling them raised is raised here."""
+        for due in range(self.sampled + 1, step + self.staleness + 1):  # those that `update` has not begun already
             self._begin(due, None)
         started = time.perf_counter()
-        rollout = _result(self.pending.pop(step))
+        rollout = _result(self.batches.pop(step))
         if self.thread:
             rollout.waited_s = self.waited + time.perf_counter() - started
             self.waited = 0.0
         return rollout
 
     def update(self, step: int) -> None:
-        """Hand over the weights of a finished step: to the engine, or for the batch that the thread samples next."""
+        """Take over the weights after a step: at once, or with `overlap` for the next batch that the thread samples."""
         if not self.thread:
             self.inner.update(step)
             return
@@ -174,11 +209,12 @@ class StaleSource:
         self._begin(step + self.staleness + 1, (step, weights))
 
     def check(self, step: int) -> None:
-        """Of the engine, before anything is sampled."""
+        """Raise RuntimeError if the engine's weights are not the trainer's; called before anything is sampled."""
         self.inner.check(step)
 
     def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
-        self.pending[due] = self.thread.submit(self._sample, due, new) if self.thread else self._sample(due, new)
+        """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the weights after it."""
+        self.batches[due] = self.thread.submit(self._sample, due, new) if self.thread else self._sample(due, new)
         self.sampled = due
 
     def _sample(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> Rollout:
@@ -189,30 +225,35 @@ class StaleSource:
         return self.inner.next(due)
 
     def state(self) -> dict[str, Any]:
-        self._whole()
+        """Return the state of the source that samples, once it has no batch under way."""
+        self._finished_batches()
         return self.inner.state()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `state` returned after `step`."""
         self.inner.load_state(state, step)
         self.sampled = step
 
-    def held(self) -> Held:
-        return Held(self._whole(), self.inner.held().groups)
+    def pending(self) -> PendingRollouts:
+        """Return the batches that wait for their step, and the groups under way."""
+        return PendingRollouts(self._finished_batches(), self.inner.pending().groups)
 
-    def take_back(self, held: Held) -> None:
-        self.pending = dict(held.rollouts)
-        self.sampled = max([self.sampled, *held.rollouts])
-        self.inner.take_back(held)
+    def restore_pending(self, pending: PendingRollouts) -> None:
+        """Restore what `pending` returned."""
+        self.batches = dict(pending.rollouts)
+        self.sampled = max([self.sampled, *pending.rollouts])
+        self.inner.restore_pending(pending)
 
-    def _whole(self) -> dict[int, Rollout]:
-        """The batches that are there once what is under way has ended. Raises here what sampling one of them raised: a
-        checkpoint without it would have it sampled again from newer weights."""
+    def _finished_batches(self) -> dict[int, Rollout]:
+        """Wait for the batch that is being sampled, and return all batches. Raises what sampling one of them raised: a
+        checkpoint without that batch would have it sampled again from newer weights."""
         started = time.perf_counter()
-        whole = {step: _result(rollout) for step, rollout in sorted(self.pending.items())}
+        finished = {step: _result(rollout) for step, rollout in sorted(self.batches.items())}
         self.waited += time.perf_counter() - started
-        return whole
+        return finished
 
     def close(self) -> None:
+        """End the thread, and close the engine."""
         if self.thread:
             self.thread.shutdown(cancel_futures=True)
         self.inner.close()
@@ -228,15 +269,16 @@ def make_source(
     settings: RolloutSettings,
     sampler: Sampler,
     seed: int,
-    behaviour: Behaviour | None = None,
+    behaviour_logprobs: BehaviourLogprobs | None = None,
     trained: Policy | None = None,
-) -> OnPolicySource | StaleSource:
-    """The source that the settings ask for. `trained` is the trainer's policy where the engine samples from a copy."""
+) -> RolloutSource:
+    """Return the source that the settings ask for. `trained` is the trainer's policy where the engine samples from a
+    copy of it."""
     if settings.token_budget:
         kind = PartialSource
     else:
         kind = DynamicSource if settings.refill_rounds else OnPolicySource
-    source = kind(engine, task, settings, seed, sampler, behaviour)
+    source = kind(engine, task, settings, seed, sampler, behaviour_logprobs)
     if not settings.staleness:
         return source
     return StaleSource(source, trained or engine.policy, settings.staleness, settings.overlap)

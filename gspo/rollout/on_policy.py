@@ -1,15 +1,13 @@
-"""Where the trainer's scored groups come from. The trainer does not know which source it has.
+"""Rollout sources that sample every batch from the current weights: the plain one, and dynamic sampling.
 
-A source is anything with `next(step) -> Rollout` and `update(step)`, which hands it the weights of a finished step. The
-plain one samples every batch from the current weights; the dynamic one also replaces groups that carry no signal. Those
-that sample ahead of the training are in gspo.rollout.off_policy.
+Dynamic sampling replaces groups whose rewards are all equal, because they carry no gradient. Sources that sample from
+older weights are in gspo.rollout.off_policy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.core.types import Response
@@ -17,56 +15,23 @@ from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.problem_sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.route_checks import check_routes
-from gspo.rollout.sampler_logprobs import Behaviour, check_engine
+from gspo.rollout.sampler_logprobs import BehaviourLogprobs, check_engine
 from gspo.rollout.scoring import sample_and_score
 from gspo.rollout.settings import RolloutSettings, check_sampler
+from gspo.rollout.source import PendingRollouts, Rollout
 from gspo.tasks.base import Task
 
-GUARD_PROBLEMS = 2  # on which the engine is compared with the trainer after a hand-over of weights
-
-
-@dataclass
-class Rollout:
-    """The scored groups of one training step, and what they cost in seconds."""
-
-    groups: list[list[Response]]
-    rollout_s: float  # sampling
-    score_s: float  # waiting for the verifiers; what they do while the engine samples the next chunk costs nothing
-    limit: int  # the largest number of response tokens at this step
-    dropped: list[list[Response]] = field(default_factory=list)  # scored too, and paid for, but not trained on
-    ungraded: list[Response] = field(default_factory=list)  # the verifier failed on them, not they on it: left out
-    filtered: dict[str, float] = field(default_factory=dict)  # counts of what was left out and why; see the sources
-    behaviour_s: float = 0.0  # recomputing log-probs under the weights that sampled
-    waited_s: float | None = None  # what the trainer waited for all this, where it was done beside the training
-    in_flight: int = 0  # responses that are to be continued
-    synced: dict[str, float] = field(default_factory=dict)  # metrics of the hand-over of the weights that sampled
-
-    @property
-    def responses(self) -> list[Response]:
-        """Those that are trained on."""
-        return [r for group in self.groups for r in group]
-
-    @property
-    def sampled(self) -> list[list[Response]]:
-        """All groups, trained on or dropped: rewards of these alone say how good the policy is."""
-        return self.groups + self.dropped
-
-
-@dataclass
-class Held:
-    """Rollouts by the step that is to train on them; groups that are to be continued, with the draw they come from."""
-
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    groups: list[tuple[int, list[Response]]] = field(default_factory=list)
+GUARD_PROBLEMS = 2  # how many problems the engine is compared with the trainer on after it has loaded new weights
 
 
 class OnPolicySource:
-    """Samples each step's batch from the current weights; the sampler says which problems (by default the stream's).
+    """Samples each step's batch from the current weights, on problems that the sampler chooses.
 
-    A response that could not be graded (a failure of the sandbox, not of the response) is left out of its group, so
-    groups may differ in size, and a group without any is gone. `filtered` counts such responses as "ungraded", and as
-    "prompt_too_long" the problems that were replaced, if there is a limit on prompts. With `behaviour` the responses
-    keep what the trainer makes of them under the weights that sampled.
+    A response that could not be graded (because the sandbox failed, not the response) is left out of its group. So
+    groups may differ in size, and a group in which nothing could be graded is left out altogether. `Rollout.filtered`
+    counts such responses as "ungraded". Where prompts have a limit it also counts, as "prompt_too_long", the problems
+    that were replaced. With `behaviour_logprobs` every response also keeps the log-probs that the trainer computes
+    under the weights that sampled it. Without `sampler` the problems are those of the stream, in its order.
     """
 
     def __init__(
@@ -76,14 +41,15 @@ class OnPolicySource:
         settings: RolloutSettings,
         seed: int,
         sampler: Sampler | None = None,
-        behaviour: Behaviour | None = None,
+        behaviour_logprobs: BehaviourLogprobs | None = None,
     ):
         sampler = sampler or Uniform()
         check_sampler(settings, sampler)
-        self.engine, self.task, self.settings, self.seed, self.behaviour = engine, task, settings, seed, behaviour
+        self.engine, self.task, self.settings, self.seed = engine, task, settings, seed
+        self.behaviour_logprobs = behaviour_logprobs
         self.record_experts = settings.routes
-        self.policy_step = 0  # the step whose weights the engine has
-        self.synced: dict[str, float] = {}  # metrics of their hand-over
+        self.policy_step = 0  # the step after which the trainer had the weights that the engine has now
+        self.synced: dict[str, float] = {}  # metrics of loading those weights into the engine
         longest, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
@@ -99,19 +65,19 @@ class OnPolicySource:
 
     @property
     def exact(self) -> bool:
-        """Whether the engine's log-probs and experts are those of the trainer's weights at the step's start, but for
-        rounding: sampled from the very tensors, whole and at once."""
+        """Whether the engine's log-probs and experts equal, up to rounding, those of the trainer's weights at the start
+        of the step: true where the engine computes with the policy's own tensors."""
         return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
-        """The scored groups of a step. Raises RuntimeError if no response of it could be graded; EngineEnded, and is as
-        before, if the engine's process has ended."""
-        state, held = self.state(), self.held()
+        """Return the scored groups of a step. Raises RuntimeError if no response of it could be graded, and EngineEnded
+        if the engine's process has ended; then the source is as it was before the call."""
+        state, pending = self.state(), self.pending()
         try:
             return self._next(step)
         except EngineEnded:
             self.load_state(state, self.policy_step)
-            self.take_back(held)
+            self.restore_pending(pending)
             raise
 
     def _next(self, step: int) -> Rollout:
@@ -126,22 +92,24 @@ class OnPolicySource:
         if self.settings.routes:
             routing = self.engine.policy.routing
             check_routes(rollout.responses, routing.layers, routing.top_k, routing.experts)
-        self.remember(rollout.responses, rollout)
+        self.keep_behaviour_logprobs(rollout.responses, rollout)
         self.engine.rest()
         return rollout
 
-    def remember(self, responses: list[Response], rollout: Rollout) -> None:
-        """Keep what the trainer makes of new tokens under the weights that the engine has now."""
-        if self.behaviour:
+    def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
+        """Store, with new tokens, the log-probs that the trainer computes under the weights that the engine has now."""
+        if self.behaviour_logprobs:
             started = time.perf_counter()
-            self.behaviour(responses)
+            self.behaviour_logprobs(responses)
             rollout.behaviour_s += time.perf_counter() - started
 
     def sample(self, step: int) -> Rollout:
+        """Sample and score the groups of a step; subclasses say how."""
         return self.sample_round(step)
 
     def update(self, step: int) -> None:
-        """Sample from the weights of this finished step from now on. Raises RuntimeError if they did not arrive."""
+        """Sample from the weights after this step from now on. Raises RuntimeError if they did not arrive in the
+        engine."""
         self.policy_step = step
         started = time.perf_counter()
         if not self.engine.shares_weights:
@@ -150,13 +118,14 @@ class OnPolicySource:
             self.synced["time/sync_s"] = time.perf_counter() - started
 
     def check(self, step: int) -> None:
-        """Raises RuntimeError if the engine's weights are not those of this step."""
+        """Raise RuntimeError if the engine's weights are not those that the trainer had after this step."""
         problems = [self.problems.problem(place) for place in range(GUARD_PROBLEMS)]
         difference = check_engine(self.engine, problems, self.settings.tolerance, step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:
-        """Scored groups for `prompts_per_step` problems: the step's own (refill 0) or those of a refill round."""
+        """Sample and score groups for `prompts_per_step` problems: the step's own (refill 0), or those of a refill
+        round."""
         problems = self.problems.take(step, refill)
         groups, seconds = sample_and_score(
             self.engine,
@@ -179,43 +148,45 @@ class OnPolicySource:
         return rollout
 
     def position(self, step: int, refill: int) -> tuple[int | str, ...]:
-        """Where the random numbers of a round stand; the engine adds task, problem and sample.
+        """Return the position of a round's random numbers; the engine appends task, problem and sample to it.
 
-        Where the problem's index occurs once in a run it says all. Where it comes again, in every epoch of a query set
-        or after a refill round over a finite set, it must not meet the random numbers of its last visit.
+        A problem that occurs once in a run needs no more than that. A problem that is visited again, in the next epoch
+        of a query set or after a refill round over a finite set, must not meet the random numbers of its last visit, so
+        the position then holds step and refill round too.
         """
         return (self.seed, "rollout", step, refill) if self.problems.revisits(refill) else (self.seed, "rollout")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep for the same problems to follow, ready for JSON; often empty."""
+        """Return what a checkpoint must keep so that the same problems follow; ready for JSON, often empty."""
         return self.problems.state()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Put back what `state` gave after `step`, also after a way through JSON."""
+        """Restore what `state` returned after `step`, also if it has been written to JSON and read again."""
         self.policy_step = step
         self.problems.load_state(state)
 
-    def held(self) -> Held:
-        """Rollouts that were sampled and not yet trained on, which a checkpoint must keep; here there are none."""
-        return Held()
+    def pending(self) -> PendingRollouts:
+        """Return what was sampled and not yet trained on: nothing, for each batch is trained on at once."""
+        return PendingRollouts()
 
-    def take_back(self, held: Held) -> None:
-        """Put back what `held` gave."""
+    def restore_pending(self, pending: PendingRollouts) -> None:
+        """Restore what `pending` returned."""
 
     def close(self) -> None:
         self.engine.close()
 
 
 class DynamicSource(OnPolicySource):
-    """Dynamic sampling (DAPO, arXiv:2503.14476): groups whose rewards are all equal are replaced by others.
+    """Dynamic sampling (DAPO, arXiv:2503.14476): replaces groups whose rewards are all equal by further groups.
 
-    The step's own groups come first, and those with signal keep their place: without any to replace this is the plain
-    source. Each place of a group without signal goes to the next group with signal of up to `refill_rounds` further
-    rounds. Places that stay open keep their own group, which adds no gradient, so a step always has P groups. Equal
-    means the verifier's rewards, before any shaping.
+    For example, 2 of a step's 32 groups have all rewards 1. Another round of problems is sampled, and its first two
+    groups with different rewards take their places. Up to `refill_rounds` further rounds are sampled. A place that
+    stays open keeps its own group, which adds no gradient, so a step always has P groups. Where no group needs
+    replacing, this is the plain source. Rewards are compared as the verifier gave them, before any shaping.
 
-    `filtered` counts groups, beside "prompt_too_long": "zero_variance" dropped for want of signal, "surplus" dropped
-    because P were there, "filled" trained on without signal; and "refill_rounds" that were sampled.
+    `Rollout.filtered` counts, beside what the plain source counts: groups dropped because all their rewards were equal
+    ("zero_variance"), groups dropped because P were there already ("surplus"), groups trained on although all their
+    rewards are equal ("filled"), and the rounds that were sampled ("refill_rounds").
     """
 
     def sample(self, step: int) -> Rollout:
@@ -225,7 +196,7 @@ class DynamicSource(OnPolicySource):
         refills, flat, rounds = [], [], 0
         while len(refills) < len(places) and rounds < self.settings.refill_rounds:
             more = self.sample_round(step, rounds + 1)
-            if not more.groups and not more.ungraded:  # the training set has no problem left that the step has not met
+            if not more.groups and not more.ungraded:  # the step has met every problem of the training set already
                 break
             rounds += 1
             refills += [group for group in more.groups if has_signal(group)]
@@ -251,8 +222,8 @@ class DynamicSource(OnPolicySource):
 
 
 def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | None, str]:
-    """The largest number of tokens of a training prompt, None for no bound, and what sets it: the user's limit, or the
-    room that the longest response leaves in the engine's positions."""
+    """Return the largest number of tokens that a training prompt may have (None: no bound), and in words what sets it:
+    "" for the user's own limit, else how much room the longest response leaves in the engine's positions."""
     wanted, limit, positions = settings.max_prompt_tokens, settings.longest_limit, engine.positions
     if positions is None or (wanted is not None and wanted + limit <= positions):
         return wanted, ""
@@ -261,12 +232,12 @@ def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | Non
 
 
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
-    """The groups with their graded responses alone; those without any are gone."""
+    """Return the groups without their ungraded responses; a group without any graded response is left out."""
     graded = [[r for r in group if r.score.reward is not None] for group in groups]
     return [group for group in graded if group]
 
 
 def has_signal(group: list[Response]) -> bool:
-    """Whether a group's rewards differ; else all its advantages are 0."""
+    """Return whether a group's rewards differ. If they do not, all its advantages are 0."""
     rewards = [response.score.reward for response in group]
     return min(rewards) != max(rewards)

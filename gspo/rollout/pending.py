@@ -1,6 +1,7 @@
-"""Rollouts in a checkpoint: those that were sampled ahead of the training, and responses that are to be continued.
+"""Reads and writes the part of a checkpoint that holds pending rollouts: what was sampled and not yet trained on.
 
-<folder>/held.json   what is text or a number;   <folder>/held.npz   log-probs and experts, end to end
+<checkpoint>/held.json   texts and numbers
+<checkpoint>/held.npz    log-probs and experts of all responses, end to end
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 
 from gspo.core.types import Problem, Response, Score
 from gspo.core.untrusted import LONG, parse_json, read_bytes
-from gspo.rollout.on_policy import Held, Rollout
+from gspo.rollout.source import PendingRollouts, Rollout
 
-ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")  # of a response, end to end along their first axis
-NUMBERS = (
+ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")  # fields of Response that are arrays
+NUMBERS = (  # fields of Rollout beside its responses
     "rollout_s",
     "score_s",
     "limit",
@@ -28,12 +29,12 @@ NUMBERS = (
     "waited_s",
     "in_flight",
     "synced",
-)  # of a rollout
+)
 
 
-def save_held(held: Held, folder: Path) -> None:
-    """Write what a source holds; nothing if it holds nothing."""
-    if not held.rollouts and not held.groups:
+def save_pending(pending: PendingRollouts, folder: Path) -> None:
+    """Write a source's pending rollouts into a checkpoint; write no file if there are none."""
+    if not pending.rollouts and not pending.groups:
         return
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in ARRAYS}
 
@@ -54,39 +55,42 @@ def save_held(held: Held, folder: Path) -> None:
             | {"groups": [[kept(r) for r in group] for group in rollout.groups]}
             | {"dropped": [[kept(r) for r in group] for group in rollout.dropped]}
             | {"ungraded": [kept(r) for r in rollout.ungraded]}
-            for step, rollout in held.rollouts.items()
+            for step, rollout in pending.rollouts.items()
         },
-        "groups": [[draw, [kept(r) for r in group]] for draw, group in held.groups],
+        "groups": [[draw, [kept(r) for r in group]] for draw, group in pending.groups],
     }
-    np.savez(folder / "held.npz", **{name: np.concatenate(parts) for name, parts in arrays.items() if parts})
+    np.savez(folder / "held.npz", **{name: np.concatenate(pieces) for name, pieces in arrays.items() if pieces})
     (folder / "held.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def load_held(folder: Path, problem: Callable[[int], Problem]) -> Held:
-    """What `save_held` wrote, bit by bit; `problem` gives the training problem of an index."""
+def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRollouts:
+    """Read what `save_pending` wrote, equal to the bit; `problem` returns the training problem of an index.
+
+    Raises ValueError for files that `save_pending` does not write."""
     if not (folder / "held.json").exists():
-        return Held()
+        return PendingRollouts()
     content = parse_json(read_bytes(folder / "held.json", LONG))
     with np.load(folder / "held.npz", allow_pickle=False) as file:
-        if any(part.compress_type != zipfile.ZIP_STORED for part in file.zip.infolist()):  # to gigabytes
+        # A compressed file of a megabyte could unpack to gigabytes.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):
             raise ValueError(f"{folder / 'held.npz'} is compressed, which is never written: it is damaged")
         arrays = {name: file[name] for name in file.files}
-    taken = dict.fromkeys(ARRAYS, 0)
+    read = dict.fromkeys(ARRAYS, 0)  # how many rows of each array the responses so far have used
 
     def response(kept: dict[str, Any]) -> Response:
-        parts = {}
+        own = {}
         for name, length in kept.pop("lengths").items():
-            parts[name] = arrays[name][taken[name] : taken[name] + length]
-            taken[name] += length
+            own[name] = arrays[name][read[name] : read[name] + length]
+            read[name] += length
         score = kept.pop("score")
         kept["segments"] = [tuple(segment) for segment in kept["segments"]]
         kept["problem"] = problem(kept["problem"])
-        return Response(**{"logprobs": None} | kept | parts, score=Score(**score) if score else None)
+        return Response(**{"logprobs": None} | kept | own, score=Score(**score) if score else None)
 
     rollouts = {}
-    for step, rollout in content["rollouts"].items():  # in the order of writing, which is that of the arrays
+    for step, rollout in content["rollouts"].items():  # in the order in which the arrays were written
         groups = [[response(r) for r in group] for group in rollout.pop("groups")]
         dropped = [[response(r) for r in group] for group in rollout.pop("dropped")]
         ungraded = [response(r) for r in rollout.pop("ungraded")]
         rollouts[int(step)] = Rollout(groups, dropped=dropped, ungraded=ungraded, **rollout)
-    return Held(rollouts, [(draw, [response(r) for r in group]) for draw, group in content["groups"]])
+    return PendingRollouts(rollouts, [(draw, [response(r) for r in group]) for draw, group in content["groups"]])

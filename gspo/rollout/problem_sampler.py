@@ -1,11 +1,12 @@
-"""Which problems a training step sees.
+"""Chooses the problems that a training step sees.
 
-The training split is an endless stream; a place of it is an index of `Task.problem(seed, "train", index)`. A sampler
-chooses places: in the order of the stream, or from a query set, a stretch of it that is visited epoch after epoch and
-may be replaced by the next one. The choice is a pure function of (seed, step, refill round) and, by difficulty alone,
-of pass rates that belong to a run's state. Refill rounds are the further problems that dynamic sampling asks for.
+The training split is an endless stream of problems; a place in it is an index of `Task.problem(seed, "train", index)`.
+A sampler chooses places: in the order of the stream, or from a query set. A query set is a stretch of the stream that
+is visited epoch after epoch and may be replaced by the next stretch. The choice is a pure function of (seed, step,
+refill round); only a sampler that sorts by difficulty also reads pass rates, which belong to a run's state. Refill
+rounds are the further problems that dynamic sampling asks for.
 
-The stream of a finite training set of n problems is its epochs end to end: the places e*n ... e*n + n - 1 hold every
+Over a finite training set of n problems the stream consists of epochs: the places e*n ... e*n + n - 1 hold every
 problem once. Refill rounds stay within the epoch of their step, and query sets never cross a border of epochs.
 """
 
@@ -19,12 +20,12 @@ from gspo.core.seeding import permutation
 from gspo.core.types import Problem, Response
 from gspo.tasks.base import Task
 
-REFILL = 2**40 + 15  # refill round r of a stream without end takes places from r * REFILL on, far from any step's own
-REPLACEMENT = 2**50 + 55  # the a-th replacement of a problem with too long a prompt lies a * REPLACEMENT further on
+REFILL = 2**40 + 15  # on an unbounded stream refill round r starts at place r * REFILL, far from any step's own
+REPLACEMENT = 2**50 + 55  # replacement number a of a problem whose prompt is too long is a * REPLACEMENT further on
 MAX_REFILLS = REPLACEMENT // REFILL - 1
 MAX_REPLACEMENTS = 1000
-UNSEEN = 0.5  # the pass rate of a problem that was not sampled yet
-RATE_WEIGHT = 0.5  # of the newest group in the running pass rate
+UNSEEN = 0.5  # the pass rate that a problem without samples is taken to have
+RATE_WEIGHT = 0.5  # the weight of the newest group in the running pass rate
 
 GROUP_KEYS = ("difficulty", "task", "length", "task_length")
 ORDERS = ("shuffled", "easy_first", "hard_first")
@@ -32,16 +33,16 @@ ORDERS = ("shuffled", "easy_first", "hard_first")
 
 @dataclass(frozen=True)
 class QuerySet:
-    """The training problems that a step may take: the places start ... start + size - 1; size 0 is the whole stream."""
+    """The training problems that a step may take: the places start ... start + size - 1. Size 0 is the whole stream."""
 
     start: int = 0
     size: int = 0
-    number: int = 0  # how many sets came before it
-    first_step: int = 1  # the step from which it is used
-    problem: Callable[[int], Problem] | None = None  # the problem at a place, for samplers that look at it
+    number: int = 0  # how many query sets came before this one
+    first_step: int = 1  # the first step that uses this set
+    problem: Callable[[int], Problem] | None = None  # returns the problem at a place, for samplers that look at it
 
     def position(self, step: int, count: int) -> tuple[int, int]:
-        """Which epoch over the set a step belongs to, and which batch of `count` in it; both from 0."""
+        """Return which epoch over the set a step belongs to, and which batch of `count` problems in it, both from 0."""
         return divmod(step - self.first_step, self.size // count)
 
 
@@ -53,24 +54,26 @@ class Sampler(Protocol):
 
     @property
     def reads_pass_rates(self) -> bool:
-        """Whether `choose` looks at pass rates; they are recorded only then."""
+        """Whether `choose` reads pass rates. They are recorded only if it does."""
         ...
 
     def choose(
         self, seed: int, step: int, count: int, query_set: QuerySet, pass_rates: Mapping[int, float], refill: int = 0
     ) -> list[int]:
-        """The places of `count` problems for a refill round (0: the step's own batch). A pure function."""
+        """Return the places of `count` problems for a refill round; round 0 is the step's own batch. A pure
+        function."""
         ...
 
 
 @dataclass
 class Uniform:
-    """Every problem as often as every other.
+    """Chooses every problem as often as every other.
 
-    Stream: step s (from 1) takes the places P*(s-1) ... P*s - 1. Query set: epochs over it, each a permutation by
-    (seed, set, epoch). Refill round r of a step takes the batch r places further on in the same epoch, cyclically: all
-    rounds of a step see different problems, and a refilled problem is met again at its own step. So it is in a stream
-    over a finite set too (TrainingProblems); a stream without end has other problems for refill rounds.
+    On the stream, step s (from 1) takes the places P*(s-1) ... P*s - 1. On a query set it goes through epochs, each a
+    permutation by (seed, set, epoch). Refill round r of a step takes the r-th next batch of the same epoch, cyclically:
+    all rounds of a step see different problems, and a problem of a refill round is met again at its own step. The
+    stream over a finite set does the same (TrainingProblems). The unbounded stream has other problems for refill
+    rounds.
     """
 
     name: str = "uniform"
@@ -80,6 +83,7 @@ class Uniform:
     def choose(
         self, seed: int, step: int, count: int, query_set: QuerySet, pass_rates: Mapping[int, float], refill: int = 0
     ) -> list[int]:
+        """Return the places of `count` problems for a refill round."""
         if not query_set.size:
             first = refill * REFILL + count * (step - 1)
             return list(range(first, first + count))
@@ -91,16 +95,17 @@ class Uniform:
 
 @dataclass
 class Grouped:
-    """Batches of problems that are alike: the query set is sorted by a key, cut into batches, and those are visited.
+    """Chooses batches of similar problems: sorts the query set by a key, cuts it into batches, and visits those.
 
-    by     difficulty: the running pass rate (0.5 if not yet sampled); task: its name; length: characters of the
-           prompt; task_length: task, then length. With `task` the batch on a border holds two tasks.
-    order  shuffled: a permutation by (seed, set, epoch); easy_first, hard_first: by difficulty, or by length with
-           shorter as easier.
+    by     the key. difficulty: the running pass rate (0.5 if not yet sampled); task: its name; length: characters of
+           the prompt; task_length: task, then length. With `task` the batch on a border between tasks holds both.
+    order  the order of the batches. shuffled: a permutation by (seed, set, epoch); easy_first, hard_first: by
+           difficulty, or by length with shorter as easier.
 
-    Ties are broken by a permutation by (seed, set, epoch). The pass rates are those of the epoch's start: they
-    stand still within an epoch, so every problem is visited exactly once in it, and the first epoch over a set is
-    in random batches. Refill round r takes the r-th next batch of the sorted set, cyclically: the most alike.
+    Ties are broken by a permutation by (seed, set, epoch). The pass rates are those of the epoch's start and do not
+    change within an epoch, so every problem is visited exactly once in it; the first epoch over a set consists of
+    random batches. Refill round r takes the r-th next batch of the sorted set, cyclically: the problems most similar to
+    the step's own.
     """
 
     name: str = "grouped"
@@ -120,15 +125,17 @@ class Grouped:
 
     @property
     def reads_pass_rates(self) -> bool:
+        """True if problems are sorted by difficulty."""
         return self.by == "difficulty"
 
     def choose(
         self, seed: int, step: int, count: int, query_set: QuerySet, pass_rates: Mapping[int, float], refill: int = 0
     ) -> list[int]:
+        """Return the places of `count` problems for a refill round."""
         epoch, batch = query_set.position(step, count)
         blocks = query_set.size // count
         ties = permutation(query_set.size, seed, "problems", query_set.number, epoch).tolist()
-        # sorting is stable: places with the same key stay in the order of the permutation
+        # Sorting is stable, so places with the same key stay in the order of the permutation.
         places = sorted((query_set.start + i for i in ties), key=lambda p: self._key(p, query_set, pass_rates))
         if self.order == "shuffled":
             block = int(permutation(blocks, seed, "batches", query_set.number, epoch)[batch])
@@ -138,7 +145,7 @@ class Grouped:
         return places[block * count : (block + 1) * count]
 
     def _key(self, place: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
-        """What the set is sorted by, the easiest first."""
+        """Return the key that the set is sorted by; the easiest problem has the smallest."""
         if self.by == "difficulty":
             return -pass_rates.get(place, UNSEEN)
         problem = query_set.problem(place)
@@ -148,28 +155,31 @@ class Grouped:
 
 @dataclass
 class TrainingProblems:
-    """The problems of every step of a run, and the pass rates that a sampler may read.
+    """Gives every step of a run its problems, and keeps the pass rates that a sampler may read.
 
-    A problem with a prompt that does not fit is replaced at its place by the problem REPLACEMENT further on in the
-    stream, and so on: what stands at a place does not depend on what was skipped elsewhere.
+    A problem whose prompt is too long is replaced, at its place, by the problem REPLACEMENT further on in the stream,
+    and that one by the next if it is too long as well. So what stands at a place does not depend on what was replaced
+    elsewhere.
     """
 
     task: Task
     seed: int
     sampler: Sampler
     count: int  # problems per step and round
-    query_set_size: int = 0  # 0: the unbounded stream
+    query_set_size: int = 0  # 0: the whole stream
     refresh_every: int = 0  # steps after which the next query set takes over; 0: never
     max_prompt_tokens: int | None = None
-    prompt_length: Callable[[str], int] = len  # in tokens; read only with max_prompt_tokens
-    limited_by: str = ""  # what sets max_prompt_tokens, for messages; "": the setting of that name
-    pass_rates: dict[int, float] = field(default_factory=dict)  # by place: running mean reward of its groups
-    epoch_rates: dict[int, float] = field(default_factory=dict)  # the same as of the epoch's start: the sampler's view
-    _known: dict[int, Problem] = field(default_factory=dict, repr=False)  # of the current query set, by place
-    _number: int = 0  # of the query set that `_known` is about
+    prompt_length: Callable[[str], int] = len  # returns a prompt's tokens; used only with max_prompt_tokens
+    limited_by: str = ""  # what sets max_prompt_tokens, in words for messages; "": the setting of that name
+    pass_rates: dict[int, float] = field(default_factory=dict)  # by place: the running mean reward of its groups
+    epoch_rates: dict[int, float] = field(
+        default_factory=dict
+    )  # pass_rates at the epoch's start: the sampler reads them
+    _cache: dict[int, Problem] = field(default_factory=dict, repr=False)  # problems of one query set, by place
+    _cached_set: int = 0  # the number of the query set that `_cache` belongs to
 
     def take(self, step: int, refill: int = 0) -> list[Problem]:
-        """The problems of a step's refill round; round 0 is the step's own batch, and must be asked for first."""
+        """Return the problems of a step's refill round. Round 0 is the step's own batch and must be asked for first."""
         if refill and self.revisits(refill) and not self.query_set_size:
             return self._unused(step, refill)
         query_set = self.query_set(step)
@@ -181,12 +191,12 @@ class TrainingProblems:
         return [self.problem(place) for place in places]
 
     def revisits(self, refill: int) -> bool:
-        """Whether the problems of such a round are met again in the run, at the same places."""
+        """Return whether the problems of such a round are met again later in the run, at the same places."""
         return bool(self.query_set_size or (refill and self.task.size("train")))
 
     def _unused(self, step: int, refill: int) -> list[Problem]:
-        """A refill round over a finite set: the next problems of the step's epoch, cyclically, that the step has not
-        met yet and that fit. Fewer, and at last none, where there are no more."""
+        """Return a refill round over a finite training set: the next problems of the step's epoch, cyclically, that the
+        step has not met yet and whose prompts fit. Returns fewer, or none, when the epoch has no more of them."""
         size = self.task.size("train")
         epoch = self.count * (step - 1) // size
         met, found = {problem.prompt for problem in self.take(step)}, []
@@ -201,11 +211,11 @@ class TrainingProblems:
         return found[(refill - 1) * self.count :]
 
     def query_set(self, step: int) -> QuerySet:
-        """The set that a step takes its problems from."""
+        """Return the query set that a step takes its problems from."""
         size, every = self.query_set_size, self.refresh_every
         number = (step - 1) // every if every else 0
-        if number != self._number:
-            self._known, self._number = {}, number
+        if number != self._cached_set:
+            self._cache, self._cached_set = {}, number
         start, available = number * size, self.task.size("train") if number else None
         if available:
             epoch, within = divmod(number, available // size)
@@ -213,17 +223,18 @@ class TrainingProblems:
         return QuerySet(start, size, number, number * every + 1, self.problem)
 
     def _fits(self, problem: Problem) -> bool:
+        """Return whether a problem's prompt is short enough."""
         return self.max_prompt_tokens is None or self.prompt_length(problem.prompt) <= self.max_prompt_tokens
 
     def problem(self, place: int) -> Problem:
-        """The problem at a place. Raises ValueError if no replacement has a prompt that fits."""
-        if place in self._known:
-            return self._known[place]
+        """Return the problem at a place. Raises ValueError if no replacement has a prompt that fits."""
+        if place in self._cache:
+            return self._cache[place]
         for index in range(place, place + MAX_REPLACEMENTS * REPLACEMENT, REPLACEMENT):
             problem = self.task.problem(self.seed, "train", index)
             if self._fits(problem):
-                if self.query_set_size:  # a place of the unbounded stream is visited once
-                    self._known[place] = problem
+                if self.query_set_size:  # a place of the stream is visited once, so caching it would be useless
+                    self._cache[place] = problem
                 return problem
         limited_by = self.limited_by or f"rollout.max_prompt_tokens={self.max_prompt_tokens}"
         raise ValueError(
@@ -232,11 +243,12 @@ class TrainingProblems:
         )
 
     def skipped(self, problems: list[Problem]) -> int:
-        """How many problems with too long prompts these ones stand in for."""
+        """Return how many problems, whose prompts are too long, were replaced to get these problems."""
         return sum(problem.index // REPLACEMENT for problem in problems)
 
     def record(self, groups: list[list[Response]]) -> None:
-        """Take scored groups into the pass rates: the first mean reward, then a running mean with weight 0.5."""
+        """Update the pass rates with scored groups: a problem's first mean reward, then a running mean with weight
+        0.5."""
         if not self.sampler.reads_pass_rates:
             return
         for group in groups:
@@ -246,14 +258,14 @@ class TrainingProblems:
             self.pass_rates[place] = before + RATE_WEIGHT * (mean - before)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint must keep, ready for JSON; empty for a sampler that reads no pass rates."""
+        """Return what a checkpoint must keep, ready for JSON; empty for a sampler that reads no pass rates."""
         if not self.sampler.reads_pass_rates:
             return {}
         both = {"pass_rates": self.pass_rates, "epoch_rates": self.epoch_rates}
         return {name: {str(place): rate for place, rate in rates.items()} for name, rates in both.items()}
 
     def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Put back what `state` gave. Raises ValueError if the sampler reads pass rates and there are none in it."""
+        """Restore what `state` returned. Raises ValueError if the sampler reads pass rates and the state has none."""
         if not self.sampler.reads_pass_rates:
             return
         if not {"pass_rates", "epoch_rates"} <= state.keys():

@@ -1,4 +1,4 @@
-"""Responses under way: how they are drawn, what they are conditioned on, and the response that comes of them.
+"""Responses while they are being sampled: how tokens are drawn, what a row is conditioned on, and how it ends.
 
 Shape suffixes: L MoE layers, K experts per token.
 """
@@ -15,11 +15,12 @@ from gspo.model.policy import Policy
 
 @dataclass
 class Sampling:
-    """How responses are drawn. Temperature 0 is greedy; log-probs are those at the sampling temperature (greedy: 1)."""
+    """How responses are sampled. Temperature 0 means greedy. Log-probs are those at the sampling temperature, and those
+    at temperature 1 for greedy responses."""
 
     temperature: float = 1.0
     max_new_tokens: int = 80
-    budget: int = 0  # at most so many tokens in this call, the rest later; 0: to the end
+    budget: int = 0  # the largest number of tokens sampled in one call, the rest in later ones; 0: no such limit
 
     def __post_init__(self):
         if not self.temperature >= 0:
@@ -28,26 +29,26 @@ class Sampling:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
     def limit(self, done: int = 0) -> int:
-        """How many tokens a response that has `done` may get in this call."""
+        """Return how many tokens a response that has `done` tokens may get in this call."""
         return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
 
 
 @dataclass
 class Row:
-    """One response under way: what it is conditioned on, and the tokens of this call."""
+    """One response that is being sampled: what it is conditioned on, and the tokens sampled in this call."""
 
     problem: Problem
     sample: int
-    prefix_ids: list[int]  # the prompt, and the tokens that earlier calls sampled
-    done: int  # how many those are
+    prefix_ids: list[int]  # the prompt, then the tokens that earlier calls sampled
+    done: int  # how many tokens earlier calls sampled
     limit: int  # tokens that this call may add
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)  # [positions fed, L, K] each
+    experts: list[np.ndarray] = field(default_factory=list)  # pieces [positions fed, L, K], to be put end to end
 
 
 def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
-    """Rows for fresh responses, group by group. Raises ValueError for a problem without prompt."""
+    """Return rows for new responses, group by group. Raises ValueError for a problem with an empty prompt."""
     rows = []
     for problem in problems:
         prompt_ids = policy.encode_prompt(problem.prompt)
@@ -58,7 +59,7 @@ def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling:
 
 
 def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
-    """Rows that go on with responses. Raises ValueError for one that has ended."""
+    """Return rows that continue responses. Raises ValueError for a response that has ended."""
     for r in responses:
         if r.finish_reason != "budget":
             raise ValueError(f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})")
@@ -69,8 +70,8 @@ def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
 
 
 def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None) -> Response:
-    """What a row gave, joined to the response that it went on with. Each position keeps the experts of the pass that
-    predicted its next token."""
+    """Turn a row into a response; `before` is the response that it continues, None for a new one. Each position keeps
+    the experts of the pass that predicted its next token."""
     token_ids = (before.token_ids if before else []) + row.token_ids
     logprobs = np.array(row.logprobs, dtype=np.float32)
     experts = np.concatenate(row.experts) if row.experts else None

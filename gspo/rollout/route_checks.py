@@ -1,7 +1,7 @@
-"""Whether the experts that an engine returned can be what its routers chose.
+"""Checks whether the experts that an engine returned can be what its routers chose.
 
-Engines have returned arrays of the right shape that were filled with zeros, or held one layer's choice in place of all.
-Trained on, such routes would only show as a run that gets worse; so they are looked at before they are used.
+Engines have returned arrays of the right shape that were filled with zeros, or that held one layer's choice for all
+layers. A run that trains on such routes only gets worse without any error, so they are checked before they are used.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import numpy as np
 
 from gspo.core.types import Response
 
-UNKNOWN = -1  # in place of an expert where the engine recorded none
+UNKNOWN = -1  # stands in place of an expert where the engine recorded none
 
 
 def check_routes(responses: list[Response], layers: int, top_k: int, experts: int) -> None:
-    """Raises RuntimeError in one line unless every response's `experts` is [prompt + T - 1, layers, top_k], of whole
-    numbers in 0..experts-1, different ones at each position and layer, and the routes as a whole vary: between
-    positions, and between layers if there are several.
+    """Raise RuntimeError, in one line, for experts that no router can have chosen.
+
+    Every response's `experts` must be an array [prompt + T - 1, layers, top_k] of whole numbers in 0..experts-1 that
+    differ at each position and layer. Taken over all responses, the routes must vary between positions, and between
+    layers if there are several.
     """
     for r in responses:
         where = f"response {r.sample} to problem {r.problem.index} of task {r.problem.task!r}"
@@ -25,7 +27,7 @@ def check_routes(responses: list[Response], layers: int, top_k: int, experts: in
             raise RuntimeError(
                 f"the engine's experts of {where} {fault}; the engine is broken: use rollout.routes=false"
             )
-    if not responses or top_k == experts:  # nothing to choose: every position goes to all experts
+    if not responses or top_k == experts:  # every position goes to all experts, so nothing can vary
         return
     routes_SLK = np.sort(np.concatenate([r.experts for r in responses]), axis=-1)
     if (routes_SLK == routes_SLK[:1]).all() and len(routes_SLK) > 1:
@@ -40,7 +42,7 @@ def check_routes(responses: list[Response], layers: int, top_k: int, experts: in
 
 
 def _fault(r: Response, layers: int, top_k: int, experts: int) -> str:
-    """What is wrong with one response's experts, "" if nothing."""
+    """Return in words what is wrong with one response's experts, "" if nothing is."""
     if r.experts is None:
         return "are missing"
     shape = (len(r.prompt_ids) + len(r.token_ids) - 1, layers, top_k)

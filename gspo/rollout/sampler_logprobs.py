@@ -1,5 +1,8 @@
-"""What the trainer knows of the weights that sampled: log-probs and experts kept from then, and whether an engine's
-weights are the trainer's."""
+"""Log-probs that the trainer computes under the weights that sampled, and the guard that engine and trainer agree.
+
+An engine reports log-probs of its own with every response. This module computes them again in the trainer's precision:
+to keep them for a later step (`BehaviourLogprobs`), or to notice an engine with other weights (`check_engine`).
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,26 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
 
-GUARD_SAMPLES, GUARD_TOKENS, OUTLIER = 2, 8, 1.0
+GUARD_SAMPLES, GUARD_TOKENS = 2, 8  # responses per problem, and tokens of each, that the guard samples
+OUTLIER = 1.0  # nats: a larger difference at one token counts as this much
 
 
 @dataclass
-class Behaviour:
-    """Recomputes responses in the trainer's precision under the weights that sampled them, while those are at hand.
+class BehaviourLogprobs:
+    """Computes log-probs and experts of responses, in the trainer's precision, under the weights that sampled them.
 
-    For responses that are trained on later (staleness, partial rollouts): `old_logprobs=behaviour` takes these for the
-    old policy's, and with `engine` the gap of engine and trainer is measured against them. Replay R3 sends the tokens
-    through the engine's experts here as well.
+    It is used where responses are trained on later than they were sampled (stale batches, partial rollouts), because
+    the trainer no longer has those weights then. With policy.old_logprobs=behaviour these log-probs are the old
+    policy's; with policy.old_logprobs=engine the gap between engine and trainer is measured against them. With
+    `replay_engine` (Routing Replay R3) the tokens go through the experts that the engine chose.
     """
 
-    policy: Policy  # that the engine samples from
+    policy: Policy  # the policy that the engine samples from
     micro_batch_size: int = 64
     replay_engine: bool = False
 
     def __call__(self, responses: list[Response]) -> None:
-        """Set `old_logprobs` and `old_experts` of the tokens that have none yet; those of earlier segments stay."""
+        """Set `old_logprobs` and `old_experts` of the tokens that have none yet. Earlier segments keep theirs."""
         fresh = [r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)]
         if not fresh:
             return
@@ -44,21 +49,22 @@ class Behaviour:
             if scored.experts_BSLK is not None:
                 start = batch.prompt_width - len(r.prompt_ids)
                 experts = scored.experts_BSLK[i, start : batch.prompt_width + len(r.token_ids)].numpy()
-                # the last token of a segment predicts the first of the next: its experts are the next pass's
+                # The last token of a segment predicts the first of the next one, so its experts are the next pass's.
                 r.old_experts = _continued(r.old_experts[:-1] if r.old_experts is not None else None, experts)
 
 
 def _continued(before: np.ndarray | None, now: np.ndarray) -> np.ndarray:
-    """`now` with its beginning as it was before."""
+    """Return `now` with its first entries replaced by those of `before`."""
     return now.copy() if before is None else np.concatenate([before, now[len(before) :]])
 
 
 def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step: int) -> float | None:
-    """Sample a few tokens after a sync and compare the engine's log-probs with the trainer's: mean of
-    min(|difference|, 1), nats. Bounded, for in bfloat16 a single token whose router flips can be 20 nats away.
+    """Compare the engine's log-probs with the trainer's on a few sampled tokens, after the engine has loaded weights.
 
-    A weight that did not arrive, or a cache of the weights before, shows here before it shows in a reward. None where
-    the engine has no weights of its own. Raises RuntimeError if the difference exceeds `tolerance`, or is no number.
+    Returns the mean of min(|difference|, 1) over the tokens, in nats. It is bounded because in bfloat16 a single token
+    whose router chooses otherwise can be 20 nats away. A weight that did not arrive, or a cache that belongs to the
+    weights before, shows here before it shows in a reward. Returns None where the engine computes with the policy's own
+    tensors. Raises RuntimeError if the difference exceeds `tolerance` or is no number.
     """
     if engine.shares_weights:
         return None

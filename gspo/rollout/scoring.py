@@ -1,7 +1,7 @@
-"""Sampling and grading beside each other: while the engine samples, the verifiers judge what has ended.
+"""Sampling and scoring at the same time: while the engine samples, the verifiers score responses that have ended.
 
-Verifiers that run programs or workers wait for other processes, and the engine's arithmetic leaves Python's lock alone,
-so the two overlap on a machine with a core to spare. Nothing depends on it: the scores are those of the serial way.
+Verifiers that run programs wait for other processes, and the engine's arithmetic releases Python's lock, so the two
+overlap on a machine with a core to spare. The scores are the same as if all sampling came first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Groups = list[list[Response]]
 
 @dataclass
 class Seconds:
-    """Where the time went. What the verifiers took beyond `waited` was hidden behind sampling."""
+    """Where the time went. Scoring cost nothing beyond `waited`, because it ran while the engine sampled."""
 
-    sampling: float = 0.0  # the engine
-    scoring: float = 0.0  # the verifiers
-    waited: float = 0.0  # for the verifiers, with nothing left to sample
+    sampling: float = 0.0  # seconds that the engine sampled
+    scoring: float = 0.0  # seconds that the verifiers worked
+    waited: float = 0.0  # seconds spent waiting for the verifiers with nothing left to sample
 
 
 def sample_and_score(
@@ -40,10 +40,22 @@ def sample_and_score(
     chunk: int | None = None,
     record_experts: bool = False,
 ) -> tuple[Groups, Seconds]:
-    """Scored groups of `samples` responses to each problem, and what they cost; see `scored_chunks`."""
+    """Sample and score groups of `samples` responses to each problem; return them and the seconds they took.
+
+    See `scored_chunks` for the arguments."""
     groups, seconds = [], Seconds()
-    parts = (engine, task, problems, samples, sampling, seed, policy_step, chunk, seconds, record_experts)
-    for scored in scored_chunks(*parts):
+    for scored in scored_chunks(
+        engine,
+        task,
+        problems,
+        samples,
+        sampling,
+        seed,
+        policy_step=policy_step,
+        chunk=chunk,
+        seconds=seconds,
+        record_experts=record_experts,
+    ):
         groups += scored
     return groups, seconds
 
@@ -60,8 +72,10 @@ def scored_chunks(
     seconds: Seconds | None = None,
     record_experts: bool = False,
 ) -> Iterator[Groups]:
-    """The same chunk by chunk, in order. `chunk` is a number of problems; by default as many as the engine samples at
-    once, which changes neither what it computes nor how fast. An exception of a verifier is raised here."""
+    """Sample and score groups of `samples` responses to each problem, and yield them chunk by chunk, in order.
+
+    `chunk` is a number of problems; by default it is as many as the engine samples at once, which changes neither what
+    the engine computes nor how fast. Times are added to `seconds`. An exception of a verifier is raised here."""
     chunk, seconds = chunk or at_once(engine, samples), seconds or Seconds()
     before, waiting = None, []
     thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
@@ -83,7 +97,8 @@ def scored_chunks(
 
 
 class Grading:
-    """The grading of one chunk: whatever has ended while the verifiers were busy is their next batch."""
+    """Scores the responses of one chunk in a thread. Those that end while the verifiers are busy are their next
+    batch."""
 
     def __init__(self, thread: ThreadPoolExecutor, task: Task, seconds: Seconds):
         self.thread, self.task, self.seconds = thread, task, seconds
@@ -91,14 +106,15 @@ class Grading:
         self.futures: list[Future[None]] = []
 
     def add(self, responses: list[Response]) -> None:
-        """Responses that have ended, from the sampling thread."""
+        """Take responses that have ended; called by the thread that samples."""
         for response in responses:
             self.ended.put(response)
         self.futures.append(self.thread.submit(self._grade))
 
     def _grade(self) -> None:
+        """Score all responses that have ended and were not scored yet."""
         batch = []
-        while not self.ended.empty():  # this thread alone takes from it
+        while not self.ended.empty():  # no other thread takes from this queue
             batch.append(self.ended.get())
         if batch:
             started = time.perf_counter()
@@ -106,7 +122,7 @@ class Grading:
             self.seconds.scoring += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Until all is graded. Raises what a verifier raised."""
+        """Wait until all responses are scored. Raises what a verifier raised."""
         started = time.perf_counter()
         try:
             for future in self.futures:
@@ -116,7 +132,7 @@ class Grading:
 
 
 def at_once(engine: Engine, samples: int) -> int:
-    """Problems that the engine samples together, with `samples` responses to each."""
+    """Return how many problems the engine samples together, with `samples` responses to each."""
     return max(1, engine.batch_rows // samples)
 
 

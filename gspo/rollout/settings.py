@@ -1,4 +1,4 @@
-"""How much is sampled per training step, of which problems, how, by which engine, and how far ahead of the training.
+"""The settings under `rollout`: how much a training step samples, of which problems, by which engine, how far ahead.
 
 `rollout=local` samples in the trainer's process (gspo.rollout.engine), `rollout=vllm` by vLLM (gspo.rollout.vllm).
 """
@@ -12,23 +12,24 @@ from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
 from gspo.rollout.requests import Sampling
 
 DTYPES = ("float32", "bfloat16")
-# how far the engine's log-probs of the same tokens may lie from the trainer's after a sync: mean |difference| in nats
+# The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens after a sync, by
+# the engine's precision.
 SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 @dataclass
 class RolloutSettings(Ranged, key="rollout"):
-    """What every engine takes; by itself the in-process one.
+    """The settings of every engine. This class by itself is those of the in-process engine.
 
-    name            which engine
-    dtype           precision that the engine computes in; the trainer's is float32
-    routes          the engine returns the experts of every token (MoE models); Routing Replay R3 turns it on
-    routes_floor    least share of the engine's experts that the trainer's router must choose too; below: an error
-    sync_tolerance  largest mean |log-prob difference| of engine and trainer after a sync; null: by precision
-    staleness       step s trains on responses of the policy of step s - 1 - staleness: that many rollout batches ago
-    overlap         those are sampled while the trainer works (staleness >= 1); changes no number
-    token_budget    at most so many tokens of a response are sampled per step, the rest under later policies; 0: all
-    in_flight       problems under way at the start of a step, with token_budget; more than prompts_per_step
+    name            the engine's name
+    dtype           the precision that the engine computes in; the trainer's is float32
+    routes          whether the engine returns the experts of every token (MoE models); Routing Replay R3 turns it on
+    routes_floor    the least share of the engine's experts that the trainer's router must choose too; less is an error
+    sync_tolerance  the largest mean |log-prob difference| of engine and trainer after a sync; null: by precision
+    staleness       step s trains on responses of the policy after step s - 1 - staleness
+    overlap         whether those are sampled while the trainer works (staleness >= 1); changes no number
+    token_budget    the most tokens of a response sampled per step, the rest under later policies; 0: all at once
+    in_flight       how many problems are under way at the start of a step with token_budget; over prompts_per_step
     """
 
     name: str = "local"
@@ -43,7 +44,7 @@ class RolloutSettings(Ranged, key="rollout"):
     refresh_every: int = ranged(0, least=0)
     # dynamic sampling: further rounds of prompts_per_step problems; 0: none
     refill_rounds: int = ranged(0, least=0, most=MAX_REFILLS)
-    # sampled at once: bounds the memory of the cache, changes no response
+    # responses sampled at once; bounds the memory of the cache, changes no response
     batch_rows: int = ranged(512, least=1, cost_only=True)
     dtype: str = "float32"
     routes: bool = False
@@ -128,35 +129,36 @@ class RolloutSettings(Ranged, key="rollout"):
 
     @property
     def tolerance(self) -> float:
-        """Of the guard after a sync, in nats."""
+        """The largest mean |log-prob difference| in nats that the guard after a sync lets pass."""
         return self.sync_tolerance or SYNC_TOLERANCE[self.dtype]
 
     def limit(self, step: int) -> int:
-        """The largest number of response tokens at a step; limits only grow."""
+        """Return the largest number of response tokens at a step; later steps never have a smaller one."""
         return max([self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)])
 
     @property
     def longest_limit(self) -> int:
-        """The largest limit that any step can have."""
+        """The largest number of response tokens that any step can have."""
         return max([self.max_new_tokens, *self.extend.values()])
 
     def sampling(self, step: int) -> Sampling:
+        """Return how a step's responses are sampled."""
         return Sampling(self.temperature, self.limit(step))
 
 
 @dataclass
 class VLLMRollout(RolloutSettings):
-    """vLLM, on the GPU of its build or on the CPU; `batch_rows` is its max_num_seqs."""
+    """The settings of vLLM on a GPU or on the CPU. `batch_rows` becomes vLLM's max_num_seqs."""
 
     name: str = "vllm"
-    own_process: bool = cost_only(True)  # the engine's core runs beside the trainer's process; false: in it
+    own_process: bool = cost_only(True)  # whether the engine runs in a process of its own; false: in the trainer's
     tensor_parallel_size: int = ranged(1, least=1, cost_only=True)
-    max_model_len: int | None = ranged(None, least=1)  # prompt and response; null: the model's positions
-    kv_cache_gib: float = ranged(1.0, above=0, cost_only=True)  # memory of the key/value cache, on the CPU
+    max_model_len: int | None = ranged(None, least=1)  # tokens of prompt and response; null: the model's positions
+    kv_cache_gib: float = ranged(1.0, above=0, cost_only=True)  # GiB of the key/value cache, on the CPU
     # share of the GPU's memory for weights and cache, on CUDA
     gpu_memory: float = ranged(0.45, above=0, below=1, cost_only=True)
     eager: bool = cost_only(False)  # no CUDA graphs; always so on the CPU
-    sleep: bool = cost_only(False)  # give the GPU's memory to the trainer between rollouts
+    sleep: bool = cost_only(False)  # whether the trainer gets the engine's GPU memory between rollouts
 
     def __post_init__(self):
         super().__post_init__()
@@ -175,7 +177,7 @@ class VLLMRollout(RolloutSettings):
 
 
 def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:
-    """Raises ValueError, naming keys and values, for a sampler that these settings leave nothing to do."""
+    """Raise ValueError, naming keys and values, for a sampler that could not act under these settings."""
     batches = settings.query_set // settings.prompts_per_step
     if sampler.needs_query_set and batches < 2:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""vLLM as the engine: its own kernels and scheduler, in a process beside the trainer's or in it. CPU and CUDA.
+"""The engine that samples with vLLM, on the CPU or on CUDA, in a process of its own or in the trainer's.
 
-Written for vLLM 0.32, whose private sides are met in gspo.rollout.vllm_worker and gspo.rollout.vllm_host. A response is
-one request of its own with its own seed, so it depends neither on the size of its group nor on what else is sampled at
-the same time (up to the rounding of sums, whose order changes with the batch's shape). Asking for n samples of a prompt
-would save nothing: vLLM turns n into single requests, and the prefix cache makes all requests of a group share the
-prompt's full blocks.
+It is written for vLLM 0.32; gspo.rollout.vllm_worker and gspo.rollout.vllm_host use private parts of that version. Each
+response is a request of its own with a seed of its own. So it depends neither on the size of its group nor on what else
+is sampled at the same time, up to the rounding of sums, whose order changes with the batch's shape. Asking vLLM for n
+samples of a prompt would save nothing: vLLM turns n into single requests, and its prefix cache lets all requests of a
+group share the prompt's full blocks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gspo.rollout.vllm_host import Host
 
 TESTED_VERSION = "0.32"
 WORKER = "gspo.rollout.vllm_worker.WorkerExtension"
-PREFILL_TOKENS = 16384  # prompt tokens per step on the CPU, or one whole prompt if that is longer
+PREFILL_TOKENS = 16384  # the most prompt tokens per step on the CPU, unless one prompt is longer
 GIB = 2**30
-# of a single machine: else ports are opened on the address that the machine's name stands for
+# Network interfaces and addresses of this machine alone; without them ports would be opened on its public address.
 LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -46,14 +46,14 @@ LOOPBACK = {
 class VLLMEngine(Engine):
     """Samples with vLLM.
 
-    In its own process (the default) the engine leaves the trainer's process alone. In the trainer's it also seeds the
-    global generators of Python, numpy and torch; nothing in this package draws from those.
+    By default vLLM runs in a process of its own. In the trainer's process it also seeds the global random generators of
+    Python, numpy and torch; nothing in this package draws from those.
     """
 
     shares_weights = False
 
     def __init__(self, policy: Policy, settings: VLLMRollout):
-        """Raises ValueError in one line that names the setting and what to do if the engine cannot start."""
+        """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
         self.policy = policy
         self.settings = settings
         self.batch_rows = settings.batch_rows
@@ -73,10 +73,12 @@ class VLLMEngine(Engine):
 
     @property
     def positions(self) -> int:
+        """How many tokens of prompt and response together vLLM can hold."""
         return self.max_model_len
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ValueError for names or shapes that are not those of the policy's model: vLLM would only warn."""
+        """Sample from these weights from now on. Raises ValueError for names or shapes that are not those of the
+        policy's model, about which vLLM would only warn."""
         tensors, own = dict(named_tensors), dict(self.policy.named_tensors())
         wrong = {n for n in tensors.keys() | own.keys() if n not in tensors or n not in own}
         wrong |= {n for n in tensors.keys() & own.keys() if tensors[n].shape != own[n].shape}
@@ -89,17 +91,18 @@ class VLLMEngine(Engine):
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
-        """Cached keys and values of prompts were computed with the old weights."""
+        """Drop the cached keys and values of prompts, which were computed with the old weights."""
         if not self._ask("forget_prefixes"):
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
 
     def rest(self) -> None:
-        """With `rollout.sleep`, give the GPU's memory to the trainer. The weights wait in the host's memory."""
+        """With rollout.sleep=true, give the GPU's memory to the trainer; the weights wait in the host's memory."""
         if self.settings.sleep:
             self._ask("sleep")
             self.asleep = True
 
     def wake(self) -> None:
+        """Take the GPU's memory back after `rest`."""
         if self.asleep:
             self._ask("wake")
             self.asleep = False
@@ -112,7 +115,7 @@ class VLLMEngine(Engine):
             self.folder.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """What vLLM answers. Raises EngineEnded if its process is there no longer."""
+        """Call a method of `Host` and return its result. Raises EngineEnded if vLLM's process has ended."""
         if isinstance(self.host, EngineProcess):
             return self.host.ask(method, *arguments)
         return getattr(self.host, method)(*arguments)
@@ -126,7 +129,7 @@ class VLLMEngine(Engine):
         record_experts: bool,
         ended: Callable[[list[int]], None],
     ) -> None:
-        """One request per row: vLLM finds equal prefixes by itself."""
+        """Sample all rows, each as a request of its own: vLLM finds equal prefixes by itself."""
         if record_experts and not self.settings.routes:
             raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
         self.wake()
@@ -140,20 +143,20 @@ class VLLMEngine(Engine):
         ended(list(range(len(rows))))
 
     def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]) -> dict[str, Any]:
-        """Of vLLM's SamplingParams."""
-        # vLLM takes signed 64-bit numbers, of which -1 would mean no seed
+        """Return the arguments of vLLM's SamplingParams for a row."""
+        # vLLM takes signed 64-bit numbers and reads -1 as "no seed": the shift leaves non-negative ones.
         own_seed = seed_for(*seed, row.problem.task, row.problem.index, row.sample, row.done) >> 1
         return {
             "temperature": sampling.temperature,
             "seed": own_seed if sampling.temperature else None,
             "max_tokens": row.limit,
             "stop_token_ids": sorted(self.policy.stop_ids),
-            "logprobs": 0,  # the sampled token's alone
+            "logprobs": 0,  # only that of the sampled token
             "detokenize": False,
         }
 
     def _check(self) -> None:
-        """Raises ValueError for a model without routers whose routes are wanted, or too large for the free memory."""
+        """Raise ValueError if routes are asked of a model without routers, or if memory is too small for the model."""
         from psutil import virtual_memory
 
         cache = self.settings.kv_cache_gib
@@ -168,7 +171,7 @@ class VLLMEngine(Engine):
             )
 
     def _start(self) -> EngineProcess | Host:
-        """vLLM with the policy's weights. Raises ValueError if it refuses, EngineEnded if its process ends."""
+        """Start vLLM with the policy's weights. Raises ValueError if vLLM refuses, EngineEnded if its process ends."""
         model = self.folder.path / "model"
         save(self.policy.model, self.policy.tokenizer, model)
         arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
@@ -185,17 +188,18 @@ class VLLMEngine(Engine):
             shutil.rmtree(model, ignore_errors=True)
 
     def _options(self) -> dict:
+        """Return the arguments of vLLM's LLM."""
         settings = self.settings
         options = {
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
-            "generation_config": "vllm",  # not the model's own: it may change how tokens are drawn
+            "generation_config": "vllm",  # the model's own generation config could change how tokens are drawn
             "dtype": settings.dtype,
             "seed": 0,
             "max_model_len": self.max_model_len,
             "max_num_seqs": settings.batch_rows,
             "tensor_parallel_size": settings.tensor_parallel_size,
-            "logprobs_mode": "processed_logprobs",  # after the division by the temperature
+            "logprobs_mode": "processed_logprobs",  # log-probs after the division by the temperature
             "worker_extension_cls": WORKER,
         }
         if not self.on_cpu:
@@ -209,17 +213,19 @@ class VLLMEngine(Engine):
         return options | {
             "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
             "enforce_eager": True,
-            # a prompt that is split over steps would end in an error: torch's CPU generators cannot step back
+            # A prompt that is split over several steps would raise: torch's CPU generators cannot step back.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(PREFILL_TOKENS, self.max_model_len),
-            # positions found in the cache are not fed, so their experts would not be recorded
+            # Positions that are found in the cache are not fed, so their experts would not be recorded.
             "enable_prefix_caching": not settings.routes,
         }
 
 
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
-    """Set the environment and raise ValueError for what can be known before there is a model: vLLM is not installed or
-    of another version, there is no GPU to give back, no attention for heads of this dimension (None: unknown)."""
+    """Set vLLM's environment variables, and raise ValueError for what is wrong whatever the weights are.
+
+    That is: vLLM is not installed or has another version; rollout.sleep is on without a GPU; or vLLM's CPU attention
+    does not support heads of `head_dim` dimensions (None: not known yet)."""
     installed = [version(name) for name in packages_distributions().get("vllm", ())]
     if not installed:
         raise ValueError(
@@ -238,32 +244,34 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
     if on_cpu and head_dim:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        known = CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim not in known:  # vLLM would start, and fail at the first request
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in supported:  # vLLM would start, and fail at the first request
             raise ValueError(
                 f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} dimensions, only for "
-                f"{', '.join(map(str, known))}; choose another model (tiny ones: model.heads) or rollout=local"
+                f"{', '.join(map(str, supported))}; choose another model (tiny ones: model.heads) or rollout=local"
             )
 
 
 def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
-    """What vLLM and torch.distributed read from the environment, set before they are imported, for this process and
-    those below it. No network, and no port that another machine could reach, unless the user has said otherwise."""
+    """Set the environment variables that vLLM and torch.distributed read, for this process and those that it starts.
+
+    This must happen before those libraries are imported. Unless the user has set the variables otherwise, nothing uses
+    the network and no port is opened that another machine could reach."""
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
     values = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's client would wait for ever for a core that was killed
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's client would wait for ever for a core that was killed
     }
     if on_cpu:
-        values["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits for a compiler
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and stronger than kv_cache_memory_bytes
+        values["TORCHDYNAMO_DISABLE"] = "1"  # else the first request would wait for a compiler
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it takes whole GiB only and overrides kv_cache_memory_bytes
         values["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        # by default vLLM binds its threads to cores from the first on: two runs would share a core and leave others
+        # By default vLLM binds its threads to the first cores, so two runs would share those and leave others idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     elif settings.routes:
-        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns experts
+        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
     os.environ.update(values)
-    # its warnings tell at length of the missing tokenizer, and at every load of layers without weights of their own;
-    # what one of these could hide, stale output weights, is mended and tested (vllm_worker.pack_head)
+    # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of their own. The one
+    # fault that such a warning could hide, stale output weights, is prevented and tested (vllm_worker.pack_head).
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""vLLM's own object and what the trainer asks of it: in the trainer's process, or in one of its own."""
+"""Holds vLLM's LLM object and the methods that the trainer calls on it, in either process."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from gspo.rollout.engine_process import readable
 
 @dataclass
 class Sampled:
-    """What vLLM made of a prompt."""
+    """What vLLM sampled for one prompt."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the sampled tokens
-    experts: np.ndarray | None  # int16 [positions fed, L, K]
+    logprobs: list[float]  # log-probs of the sampled tokens
+    experts: np.ndarray | None  # int16 [positions fed, L, K]; None if not asked for
     finish_reason: str
 
 
 class Host:
-    """Holds vLLM's LLM. With `routes` it returns the experts of every position."""
+    """Holds vLLM's LLM. With `routes` every response comes with the experts of all its positions."""
 
     def __init__(self, model: str, options: dict[str, Any], routes: bool):
         from vllm import LLM, envs
 
-        envs.disable_envs_cache()  # an engine in this process would have kept the environment as it was at its start
+        envs.disable_envs_cache()  # an engine in this process may have cached the environment as it was before
         self.closing = False
         self.routes, self.on_cpu = routes, not torch.cuda.is_available()
         threads = torch.set_num_threads
         with temporary_files_in(str(Path(model).parent)):
             self.llm = LLM(model, trust_remote_code=False, load_format="safetensors", **options)
-        torch.set_num_threads = threads  # vLLM on the CPU makes it do nothing
+        torch.set_num_threads = threads  # vLLM on the CPU replaces it by a function that does nothing
         if routes and self.on_cpu:
             self.llm.collective_rpc("install_capture")
         if options["tensor_parallel_size"] > 1:
             threading.Thread(target=self._watch, args=(multiprocessing.active_children(),), daemon=True).start()
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
-        """One request per prompt: vLLM finds equal prefixes by itself."""
+        """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -63,31 +63,34 @@ class Host:
         return sampled
 
     def _routes(self, outputs: list) -> list[np.ndarray]:
-        """The experts of every output, int16 [positions fed, L, K]."""
+        """Return the experts of every output, int16 [positions fed, L, K]."""
         if not self.on_cpu:
             return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
-        # a request's name inside the engine is its name outside, a hyphen and random letters
+        # Inside the engine a request's name is its name outside, followed by a hyphen and random letters.
         inside = self.llm.collective_rpc("pop_routes")[0]
         by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
         return [by_name[output.request_id] for output in outputs]
 
     def load(self, path: str) -> None:
-        """Sample from the weights of this file from now on."""
+        """Load the weights of this file, and sample from them from now on."""
         self.llm.collective_rpc("load_from_file", args=(path,))
 
     def forget_prefixes(self) -> bool:
-        """Cached keys and values of prompts were computed with the old weights. Whether they are gone."""
+        """Drop the cached keys and values of prompts; return whether that succeeded."""
         return self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
+        """Give the GPU's memory back; the weights move to the host's memory."""
         self.llm.sleep(level=1)
 
     def wake(self) -> None:
+        """Take the GPU's memory again."""
         self.llm.wake_up()
 
     def _watch(self, workers: list[multiprocessing.Process]) -> None:
-        """With one of them gone nothing is left to sample with: end this process too, which the trainer notices."""
-        handles = {os.pidfd_open(worker.pid): worker for worker in workers}  # vLLM collects them: no exit code is left
+        """Wait until one of vLLM's workers ends, then end this process too: the trainer notices that."""
+        # vLLM collects its workers' exit codes, so this thread cannot wait for them in the usual way.
+        handles = {os.pidfd_open(worker.pid): worker for worker in workers}
         ended = [handles[handle] for handle in readable(list(handles))]
         if not self.closing:
             for worker in ended:
@@ -102,7 +105,7 @@ class Host:
 
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
-    """Within: temporary files are made there: vLLM leaves some behind."""
+    """Within this context temporary files are made in `folder`, because vLLM leaves some behind."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         yield

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: loading weights, recording the experts of every position.
+"""The code that runs inside vLLM's workers: it loads weights and records the experts of every position.
 
-vLLM mixes `WorkerExtension` into its worker class, in the process of the engine or below it; gspo.rollout.vllm_host
-calls the methods by name. Each of them works around something that vLLM 0.32.0 lacks or does wrongly, as its comments
-say; when the version changes, tests/unit/rollout/test_vllm.py shows which are still needed.
+vLLM mixes `WorkerExtension` into its worker class, in the engine's process or in one that it starts;
+gspo.rollout.vllm_host calls the methods by name. Each of them works around something that vLLM 0.32.0 lacks or does
+wrongly, as its docstring says. When the version changes, tests/unit/rollout/test_vllm.py shows which are still needed.
 
 Shape suffixes: N tokens of one step, S positions of one sequence, L MoE layers, K experts per token.
 """
@@ -20,14 +20,14 @@ from gspo.rollout.route_checks import UNKNOWN
 
 
 class WorkerExtension:
-    """Methods that are called on every worker by vLLM's collective_rpc."""
+    """The methods that vLLM's collective_rpc calls on every worker."""
 
     def load_from_file(self, path: str) -> None:
-        """Take over the weights of a safetensors file with the names of transformers."""
+        """Load the weights of a safetensors file whose names are those of transformers."""
         model, on_cpu = self.model_runner.get_model(), self.device.type == "cpu"
         if on_cpu:
             forget_packing(model)
-        self.reload_weights(weights_iterator=iter(load_file(path).items()))  # vLLM's worker has it
+        self.reload_weights(weights_iterator=iter(load_file(path).items()))  # a method of vLLM's worker
         if on_cpu:
             pack_head(model)
 
@@ -36,15 +36,15 @@ class WorkerExtension:
         self.capture = Capture(self.model_runner)
 
     def pop_routes(self) -> dict[str, np.ndarray]:
-        """By request id, the experts recorded since the last call: int16 [S, L, K]."""
+        """Return, by request id, the experts recorded since the last call: int16 [S, L, K]."""
         return self.capture.pop()
 
 
 def forget_packing(model: nn.Module) -> None:
     """Make the next load pack the experts' weights again.
 
-    On the CPU vLLM packs them for its kernel after a load, but only if the layer has no kernel yet: at a second load
-    unpacked weights would lie in packed storage, and the outputs would be wrong without any error.
+    On the CPU vLLM packs them for its kernel after a load, but only if the layer has no kernel yet. After a second load
+    unpacked weights would be read as packed ones, and the outputs would be wrong without any error.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -53,10 +53,11 @@ def forget_packing(model: nn.Module) -> None:
 
 
 def pack_head(model: nn.Module) -> None:
-    """Pack the output layer's weights, after a load.
+    """Pack the output layer's weights again after a load.
 
-    Tied to the input embeddings it has no weights of its own that would be loaded, so a reload passes it by, and on the
-    CPU it would go on with the packed copy that it made of the old ones. Without ties this repeats what was done.
+    An output layer that is tied to the input embeddings has no weights of its own to load, so a reload passes it by,
+    and on the CPU it would keep using the packed copy of the old weights. For an untied layer this repeats what vLLM
+    has just done.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
@@ -64,18 +65,18 @@ def pack_head(model: nn.Module) -> None:
 
 
 class Capture:
-    """Experts of every position that a model runner feeds, by request.
+    """Records, by request, the experts of every position that a model runner feeds.
 
     vLLM's own way (enable_return_routed_experts) needs its second model runner, which does not run on the CPU. Here the
-    routers report their choice layer by layer, and the runner's books say whose tokens a step's rows are.
+    routers report their choice layer by layer, and the runner's input batch says which request each row belongs to.
 
-    A request that was preempted is fed again from its start on, and a long prompt may come in several pieces: pieces
-    are laid over each other in the order in which they were fed, so the last pass over a position counts.
+    A request that was preempted is fed again from its start, and a long prompt may come in several pieces. Pieces
+    overwrite each other in the order in which they were fed, so the last pass over a position counts.
     """
 
     def __init__(self, runner):
         self.runner = runner
-        self.step: dict[int, Tensor] = {}  # layer -> experts_NK of the step under way
+        self.step: dict[int, Tensor] = {}  # layer -> experts_NK of the current step
         self.pieces: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, experts_NLK)
         layers = [m for m in runner.get_model().modules() if type(m).__name__ == "MoERunner"]
         if not layers:
@@ -86,9 +87,11 @@ class Capture:
         runner.execute_model = self._execute
 
     def _record(self, layer: int, experts_NK: Tensor) -> None:
-        self.step[layer] = experts_NK.detach().to(torch.int16)  # a copy: the router's buffer is used again
+        """Keep what one layer's router has chosen in the current step."""
+        self.step[layer] = experts_NK.detach().to(torch.int16)  # a copy, because the router reuses its buffer
 
     def _execute(self, scheduled, *args, **kwargs):
+        """Run one step of the model, and file the experts that it used."""
         self.step.clear()
         output = self.execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
@@ -96,7 +99,7 @@ class Capture:
         return output
 
     def _file(self, scheduled) -> None:
-        """Hand the step's rows to the requests they belong to; they stand in the order of the runner's batch."""
+        """Give each request its rows of the step. The rows are in the order of the runner's batch."""
         experts_NLK = torch.stack([self.step[layer] for layer in sorted(self.step)], dim=1).numpy()
         if len(experts_NLK) != scheduled.total_num_scheduled_tokens:
             raise RuntimeError(
@@ -111,7 +114,7 @@ class Capture:
             row += count
 
     def pop(self) -> dict[str, np.ndarray]:
-        """The experts of every request so far, [S, L, K]; UNKNOWN where a position was never fed."""
+        """Return and forget the experts of every request so far, [S, L, K]; UNKNOWN where no position was fed."""
         routes = {}
         for request, pieces in self.pieces.items():
             length = max(start + len(piece) for start, piece in pieces)

@@ -15,8 +15,8 @@ from gspo.rollout.engine import Engine, LocalEngine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.off_policy import StaleSource, make_source
 from gspo.rollout.on_policy import OnPolicySource
-from gspo.rollout.pending import load_held
-from gspo.rollout.sampler_logprobs import Behaviour
+from gspo.rollout.pending import load_pending
+from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
 from gspo.run.directory import open_policy, open_reference
 from gspo.train.checkpoint import load_optimizer
@@ -45,7 +45,7 @@ def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int,
         trainer = Trainer(policy, source, *parts, settings.seed, reference)
         if checkpoint:
             trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
-            source.take_back(load_held(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
+            source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
         check_weights(source, trainer.state.step)
         for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
             with_room(evaluation_set, engine, settings.rollout.longest_limit)  # before anything is written
@@ -89,9 +89,9 @@ def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
     return trainer.source.engine
 
 
-def behaviour(settings: Settings, sampled: Policy) -> Behaviour | None:
+def behaviour(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
     """Keeps log-probs under the weights that sampled, where the step's start comes later and they are asked for."""
     later = settings.rollout.staleness or settings.rollout.token_budget
     if not later or settings.policy.old_logprobs == "step_start":
         return None
-    return Behaviour(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")
+    return BehaviourLogprobs(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")

@@ -15,7 +15,7 @@ from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.evaluation.evaluate import evaluate
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.on_policy import Rollout
+from gspo.rollout.source import Rollout
 from gspo.run.build import evaluation_engine, local_engine
 from gspo.run.rollback import Rollbacks
 from gspo.tracking.monitor import Monitor, as_lines, report
@@ -147,7 +147,7 @@ class Session:
         if not last and step % self.settings.checkpoint.every:
             return
         trainer = self.trainer
-        trainer.state.source, held = trainer.source.state(), trainer.source.held()
+        trainer.state.source, held = trainer.source.state(), trainer.source.pending()
         started = time.perf_counter()
         moved = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
         self.writer.save(trainer.state, moved, held, self.spared())

@@ -33,8 +33,8 @@ from gspo.core.untrusted import inside, is_step, opened, read_bytes, read_json
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.value_head import FILE as VALUE_HEAD
-from gspo.rollout.on_policy import Held
-from gspo.rollout.pending import save_held
+from gspo.rollout.pending import save_pending
+from gspo.rollout.source import PendingRollouts
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
@@ -60,7 +60,7 @@ class TrainState:
     skipped: int = 0  # the number of latest updates in a row whose gradient was not finite
     kl_coef: float | None = None  # the adaptive coefficient of the KL term
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
-    source: dict = field(default_factory=dict)  # the state of the rollout source, see OnPolicySource.state
+    source: dict = field(default_factory=dict)  # the state of the rollout source, see RolloutSource.state
 
     @staticmethod
     def from_json(content: dict) -> TrainState:
@@ -98,11 +98,15 @@ class CheckpointWriter:
         self.writing: Future[None] | None = None
 
     def save(
-        self, state: TrainState, reference: Policy | None = None, held: Held | None = None, spared: int = -1
+        self,
+        state: TrainState,
+        reference: Policy | None = None,
+        pending: PendingRollouts | None = None,
+        spared: int = -1,
     ) -> None:
         """Copy weights, optimizer state, counters and the hash of the settings, and begin to write them.
 
-        `reference` is given if the reference policy is no longer the one that the run started from, `held` if there are
+        `reference` is given if the reference policy is no longer the one that the run started from, `pending` if there are
         responses that wait for later steps. Beside the `keep` newest checkpoints, the newest one of step `spared` or
         before is kept.
         """
@@ -110,8 +114,8 @@ class CheckpointWriter:
         unfinished = self.folder / f"step_{state.step:06d}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        if held:
-            save_held(held, unfinished)
+        if pending:
+            save_pending(pending, unfinished)
         head = self.policy.value_head
         snapshot = Snapshot(
             step=state.step,

@@ -6,7 +6,7 @@ import torch
 
 from gspo.core.batch import TrainBatch
 from gspo.model.policy import Policy
-from gspo.rollout.on_policy import Rollout
+from gspo.rollout.source import Rollout
 from gspo.train.checkpoint import TrainState
 
 

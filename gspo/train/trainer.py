@@ -23,8 +23,7 @@ from gspo.core.batch import TrainBatch, pack
 from gspo.core.seeding import permutation
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.off_policy import StaleSource
-from gspo.rollout.on_policy import OnPolicySource, Rollout
+from gspo.rollout.source import Rollout, RolloutSource
 from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
@@ -39,7 +38,7 @@ class Trainer:
     def __init__(
         self,
         policy: Policy,
-        source: OnPolicySource | StaleSource,
+        source: RolloutSource,
         algorithm: Algorithm,
         optim: OptimSettings,
         settings: TrainerSettings,

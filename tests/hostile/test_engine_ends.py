@@ -82,11 +82,11 @@ def test_a_source_whose_engine_ends_is_as_before(kind):
         settings = RolloutSettings(**sizes, **SOURCES[kind])
         source = make_source(engine, FirstCharacter(), settings, Grouped(by="difficulty"), 1)
         for step in range(1, 5):
-            before = source.state(), source.held()
+            before = source.state(), source.pending()
             try:
                 rollout = source.next(step)
             except EngineEnded:
-                assert kind == "stale" or (source.state(), source.held()) == before
+                assert kind == "stale" or (source.state(), source.pending()) == before
                 rollout = source.next(step)
             found.append((flat(rollout.groups), rollout.filtered, json.dumps(source.state())))
             source.update(step)

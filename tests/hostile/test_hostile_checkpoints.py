@@ -14,7 +14,7 @@ import yaml
 
 import forked
 from gspo.core.escaping import ODD
-from gspo.rollout.pending import load_held
+from gspo.rollout.pending import load_pending
 from gspo.run.directory import finished, recorded
 from gspo.run.rollback import Rollbacks
 from gspo.run.sweep_state import jobs, table
@@ -109,7 +109,7 @@ def test_held_responses_that_are_compressed_are_not_unpacked(tmp_path):
     (tmp_path / "held.json").write_text('{"rollouts": {}, "groups": []}')
     np.savez_compressed(tmp_path / "held.npz", logprobs=np.zeros(10_000_000))
     with pytest.raises(ValueError, match=r"held\.npz is compressed"):
-        load_held(tmp_path, lambda _: None)
+        load_pending(tmp_path, lambda _: None)
 
 
 def test_a_name_of_megabytes_in_a_manifest_is_no_job(tmp_path):

@@ -12,7 +12,7 @@ from gspo.model.value_head import ValueHead
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import Uniform
-from gspo.rollout.sampler_logprobs import Behaviour
+from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
 from gspo.train.credit import Algorithm
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
@@ -104,7 +104,7 @@ def gap_trainer(
     sampled = policy.copy() if settings.overlap else policy
     engine = LocalEngine(sampled, settings.batch_rows, getattr(torch, settings.dtype))
     later = settings.staleness or settings.token_budget
-    keep = Behaviour(sampled, 5, replay == "r3") if later and old != "step_start" else None
+    keep = BehaviourLogprobs(sampled, 5, replay == "r3") if later and old != "step_start" else None
     return Trainer(
         policy,
         make_source(engine, FirstCharacter(), settings, Uniform(), 1, keep, policy),

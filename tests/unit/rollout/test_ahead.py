@@ -10,12 +10,12 @@ from gspo.core.batch import pack
 from gspo.core.types import Problem, Response
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.off_policy import PartialSource, make_source
-from gspo.rollout.on_policy import Held
-from gspo.rollout.pending import load_held, save_held
+from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.requests import Sampling
-from gspo.rollout.sampler_logprobs import Behaviour
+from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.source import PendingRollouts
 from trainers import FirstCharacter, flat, gap_trainer, steps
 
 SIZES = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 12, "token_budget": 4, "in_flight": 8}
@@ -23,7 +23,7 @@ SIZES = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 12, "token_bu
 
 def partial(policy, routes=True, **options) -> PartialSource:
     settings = RolloutSettings(**SIZES | {"routes": routes} | options)
-    return make_source(LocalEngine(policy), FirstCharacter(), settings, Uniform(), 1, Behaviour(policy, 8))
+    return make_source(LocalEngine(policy), FirstCharacter(), settings, Uniform(), 1, BehaviourLogprobs(policy, 8))
 
 
 def same(a: Response, b: Response) -> bool:
@@ -57,7 +57,7 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
         seen += [problem.index for problem in problems]
         source.update(step)
     assert len(seen) == len(set(seen)) == 24, "no problem is lost or taken twice"
-    assert set(seen) | {group[0].problem.index for _, group in source.flying} >= set(range(24))
+    assert set(seen) | {group[0].problem.index for _, group in source.unfinished} >= set(range(24))
 
 
 def test_segments_keep_the_log_probs_and_the_step_of_the_weights_that_sampled_them():
@@ -93,21 +93,21 @@ def test_a_response_that_has_ended_is_not_continued(moe):
 def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     t = gap_trainer(lr=1e-2, old="behaviour", routes=True, staleness=2, **SIZES)
     steps(t, 2)
-    held = t.source.held()
-    assert len(held.rollouts) == 2 and held.groups
-    save_held(held, tmp_path)
-    back = load_held(tmp_path, lambda index: t.source.task.problem(1, "train", index))
-    assert list(back.rollouts) == list(held.rollouts) == [3, 4]
-    for step, rollout in held.rollouts.items():
+    pending = t.source.pending()
+    assert len(pending.rollouts) == 2 and pending.groups
+    save_pending(pending, tmp_path)
+    back = load_pending(tmp_path, lambda index: t.source.task.problem(1, "train", index))
+    assert list(back.rollouts) == list(pending.rollouts) == [3, 4]
+    for step, rollout in pending.rollouts.items():
         other = back.rollouts[step]
         assert all(same(a, b) for a, b in zip(rollout.responses, other.responses, strict=True))
         assert (rollout.filtered, rollout.limit, rollout.in_flight) == (other.filtered, other.limit, other.in_flight)
-    for (draw, group), (other_draw, other) in zip(held.groups, back.groups, strict=True):
+    for (draw, group), (other_draw, other) in zip(pending.groups, back.groups, strict=True):
         assert draw == other_draw and all(same(a, b) for a, b in zip(group, other, strict=True))
     empty = tmp_path / "empty"
     empty.mkdir()
-    save_held(Held(), empty)
-    assert not list(empty.iterdir()) and load_held(empty, None) == Held()
+    save_pending(PendingRollouts(), empty)
+    assert not list(empty.iterdir()) and load_pending(empty, None) == PendingRollouts()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -120,10 +120,10 @@ def test_a_resumed_source_goes_on_with_what_it_held(kind, overlap, tmp_path):
     for step in go(before, 3):
         before.source.next(step)
     state = json.loads(json.dumps(before.source.state()))
-    save_held(before.source.held(), tmp_path)
+    save_pending(before.source.pending(), tmp_path)
     after = gap_trainer(lr=0.0, old="behaviour", staleness=2, overlap=overlap, **options)
     after.source.load_state(state, 3)
-    after.source.take_back(load_held(tmp_path, lambda index: after.source.task.problem(1, "train", index)))
+    after.source.restore_pending(load_pending(tmp_path, lambda index: after.source.task.problem(1, "train", index)))
     for t in (whole, before):
         t.source.close()
     assert [flat(after.source.next(step).groups) for step in go(after, 6, first=4)] == expected[3:]

@@ -17,7 +17,7 @@ from gspo.core.batch import pack
 from gspo.model.loading import TinyDense
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.off_policy import make_source
-from gspo.rollout.pending import load_held, save_held
+from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.requests import Sampling
 from gspo.rollout.sampler_logprobs import check_engine
@@ -375,10 +375,10 @@ def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_
     t.source.inner.task = FailsOnce(8 * 4)  # of step 5's batch, which is due to the weights of step 2
     with pytest.raises(OSError, match="the verifier is gone"):
         for _ in trained(t, 6):
-            state, held = t.source.state(), t.source.held()
+            state, pending = t.source.state(), t.source.pending()
             folder = tmp_path / f"{overlap}{t.state.step}"
             folder.mkdir()
-            save_held(held, folder)
+            save_pending(pending, folder)
             weights_now, moments = copy.deepcopy((t.policy.model.state_dict(), t.optimizer.state_dict()))
             saved = t.state.step, weights_now, moments, state, folder
     again = gap_trainer(**options)
@@ -387,7 +387,7 @@ def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_
     again.state.step = again.state.updates = saved[0]
     again.source.load_state(saved[3], saved[0])
     again.source.inner.engine.policy.load_tensors(again.policy.named_tensors())
-    again.source.take_back(load_held(saved[4], lambda index: t.source.task.problem(1, "train", index)))
+    again.source.restore_pending(load_pending(saved[4], lambda index: t.source.task.problem(1, "train", index)))
     rollouts = list(trained(again, 6))
     assert [flat(rollout.groups) for rollout in rollouts] == expected[saved[0] :]
     assert {r.policy_step for r in rollouts[5 - 1 - saved[0]].responses} == {2}
@@ -414,7 +414,7 @@ def test_the_time_that_a_checkpoint_waits_for_a_batch_is_counted():
 
     t.source.inner.task.score = slow
     t.source.next(1)
-    t.source.held()
+    t.source.pending()
     assert t.source.next(2).waited_s > 0.25, "the wait was the checkpoint's"
     t.source.close()
 
