@@ -66,7 +66,7 @@ def main(config: DictConfig) -> None:
     settings = {
         **subject.identity,
         "weights": fingerprint(policy.model),
-        "prompt": asdict(policy.prompts) | {"used": policy.prompts_are},
+        "prompt": asdict(policy.prompts) | {"used": policy.prompt_format_used},
         "samples": command.k,
         "temperature": command.temperature,
         "max_new_tokens": {s.name: s.limit for s in sets},

@@ -48,7 +48,7 @@ def main(config: DictConfig) -> None:
         score(settings.task, [r for group in groups for r in group])
     finally:
         settings.task.close()
-    print(f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {policy.prompts_are}):")
+    print(f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {policy.prompt_format_used}):")
     for group in groups:
         problem = group[0].problem
         print(f"--- {problem.task} {problem.index} ({problem.family})\n{group[0].rendered.rstrip()}")

@@ -115,7 +115,7 @@ def attempt(settings: Settings, folder: Path, alone: bool, made: CreatedFiles) -
         return "collapsed"
     trainer = prepared(back.lowered(settings), folder, checkpoint, alone, made)
     warn(supersede(folder, trainer.state.step if checkpoint else -1))
-    claim(settings, folder, trainer.policy.prompts_are)
+    claim(settings, folder, trainer.policy.prompt_format_used)
     warn(warnings(settings))
     warn(about_the_model(trainer.policy))
     tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, settings.tags())

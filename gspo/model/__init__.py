@@ -1,4 +1,4 @@
-"""The policy: loading models and tokenizers, our own forward, Routing Replay, the value head.
+"""The policy and what it is made of: models, tokenizers, our own forward, Routing Replay, the value head.
 
-Only here is transformers imported.
+This room imports transformers. Beside it only gspo.rollout does, for its cache.
 """

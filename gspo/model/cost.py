@@ -1,8 +1,8 @@
-"""What a token costs: the parameters that it passes through.
+"""Counts the parameters that one token passes through, which is what a token costs.
 
-An MoE model sends a token to K of its E experts. E and K are read from the configuration, in the names that
-transformers' families use, and the experts' parameters from the modules called `experts`. Where the two do not fit
-together the number is unknown (None): no number is better than a wrong one.
+An MoE model sends a token to K of its E experts. E and K are read from the configuration, under the names that the
+families of transformers use. The experts' parameters are those of the modules called `experts`. Where configuration and
+modules do not fit together the count is None: no number is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "t
 
 
 def active_parameters(model: PreTrainedModel) -> int | None:
-    """Parameters that one token passes through: of E routed experts K count, shared ones all; the input embedding's
-    look-up does not count. None if it cannot be told."""
+    """Return the number of parameters that one token passes through, None if it cannot be determined.
+
+    Of E routed experts K count; shared experts count in full; the look-up in the input embedding does not count."""
     config = model.config.get_text_config()
     total = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
@@ -25,7 +26,7 @@ def active_parameters(model: PreTrainedModel) -> int | None:
     experts, top_k = number(config, EXPERTS), number(config, TOP_K)
     if not routed and experts == 0:
         return total
-    idle = getattr(config, "zero_expert_num", None)  # experts that compute nothing take some of a token's K places
+    idle = getattr(config, "zero_expert_num", None)  # experts that compute nothing use up some of a token's K choices
     if not routed or not experts or not top_k or top_k > experts or idle or _others(model, routed):
         return None
     if not all(is_of(module, experts) for module in routed.values()):
@@ -35,7 +36,8 @@ def active_parameters(model: PreTrainedModel) -> int | None:
 
 
 def number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    """What the configuration says under any of these names; 0 if nothing, None if not one whole number."""
+    """Return the whole number that the configuration has under any of these names: 0 if it has none of them, None if
+    they disagree or are no whole numbers."""
     found = [value for name in names if (value := getattr(config, name, None)) is not None]
     if any(not isinstance(value, int) or value != found[0] for value in found):
         return None
@@ -43,14 +45,15 @@ def number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 
 
 def is_of(module: nn.Module, experts: int) -> bool:
-    """Whether a module is so many experts of one size: stacked along the first dimension of its tensors, or a list."""
+    """Return whether a module consists of `experts` experts of one size, as a list of modules or stacked along the
+    first dimension of its tensors."""
     if isinstance(module, nn.ModuleList):
         return len(module) == experts and len({sum(p.numel() for p in one.parameters()) for one in module}) == 1
     return all(p.shape[0] == experts for p in module.parameters())
 
 
 def _others(model: PreTrainedModel, routed: dict[str, nn.Module]) -> bool:
-    """Whether there are further experts that are neither routed ones as known here nor shared ones."""
-    known = tuple(f"{name}." for name in routed)
-    names = (name for name, _ in model.named_parameters() if not name.startswith(known))
+    """Return whether the model has experts that are neither in the `routed` modules nor shared ones."""
+    prefixes = tuple(f"{name}." for name in routed)
+    names = (name for name, _ in model.named_parameters() if not name.startswith(prefixes))
     return any("experts" in part and "shared" not in part for name in names for part in name.split("."))

@@ -1,6 +1,6 @@
-"""Operations of the network with a backward of their own: the same numbers as autograd's, in fewer passes over memory.
+"""Operations of the network with backward passes of their own: autograd's numbers in fewer passes over memory.
 
-For small models the time goes to launching operations and to elementwise memory traffic, not to arithmetic. Every
+For small models most time goes to launching operations and to elementwise memory traffic, not to arithmetic. Every
 function here is compared with its plain form, forward and backward, in tests/unit/model/test_network.py.
 
 Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or MLP width, E experts, K experts per
@@ -17,24 +17,27 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits that exist at once: 16 MiB in float32, 512 on a GPU
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # the most logits at once: 16 MiB in float32, on a GPU 512 MiB
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last dimension, in float32; y in the type of x.
-    `weight` has that dimension, or leading ones of x too."""
+    """Return y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension taken in float32.
+
+    y has the type of x. `weight` has the last dimension of x, and may have further ones of x before it."""
     if torch.is_grad_enabled():
         return RMSNorm.apply(x, weight, eps)
-    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)  # rounded where RMSNorm rounds
+    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)  # rounded in the same places as in RMSNorm
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), float32, the last dimension kept as 1."""
+    """Return 1 / sqrt(mean(x^2) + eps) in float32, with the last dimension kept as 1."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class RMSNorm(Function):
+    """`rms_norm` with its gradient."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = _inverse_rms(x, eps)
@@ -48,7 +51,7 @@ class RMSNorm(Function):
         unit, weight, scale = ctx.saved_tensors
         by_unit = grad.float() * unit
         grad_weight = by_unit.sum(tuple(range(unit.dim() - weight.dim()))).to(weight.dtype)
-        if weight.dim() == 1:  # mean of gradient * weight * unit
+        if weight.dim() == 1:  # in both branches `along` is the mean of gradient * weight * unit
             along = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
         else:
             along = by_unit.mul_(weight).mean(-1, keepdim=True)
@@ -56,32 +59,37 @@ class RMSNorm(Function):
         return direct.addcmul_(unit, along, value=-1).mul_(scale).to(unit.dtype), grad_weight, None
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary position embedding of x [N, H, D] in the interleaved layout: the pairs that turn together lie side by side
-    and are multiplied, as complex numbers, by exp(i angle), `turn` [N, 1, D / 2]. The backward turns the other way."""
-    return Rotate.apply(x, turn) if torch.is_grad_enabled() else _turned(x, turn)
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Apply the rotary position embedding to x [N, H, D] in the interleaved layout.
+
+    The two numbers of a pair lie side by side and are multiplied, as one complex number, by exp(i angle), which
+    `rotation` [N, 1, D / 2] holds. The backward rotates by the opposite angle."""
+    return Rotate.apply(x, rotation) if torch.is_grad_enabled() else _rotated(x, rotation)
 
 
 class Rotate(Function):
+    """`rotate` with its gradient."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, turn: Tensor) -> Tensor:
-        ctx.save_for_backward(turn)
-        return _turned(x, turn)
+    def forward(ctx, x: Tensor, rotation: Tensor) -> Tensor:
+        ctx.save_for_backward(rotation)
+        return _rotated(x, rotation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (turn,) = ctx.saved_tensors
-        return _turned(grad, turn.conj()), None
+        (rotation,) = ctx.saved_tensors
+        return _rotated(grad, rotation.conj()), None
 
 
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
+def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Multiply the pairs of x, as complex numbers, by `rotation`."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
 def swiglu(h: Tensor) -> Tensor:
-    """silu(gate) * up of h = (gate, up) side by side in the last dimension."""
+    """Return silu(gate) * up, where h holds gate and up side by side in its last dimension."""
     if torch.is_grad_enabled():
         return SwiGLU.apply(h)
     gate, up = h.chunk(2, -1)
@@ -89,6 +97,8 @@ def swiglu(h: Tensor) -> Tensor:
 
 
 class SwiGLU(Function):
+    """`swiglu` with its gradient."""
+
     @staticmethod
     def forward(ctx, h: Tensor) -> Tensor:
         ctx.save_for_backward(h)
@@ -108,8 +118,9 @@ class SwiGLU(Function):
 
 
 class ToExperts(Function):
-    """Rows of x [N, W] in the order of their experts, [N K, W]. Each row goes to K places; its gradient is the sum over
-    them, read by a gather instead of the scatter that autograd would do."""
+    """Copies the rows of x [N, W] into the order of their experts, [N K, W].
+
+    Each row goes to K places. Its gradient is the sum over them, computed by a gather instead of autograd's scatter."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
@@ -126,7 +137,7 @@ class ToExperts(Function):
 
 
 class FromExperts(Function):
-    """y_n = sum_k weight_nk out[place of (n, k)]: the experts' outputs [N K, W], weighed and summed per token."""
+    """Sums the experts' outputs per token: y_n = sum_k weight_nk out[place of (n, k)], with out [N K, W]."""
 
     @staticmethod
     def forward(ctx, out: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -148,27 +159,28 @@ class FromExperts(Function):
 
 
 class TokenLogProbs(Function):
-    """log softmax(x W^T / temperature) at the taken tokens and its entropy, float32, [M] each; without an M x V tensor.
+    """Returns log softmax(x W^T / temperature) at the target tokens, and that softmax's entropy: [M], float32 each.
 
-    The logits exist for a chunk of tokens at a time, again in the backward. The entropy carries no gradient.
+    No tensor of M x V is made: the logits exist for one chunk of tokens at a time, in the forward and once more in the
+    backward. The entropy carries no gradient.
 
         d logp_m / d logits_mv = (1[v = y_m] - p_mv) / temperature
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, taken: Tensor, temperature: float, entropy: bool
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         logp, spread = [], []
         head = weight.to(x.dtype).t()
-        for rows, tokens in _chunks(x, taken, len(weight)):
+        for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(rows, head, temperature)
             norm = logits.logsumexp(-1)
             logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
             if entropy:  # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
                 spread.append(norm - torch.linalg.vecdot(p, logits))
-        ctx.save_for_backward(x, weight, taken)
+        ctx.save_for_backward(x, weight, targets)
         ctx.temperature = temperature
         entropy_M = torch.cat(spread) if entropy else None
         if entropy:
@@ -178,11 +190,11 @@ class TokenLogProbs(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, taken = ctx.saved_tensors
+        x, weight, targets = ctx.saved_tensors
         grad_x, grad_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         head = weight.to(x.dtype).t()
         slopes = (grad / -ctx.temperature).split(chunk_rows(x, len(weight)))
-        for (rows, tokens), slope in zip(_chunks(x, taken, len(weight)), slopes, strict=True):
+        for (rows, tokens), slope in zip(_chunks(x, targets, len(weight)), slopes, strict=True):
             d = _logits(rows, head, ctx.temperature).softmax(-1).mul_(slope.unsqueeze(-1))
             d.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
             d = d.to(rows.dtype)
@@ -192,15 +204,17 @@ class TokenLogProbs(Function):
 
 
 def chunk_rows(x: Tensor, vocabulary: int) -> int:
-    """Tokens whose logits exist together."""
+    """Return for how many tokens the logits may exist at once."""
     return max(1, CHUNK.get(x.device.type, CHUNK["cpu"]) // vocabulary)
 
 
-def _chunks(x: Tensor, taken: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(x: Tensor, targets: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut hidden states and target tokens into chunks of `chunk_rows` tokens."""
     size = chunk_rows(x, vocabulary)
-    return zip(x.split(size), taken.split(size), strict=True)
+    return zip(x.split(size), targets.split(size), strict=True)
 
 
 def _logits(rows: Tensor, head: Tensor, temperature: float) -> Tensor:
+    """Return the logits of some tokens divided by the temperature, in float32."""
     logits = (rows @ head).float()
     return logits if temperature == 1 else logits.div_(temperature)

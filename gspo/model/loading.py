@@ -1,7 +1,6 @@
-"""Which model the policy is: made here from a config (tiny ones), or loaded from a folder or the hub.
+"""The choices of a model: tiny ones made here with random weights, or any model from a folder or the hub.
 
-A made model and a loaded one are the same thing afterwards: transformers' AutoModelForCausalLM and a tokenizer, and
-`save` writes a folder that any engine can load.
+Both give a transformers AutoModelForCausalLM and a tokenizer. `save` writes them as a folder that any engine can load.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from gspo.core.files import errors_of_the_disk
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.tokenizer import character_tokenizer
 
-POSITIONS = 2048  # of the tiny models
+POSITIONS = 2048  # how many tokens of prompt and response the tiny models can take
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
-logging.disable_progress_bar()  # a bar for every checkpoint would drown the run's own
+logging.disable_progress_bar()  # else every checkpoint would draw a progress bar over the run's own
 
 
 @dataclass
 class ModelSettings(Ranged, key="model"):
-    """Base of the model choices; `name` says which one it is."""
+    """The base class of the model choices. `name` is the choice's name."""
 
     name: str = ""
 
     def make(self) -> Loaded:
-        """The model as it is before any training of ours."""
+        """Return model and tokenizer as they are before any of our training."""
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
 
     def open(self, folder: Path) -> Loaded:
-        """A folder that `save` wrote for this model, in this model's precision."""
+        """Load a folder that `save` wrote for this choice of model."""
         return load(str(folder))
 
 
 @dataclass
 class Tiny(ModelSettings):
-    """Base of the models that are made here, with random weights and one token per character."""
+    """The base class of the models that are made here, with random weights and one token per character."""
 
     hidden: int = ranged(64, least=1)
     layers: int = ranged(4, least=1)
@@ -97,7 +96,7 @@ class TinyMoE(Tiny):
 
 @dataclass
 class TinyDense(Tiny):
-    """A dense Qwen3 with random weights: the control without a router."""
+    """A dense Qwen3 with random weights and one token per character: the control without a router."""
 
     name: str = "tiny_dense"
     layers: int = 6
@@ -112,9 +111,10 @@ class TinyDense(Tiny):
 
 @dataclass
 class HFModel(ModelSettings):
-    """Any AutoModelForCausalLM: a folder, or a name on the hub. The tokenizer must have an end-of-sequence token.
+    """Any AutoModelForCausalLM, from a folder or by its name on the hub.
 
-    Weights are float32: an update of size 1e-6 is lost in bfloat16 weights of size 1e-2.
+    The tokenizer must have an end-of-sequence token. Weights are float32: an update of size 1e-6 would be lost in
+    bfloat16 weights of size 1e-2.
     """
 
     name: str = "hf"
@@ -139,23 +139,23 @@ class HFModel(ModelSettings):
 
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
-    """Model and tokenizer of a folder or hub name. Raises ValueError in one line if there is nothing to load there."""
+    """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if that fails."""
     there = Path(path).is_dir()
     if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
         raise ValueError(f"model.path={path!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config._attn_implementation = attention  # the file's own may name code on the hub, and is looked at first
+        config._attn_implementation = attention  # must be set here: config.json may name code on the hub
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=False,
-            use_safetensors=True,  # other files of weights are pickles
+            use_safetensors=True,  # other weight files are pickles, which can run code
         )
-    except Exception as error:  # transformers raises all kinds where a configuration is odd
+    except Exception as error:  # for an odd configuration transformers raises exceptions of many types
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model.path={path!r} needs code of its own (auto_map), which is never run; choose a model whose "
@@ -166,9 +166,9 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
                 f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are never read: convert them "
                 "to safetensors"
             ) from None
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
-        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{said[0]}") from None
+        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{lines[0]}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
     if tokenizer.pad_token_id is None:
@@ -177,9 +177,10 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """Tokens of prompt and response together that a model can take; None where its configuration has no bound."""
+    """Return how many tokens of prompt and response together a model can take, None if its configuration has no
+    bound."""
     config = model.config.get_text_config()
-    # transformers maps n_positions of GPT-2 and others to the first
+    # transformers maps the n_positions of GPT-2 and others to the first of these names.
     names = ("max_position_embeddings", "max_seq_len")
     return next((found for name in names if (found := getattr(config, name, None))), None)
 
@@ -190,14 +191,15 @@ def save(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """A normal transformers folder: weights (the model's own, or others for it), config, tokenizer. Raises OSError
-    where the disk fails."""
+    """Write a normal transformers folder of weights, config and tokenizer. `weights` replaces the model's own weights.
+    Raises OSError if the disk fails."""
     with errors_of_the_disk(folder):
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 
 def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return the configuration that both kinds of tiny model share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden,
@@ -214,6 +216,7 @@ def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
 
 
 def _random_model(kind: type[PreTrainedModel], config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
+    """Return a float32 model with random weights that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind(config).to(torch.float32)

@@ -1,14 +1,14 @@
-"""Our own forward over the weights of a transformers model: what rollouts and updates of the known families run on.
+"""Our own forward pass over the weights of a transformers model, which the supported families train and sample with.
 
-transformers' modules hold the weights; the arithmetic between them is here, on a flat list of tokens, so that padding
-costs nothing outside attention, routing is an argument instead of a hook, and decoding, scoring and training differ
-in their attention alone:
+transformers' modules hold the weights. The arithmetic between them is here and works on a flat list of tokens, so that
+padding costs nothing outside attention, routing is an argument instead of a hook, and decoding, scoring and training
+differ in their attention alone:
 
     h = norm(x)    q, k, v = W h    q, k = rotate(norm(q)), rotate(norm(k))    x += W_o attend(q, k, v)
     h = norm(x)    x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
 
-Other architectures run through their own forward. Before it is used the network is compared with the model's own
-forward on a few tokens: a model that computes otherwise is not known, whatever its name.
+Other architectures run through their own forward. Before our forward is used it is compared with the model's own on a
+few tokens: a model that computes something else is not supported, whatever its name.
 
 Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, L MoE layers, K experts
 per token, E experts.
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from gspo.core.batch import NOT_RECORDED
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
-from gspo.model.packed_weights import Prepared, Product, prepared
+from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
 from gspo.model.routing_replay import gate_weights
 
@@ -39,25 +39,29 @@ FAMILIES = (
     "OlmoeForCausalLM",
     "MixtralForCausalLM",
 )
-PROBE_TOKENS = 12
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit
+PROBE_TOKENS = 12  # how many tokens both forwards are compared on
+# The largest difference between their logits, as a share of the largest logit, by precision.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD, v_NJD) -> mixed_NHD
 
 
 class Network:
-    """The layers of a known model; see `known`."""
+    """Our forward over the layers of a model for which `is_supported` is true."""
 
     def __init__(self, model: PreTrainedModel, checkpointing: bool = False):
         self.body, self.head = model.model, model.lm_head.weight
-        self.checkpointing = checkpointing  # keep the inputs of the layers only, and compute the rest again in backward
-        self._frozen: list[Prepared] | None = None
-        self._turns = torch.empty(0, 0)
+        self.checkpointing = checkpointing  # keep only the layers' inputs, and compute the rest again in the backward
+        self._frozen: list[LayerWeights] | None = None  # set within `frozen`
+        self._rotation_table = torch.empty(0, 0)
 
     @contextmanager
     def frozen(self, copy_experts: bool = False) -> Iterator[None]:
-        """Within: the weights do not change, and there is no gradient. `copy_experts`: it will go on for long."""
+        """Within this context the weights must not change and there is no gradient, which makes forwards faster.
+
+        `copy_experts` also copies the experts' weights into a faster layout, which pays for many forwards."""
         with torch.no_grad():
-            before, self._frozen = self._frozen, [prepared(layer, True, copy_experts) for layer in self.body.layers]
+            before = self._frozen
+            self._frozen = [prepare_layer(layer, True, copy_experts) for layer in self.body.layers]
             try:
                 yield
             finally:
@@ -66,64 +70,71 @@ class Network:
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states (normalised, the head's input) [N, W], and the routers' own choice of experts [N, L, K]
-        (int64; None for dense models), also where `replay_NLK` sends the tokens to others. `longest` exceeds all
-        positions."""
+        """Run the layers over a flat list of tokens.
+
+        Returns the normalised last hidden states [N, W], which are the head's input, and the routers' own choice of
+        experts [N, L, K] (int64; None for dense models). With `replay_NLK` the tokens go to those experts instead, and
+        the own choice is returned all the same. `longest` must exceed all positions."""
         x_NW = self.body.embed_tokens(tokens_N)
-        turn = self._turn(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
+        rotation = self._rotations(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
         own = []
         for i, layer in enumerate(self.body.layers):
             replay_NK = None if replay_NLK is None or not _sparse(layer) else replay_NLK[:, len(own)]
             if self.checkpointing and torch.is_grad_enabled():
-                x_NW, own_NK = checkpoint(self._layer, i, layer, x_NW, turn, attend, replay_NK, use_reentrant=False)
+                x_NW, own_NK = checkpoint(self._layer, i, layer, x_NW, rotation, attend, replay_NK, use_reentrant=False)
             else:
-                x_NW, own_NK = self._layer(i, layer, x_NW, turn, attend, replay_NK)
+                x_NW, own_NK = self._layer(i, layer, x_NW, rotation, attend, replay_NK)
             if own_NK is not None:
                 own.append(own_NK)
         return _norm(self.body.norm, x_NW), torch.stack(own, 1) if own else None
 
     def _layer(
-        self, i: int, layer: nn.Module, x_NW: Tensor, turn: Tensor, attend: Attend, replay_NK: Tensor | None
+        self, i: int, layer: nn.Module, x_NW: Tensor, rotation: Tensor, attend: Attend, replay_NK: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        by = self._frozen[i] if self._frozen else prepared(layer, freeze=False)
-        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, by, _norm(layer.input_layernorm, x_NW), turn)
-        x_NW = x_NW + by.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
+        """Run one layer; returns the hidden states and the router's own choice (None for a dense layer)."""
+        weights = self._frozen[i] if self._frozen else prepare_layer(layer, freeze=False)
+        q_NHD, k_NJD, v_NJD = heads(layer.self_attn, weights, _norm(layer.input_layernorm, x_NW), rotation)
+        x_NW = x_NW + weights.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
         h_NW = _norm(layer.post_attention_layernorm, x_NW)
         if not _sparse(layer):
-            return x_NW + (layer.mlp(h_NW) if by.down is None else by.down(swiglu(by.gate_up(h_NW)))), None
+            if weights.down is None:
+                return x_NW + layer.mlp(h_NW), None
+            return x_NW + weights.down(swiglu(weights.gate_up(h_NW))), None
         weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
-        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, by), own_NK
+        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, weights), own_NK
 
     @torch.no_grad()
-    def _turn(self, longest: int, device: torch.device) -> Tensor:
-        """exp(i angle) of the rotary embedding at every position, [positions, D / 2]."""
-        if len(self._turns) < longest or self._turns.device != device:
+    def _rotations(self, longest: int, device: torch.device) -> Tensor:
+        """Return exp(i angle) of the rotary embedding at every position, [positions, D / 2]."""
+        if len(self._rotation_table) < longest or self._rotation_table.device != device:
             positions = torch.arange(2 * longest, device=device).unsqueeze(0)
             cos, sin = self.body.rotary_emb(torch.empty(0, device=device), positions)
-            half = cos.shape[-1] // 2  # both halves of a head turn by the same angles
-            self._turns = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
-        return self._turns
+            half = cos.shape[-1] // 2  # both halves of a head rotate by the same angles
+            self._rotation_table = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._rotation_table
 
 
-def heads(attention: nn.Module, by: Prepared, h_NW: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v by head; q and k normalised, by head or over all heads where the family does so, and rotated."""
+def heads(attention: nn.Module, weights: LayerWeights, h_NW: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v by head. q and k are rotated, and normalised before that where the family does so: each head
+    by itself, or all heads together."""
     dim = attention.head_dim
     q_width, k_width = attention.q_proj.out_features, attention.k_proj.out_features
-    qk, v = by.qkv(h_NW).split((q_width + k_width, k_width), -1)
-    if len(by.norms) == 2:
-        pairs = zip(qk.split((q_width, k_width), -1), by.norms, strict=True)
+    qk, v = weights.qkv(h_NW).split((q_width + k_width, k_width), -1)
+    if len(weights.norms) == 2:
+        pairs = zip(qk.split((q_width, k_width), -1), weights.norms, strict=True)
         qk = torch.cat([rms_norm(x, w, attention.q_norm.variance_epsilon) for x, w in pairs], -1)
     qk = qk.unflatten(-1, (-1, dim))
-    if len(by.norms) == 1:
-        qk = rms_norm(qk, by.norms[0], attention.q_norm.variance_epsilon)
-    q, k = rotate(qk, turn).split((q_width // dim, k_width // dim), 1)
+    if len(weights.norms) == 1:
+        qk = rms_norm(qk, weights.norms[0], attention.q_norm.variance_epsilon)
+    q, k = rotate(qk, rotation).split((q_width // dim, k_width // dim), 1)
     return q, k, v.unflatten(-1, (-1, dim))
 
 
 def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate weights, the experts that the tokens go to, and the router's own choice. A replay changes the first two; at
-    NOT_RECORDED the own choice stays."""
-    with torch.autocast(h_NW.device.type, enabled=False):  # a rounded logit would send tokens elsewhere
+    """Return gate weights, the experts that the tokens go to, and the router's own choice, [N, K] each.
+
+    A replay changes the first two; where it holds NOT_RECORDED the own choice stays."""
+    with torch.autocast(h_NW.device.type, enabled=False):  # rounded logits would send tokens to other experts
         logits_NE, weights_NK, own_NK = router(h_NW)
     if replay_NK is None:
         return weights_NK, own_NK, own_NK
@@ -131,22 +142,27 @@ def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Te
     return gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK, own_NK
 
 
-def experts(own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, by: Prepared) -> Tensor:
-    """sum_k w_k W_down silu(W_gate h) * W_up h with the weights of the token's k-th expert. Tokens are sorted by
-    expert, so that each expert is one matrix product, and no token is computed for an expert that it does not go to."""
+def experts(
+    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, layer_weights: LayerWeights
+) -> Tensor:
+    """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the token's k-th expert.
+
+    Tokens are sorted by expert, so that each expert is one matrix product over the tokens that go to it."""
     device, top_k = h_NW.device, experts_NK.shape[1]
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
     h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
     up, down = own.gate_up_proj.to(kind), own.down_proj.to(kind)
-    if len(h_NW) < by.few:
-        return _all_experts(up, by.all_down, h_NW, weights_NK, experts_NK)
+    if len(h_NW) < layer_weights.all_experts_below:
+        return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-    counts_E = flat.new_zeros(own.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait
+    counts_E = flat.new_zeros(own.num_experts).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )  # bincount would wait for a GPU
     rows = ToExperts.apply(h_NW, order, places, top_k)
-    if by.experts is not None:
-        out = _one_by_one(rows, counts_E.tolist(), *by.experts)
+    if layer_weights.experts is not None:
+        out = _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
     else:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         out = _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
@@ -154,7 +170,9 @@ def experts(own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows times its own matrix [E, out, in], transposed. The kernel for it wants rows of 16 bytes."""
+    """Multiply each expert's rows by the transpose of its own matrix; `weight` is [E, out, in].
+
+    The kernel for this needs rows whose bytes are a multiple of 16; others are multiplied expert by expert."""
     if all(x.shape[-1] * x.element_size() % 16 == 0 for x in (rows, weight.transpose(1, 2))):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends_E)
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
@@ -162,13 +180,14 @@ def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _one_by_one(rows: Tensor, counts: list[int], ups: list[Product], downs: list[Product]) -> Tensor:
-    """The same with prepared matrices."""
-    parts = zip(rows.split(counts), ups, downs, strict=True)
-    return torch.cat([down(swiglu(up(some))) for some, up, down in parts if len(some)])
+    """Apply each expert to its rows, with matrices in the layout for many products."""
+    by_expert = zip(rows.split(counts), ups, downs, strict=True)
+    return torch.cat([down(swiglu(up(some))) for some, up, down in by_expert if len(some)])
 
 
 def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
-    """The same for a handful of tokens: every expert sees all of them, which costs less than sorting them would."""
+    """Compute what `experts` does for a handful of tokens: every expert sees all of them, which costs less than
+    sorting them."""
     gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
     inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1))).mul_(gates_NE.unsqueeze(-1))
     return inner_NEI.flatten(1) @ all_down
@@ -183,13 +202,13 @@ def _sparse(layer: nn.Module) -> bool:
 
 
 def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-    """Attention within one sequence."""
+    """Compute causal attention within one sequence."""
     return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
 
 
-def known(model: PreTrainedModel) -> bool:
-    """Whether `Network` computes what this model does: a known family, without the settings that change its
-    arithmetic, and the same logits on a few tokens."""
+def is_supported(model: PreTrainedModel) -> bool:
+    """Return whether `Network` computes what this model does: its family is one of FAMILIES, no setting changes the
+    family's arithmetic, and both give the same logits on a few tokens."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     plain = (
@@ -207,7 +226,8 @@ def known(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _same_logits(model: PreTrainedModel) -> bool:
-    """On most tokens: two experts of nearly equal weight may change places by a rounding."""
+    """Return whether both forwards give the same logits on most tokens. On single ones they may differ, because
+    rounding may swap two experts of nearly equal weight."""
     tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
     hidden_NW, _ = Network(model)(tokens_N, torch.arange(len(tokens_N), device=model.device), len(tokens_N), causal)
     ours_NV, theirs_NV = model.lm_head(hidden_NW), model(input_ids=tokens_N[None], use_cache=False).logits[0]

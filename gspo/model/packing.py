@@ -1,13 +1,13 @@
-"""The sequences of a batch laid out for the network as one flat list of tokens, with little or nothing computed twice.
+"""Lays out the sequences of a batch as one flat list of tokens, so that the network computes little in vain.
 
-Rows are sorted by length and cut into buckets of a few, each padded to its longest, so that attention sees rectangles
-and little is computed in vain:
+Rows are sorted by length and cut into small buckets, each padded to its longest row, so that attention sees rectangles
+with little padding:
 
     bucket 1   7 + 5 = ? 7 + 5 = 1 2 $          bucket 2   3 - 8 + 9 = ? 3 - 8 = - 5 ; - 5 + 9 = 4 ; # 4 $
                4 + 4 = ? 4 + 4 = 8 $ .                     6 + 1 - 2 = ? 6 + 1 = 7 ; 7 - 2 = 5 ; # 5 $ . .
 
-Where prompts are a good part of the tokens, each is computed once for all its responses, whose attention reads its keys
-and values (`SharedPrompts`). The last token of a response predicts nothing and is left out there.
+Where prompts are a good part of the tokens, each prompt is computed once for all its responses, whose attention reads
+the prompt's keys and values (`SharedPrompts`). The last token of a response predicts nothing and is left out there.
 
 Shape suffixes: B rows, S columns of the batch, T response columns, G distinct prompts, N tokens laid out, M response
 tokens, L MoE layers, K experts per token, H query heads, J key/value heads, D head dimension.
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
 
-BUCKET_TOKENS = 512  # that attention takes together: fewer waste less on padding, more cost fewer calls
-WORTH_SHARING = 0.1  # of the tokens: what sharing must save, as it costs a copy of keys and values
+BUCKET_TOKENS = 512  # tokens per bucket: fewer waste less on padding, more need fewer calls
+WORTH_SHARING = 0.1  # the least share of tokens that sharing prompts must save, since it copies keys and values
 
 
 def lay_out(batch: TrainBatch) -> Sequences:
-    """The layout that computes less."""
+    """Return the layout of the batch that computes less: `Sequences` or `SharedPrompts`."""
     tokens = int(batch.attention_BS.sum())
     distinct_G, group_B = batch.prompts_B.unique(return_inverse=True)
     first_G = torch.full_like(distinct_G, len(batch)).scatter_reduce(
@@ -40,7 +40,8 @@ def lay_out(batch: TrainBatch) -> Sequences:
 
 
 def _same_replay(batch: TrainBatch, first_B: Tensor) -> bool:
-    """Whether rows with the same prompt replay the same experts on it: engines may have routed it differently."""
+    """Return whether rows with the same prompt replay the same experts on it. They may not: engines may route the same
+    prompt differently each time."""
     if batch.replay_BSLK is None:
         return True
     prompts = batch.replay_BSLK[:, : batch.prompt_width]
@@ -48,8 +49,8 @@ def _same_replay(batch: TrainBatch, first_B: Tensor) -> bool:
 
 
 class Sequences:
-    """Every row by itself, prompt and response. `at_BS` says where a position of the batch stands in the list, -1 where
-    it does not."""
+    """Lays out every row by itself, prompt and response. `at_BS` is the place of each position of the batch in the flat
+    list, -1 if it is not in the list."""
 
     def __init__(self, batch: TrainBatch):
         self.attention_BS, self.prompt_width = batch.attention_BS, batch.prompt_width
@@ -57,7 +58,7 @@ class Sequences:
         self.prompts_B = self.attention_BS[:, : self.prompt_width].sum(1)
         self.responses_B = self.attention_BS[:, self.prompt_width :].sum(1)
         self.at_BS = torch.full_like(batch.tokens_BS, -1)
-        self.rectangles: list[tuple[int, int]] = []  # (rows, columns) in the order of the list
+        self.rectangles: list[tuple[int, int]] = []  # (rows, columns) of each, in the order of the list
         self.filled, self.longest = 0, 1
         self._index: list[Tensor] = []
         self._positions: list[Tensor] = []
@@ -66,16 +67,18 @@ class Sequences:
         self.tokens_N = batch.tokens_BS.flatten().index_select(0, self.index_N)
         self.rows_M, self.columns_M = self.attention_BS[:, self.prompt_width :].nonzero(as_tuple=True)
         self.predicting_M = self.at_BS[self.rows_M, self.prompt_width + self.columns_M - 1]
-        self.taken_M = batch.tokens_BS[self.rows_M, self.prompt_width + self.columns_M]
+        self.target_M = batch.tokens_BS[self.rows_M, self.prompt_width + self.columns_M]
 
     def _place(self) -> None:
+        """Append all rectangles to the list."""
         lengths_B = self.prompts_B + self.responses_B
         for rows in buckets(lengths_B, torch.arange(len(lengths_B), device=self.device)):
             self._rectangle(rows, self.prompt_width - self.prompts_B[rows], lengths_B[rows], torch.zeros_like(rows))
 
     def _rectangle(self, rows: Tensor, starts: Tensor, lengths: Tensor, positions: Tensor) -> int:
-        """Append `lengths` tokens of some rows from their columns `starts` on, whose positions begin at `positions`, as
-        a rectangle of the longest; says where it begins."""
+        """Append one rectangle, as wide as the longest of `lengths`, and return its first place in the list.
+
+        It holds `lengths` tokens of each row from column `starts` on, whose positions begin at `positions`."""
         longest, begin = int(lengths.max()), self.filled
         columns = torch.arange(longest, device=self.device)
         at = (starts[:, None] + columns).clamp(max=self.width - 1)
@@ -91,43 +94,45 @@ class Sequences:
         return begin
 
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-        """Causal attention of every row; what stands to the right of one is computed and never looked at."""
+        """Compute causal attention within every row. What is computed at padding, right of its end, is never used."""
         sizes = [rows * columns for rows, columns in self.rectangles]
-        parts = zip(self.rectangles, q_NHD.split(sizes), k_NJD.split(sizes), v_NJD.split(sizes), strict=True)
-        mixed = [attention(*(x.unflatten(0, shape) for x in qkv)) for shape, *qkv in parts]
+        pieces = zip(self.rectangles, q_NHD.split(sizes), k_NJD.split(sizes), v_NJD.split(sizes), strict=True)
+        mixed = [attention(*(x.unflatten(0, shape) for x in (q, k, v))) for shape, q, k, v in pieces]
         return torch.cat(mixed)
 
     def flat(self, x_BSLK: Tensor) -> Tensor:
-        """Something of every position in the network's order, [N, ...]."""
+        """Bring something that every position has into the order of the flat list, [N, ...]."""
         return x_BSLK.flatten(0, 1).index_select(0, self.index_N)
 
     def experts(self, own_NLK: Tensor) -> Tensor:
-        """The routers' choice back in the batch's layout, int16, NOT_RECORDED where nothing was computed."""
+        """Bring the routers' choice back into the batch's layout [B, S, L, K], int16; NOT_RECORDED where nothing was
+        computed."""
         own_BSLK = own_NLK.to(torch.int16).index_select(0, self.at_BS.flatten().clamp(min=0))
         own_BSLK[self.at_BS.flatten() < 0] = NOT_RECORDED
         return own_BSLK.unflatten(0, self.at_BS.shape)
 
     def responses(self, x_M: Tensor, width: int) -> Tensor:
-        """A number of every response token in the batch's layout, 0 at padding. [B, T]"""
+        """Bring one number per response token into the batch's layout [B, T], 0 at padding."""
         return x_M.new_zeros(len(self.at_BS), width).index_put((self.rows_M, self.columns_M), x_M)
 
 
 class SharedPrompts(Sequences):
-    """Prompts first, every distinct one once; then the responses without their last tokens, in buckets."""
+    """Lays out every distinct prompt once, then the responses without their last tokens, in buckets."""
 
     def __init__(self, batch: TrainBatch, first_G: Tensor, group_B: Tensor):
         self.first_G, self.group_B = first_G, group_B
-        self.buckets: list[tuple[tuple[int, int], Tensor]] = []  # (rows, columns) of keys, mask
+        self.buckets: list[tuple[tuple[int, int], Tensor]] = []  # (rows, columns) of the keys, and the mask
         self._keys: list[Tensor] = []
         super().__init__(batch)
         self.keys = torch.cat(self._keys) if self._keys else None
 
     def _place(self) -> None:
+        """Append all rectangles to the list: that of the prompts first."""
         prompts_G = self.prompts_B[self.first_G]
         self._rectangle(self.first_G, self.prompt_width - prompts_G, prompts_G, torch.zeros_like(prompts_G))
         stride = self.rectangles[0][1]
         columns = torch.arange(self.prompt_width, device=self.device)
-        # the other rows of a group find the prompt's tokens where the first row's are
+        # All rows of a group find their prompt's tokens where those of the group's first row are.
         in_prompt = columns - (self.prompt_width - self.prompts_B[:, None])
         places = self.group_B[:, None] * stride + in_prompt
         self.at_BS[:, : self.prompt_width] = torch.where(in_prompt >= 0, places, -1)
@@ -135,6 +140,7 @@ class SharedPrompts(Sequences):
             self._bucket(rows)
 
     def _bucket(self, rows: Tensor) -> None:
+        """Append the responses of some rows as one rectangle, and note which keys they may attend to."""
         prompts, fed = self.prompts_B[rows], self.responses_B[rows] - 1
         begin = self._rectangle(rows, torch.full_like(rows, self.prompt_width), fed, prompts)
         longest = self.rectangles[-1][1]
@@ -148,24 +154,23 @@ class SharedPrompts(Sequences):
         self.buckets.append(((len(rows), before + longest), mask))
 
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-        """Prompts among themselves; responses over their prompt's keys and their own."""
-        q_parts = q_NHD.split([rows * columns for rows, columns in self.rectangles])
-        prompts, count = self.rectangles[0], len(q_parts[0])
-        own = (x.unflatten(0, prompts) for x in (q_parts[0], k_NJD[:count], v_NJD[:count]))
+        """Compute attention: prompts attend within themselves, responses to their prompt and to themselves."""
+        q_pieces = q_NHD.split([rows * columns for rows, columns in self.rectangles])
+        prompts, count = self.rectangles[0], len(q_pieces[0])
+        own = (x.unflatten(0, prompts) for x in (q_pieces[0], k_NJD[:count], v_NJD[:count]))
         mixed = [attention(*own)]
         if self.keys is not None:
             sizes = [rows * columns for (rows, columns), _ in self.buckets]
             keys, values = (x.index_select(0, self.keys).split(sizes) for x in (k_NJD, v_NJD))
             for (shape, mask), queries, q, k, v in zip(
-                self.buckets, self.rectangles[1:], q_parts[1:], keys, values, strict=True
+                self.buckets, self.rectangles[1:], q_pieces[1:], keys, values, strict=True
             ):
-                parts = q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape)
-                mixed.append(attention(*parts, mask))
+                mixed.append(attention(q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape), mask))
         return torch.cat(mixed)
 
 
 def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
-    """Rows of similar length together, so many that they hold about BUCKET_TOKENS; the longest first."""
+    """Cut the rows into buckets of similar length, each of about BUCKET_TOKENS tokens, the longest rows first."""
     order = rows[lengths_B[rows].argsort(descending=True, stable=True)]
     lengths, found, start = lengths_B[order].tolist(), [], 0
     while start < len(order):
@@ -176,12 +181,13 @@ def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[rows, columns, heads, D] each; the result as a flat list. Without mask: causal."""
+    """Compute attention of q, k and v, [rows, columns, heads, D] each, causal if there is no `mask`. The result is a flat
+    list [rows * columns, heads, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.to(q.dtype)
     shared = q.shape[1] // k.shape[1]
     if shared > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # of the fused kernels there only flash takes heads that share keys, and it takes neither a mask nor float32
+        # On a GPU only the flash kernel takes heads that share keys, and it takes neither a mask nor float32.
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         shared = 1
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared > 1)

@@ -1,4 +1,4 @@
-"""The policy that is trained: log-probabilities and entropy of responses, with their routing; its cost in FLOPs.
+"""The policy that is trained: gives log-probs, entropy, values and routing of responses, and its cost in FLOPs.
 
 Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L MoE layers, K experts per token.
 """
@@ -18,7 +18,7 @@ from gspo.core.batch import NOT_RECORDED, TrainBatch
 from gspo.model.cost import active_parameters
 from gspo.model.kernels import TokenLogProbs
 from gspo.model.loading import positions
-from gspo.model.network import Network, known
+from gspo.model.network import Network, is_supported
 from gspo.model.packing import lay_out
 from gspo.model.prompts import PromptFormat
 from gspo.model.routing_replay import Routing
@@ -27,16 +27,16 @@ from gspo.model.value_head import ValueHead
 
 @dataclass
 class PolicyOutput:
-    """What one forward pass over a batch says of its response tokens."""
+    """The results of one forward pass over a batch."""
 
     logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
-    entropy_BT: Tensor | None  # float32, -sum_v pi log pi, without gradient; None if not asked for
-    experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None for dense models
-    values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without critic
+    entropy_BT: Tensor | None  # float32, -sum_v pi log pi, no gradient; None if not asked for
+    experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None if dense
+    values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without a critic
 
 
 class Policy:
-    """A causal language model as a policy, with a critic on the same network if there is a `value_head`."""
+    """A causal language model as a policy. With a `value_head` it has a critic on the same network."""
 
     def __init__(
         self,
@@ -55,34 +55,35 @@ class Policy:
         self.prompts = prompts or PromptFormat()
         self.prompts.check(tokenizer)
         self.routing = Routing(model)
-        self.network = Network(model, checkpointing) if known(model) else None  # None: the model's own forward
+        self.network = Network(model, checkpointing) if is_supported(model) else None  # None: use the model's own
         if checkpointing and not self.network:
             raise ValueError(f"policy.checkpointing=true: it is not there for {type(model).__name__}")
-        self.precision = precision  # of forward's matrix products; engines sample without it
+        self.precision = precision  # of the matrix products in `forward`; engines have their own
         ends = model.generation_config.eos_token_id if model.generation_config else None
-        ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn with another token than a text
+        ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn and a text with different tokens
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
 
     @property
     def positions(self) -> int | None:
-        """Tokens of prompt and response together; None: no bound."""
+        """How many tokens of prompt and response together the model can take; None for no bound."""
         return positions(self.model)
 
     @property
     def device(self) -> torch.device:
+        """The device that the model is on."""
         return self.model.device
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Everything that is trained."""
+        """Return all trained parameters: the model's and the critic's."""
         return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The model's weights by name, as an engine loads them. They are the weights themselves, not copies."""
+        """Return the model's weights by name, as an engine loads them. They are the weights themselves, not copies."""
         return self.model.state_dict().items()
 
     @torch.no_grad()
     def load_tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over weights, rounded to this policy's precision. Raises ValueError for other names or shapes."""
+        """Copy weights into the model, rounded to its precision. Raises ValueError for other names or shapes."""
         own = dict(self.model.state_dict())
         for name, tensor in named_tensors:
             if name not in own or own[name].shape != tensor.shape:
@@ -92,14 +93,14 @@ class Policy:
             raise ValueError(f"weights are missing: {', '.join(own)}")
 
     def copy(self, dtype: torch.dtype | None = None) -> Policy:
-        """The same policy on tensors of its own, without critic, in another precision if one is given.
+        """Return the same policy on tensors of its own, without critic, in the precision `dtype` if it is given.
 
-        Only parameters are rounded: engines keep the buffers (rotary frequencies) in float32.
+        Only parameters are rounded: the buffers (rotary frequencies) stay in float32, as engines have them.
         """
         config = self.model.config
         attention = config._attn_implementation
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
-        model.to(self.device, torch.float32)  # its parameters require a gradient as ours do: kernels look at that
+        model.to(self.device, torch.float32)  # like ours its parameters require a gradient: kernels depend on that
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype or self.model.dtype)
         model.generation_config = self.model.generation_config
@@ -108,25 +109,26 @@ class Policy:
         return twin
 
     @property
-    def prompts_are(self) -> str:
-        """chat or plain."""
+    def prompt_format_used(self) -> str:
+        """The format that prompts are encoded in: "chat" or "plain"."""
         return self.prompts.used(self.tokenizer)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt, in the policy's format."""
+        """Return the token ids of a prompt in the policy's format."""
         return self.prompts.encode(self.tokenizer, text)
 
     def rendered(self, prompt_ids: list[int]) -> str:
-        """A prompt's token ids as text again, special tokens included: what the policy sees."""
+        """Return a prompt's token ids as text, special tokens included: what the policy sees."""
         return self.tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
 
     def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
-        """Log-probs of the response tokens; through the experts of `batch.replay_BSLK` if it has any. 0 at padding."""
+        """Compute log-probs of the response tokens, 0 at padding. If the batch has `replay_BSLK`, the tokens go through
+        those experts. `entropy` says whether to compute the entropy too."""
         batch = batch.to(self.device)
         return self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
-        """By our own forward (gspo.model.network), with logits at response tokens only."""
+        """Use our own forward (gspo.model.network), and compute logits at response tokens only."""
         sequences, width = lay_out(batch), batch.mask_BT.shape[1]
         replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
         with self._rounding():
@@ -136,7 +138,7 @@ class Policy:
         hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
         rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
         logp_M, entropy_M = TokenLogProbs.apply(
-            rounded_MW, self.network.head, sequences.taken_M, self.temperature, entropy
+            rounded_MW, self.network.head, sequences.target_M, self.temperature, entropy
         )
         return PolicyOutput(
             sequences.responses(logp_M, width),
@@ -146,19 +148,19 @@ class Policy:
         )
 
     def _rounding(self) -> AbstractContextManager:
-        """Within: matrix products in the policy's precision."""
+        """Within this context matrix products are in the policy's precision."""
         if self.precision == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
     def _frozen(self) -> AbstractContextManager:
-        """Within: the weights do not change."""
+        """Within this context the weights must not change."""
         return self.network.frozen() if self.network and self.precision == torch.float32 else nullcontext()
 
     def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
-        """By the model's own forward on the padded batch: any architecture."""
+        """Use the model's own forward on the padded batch, which every architecture has."""
         width = batch.mask_BT.shape[1]
-        hidden = self.value_head.listening(self.model) if self.value_head else nullcontext()
+        hidden = self.value_head.recording(self.model) if self.value_head else nullcontext()
         with self.routing.recording(batch.replay_BSLK), hidden, self._rounding():
             logits_BTV = self.model(
                 input_ids=batch.tokens_BS,
@@ -169,15 +171,17 @@ class Policy:
             ).logits[:, :-1]
             experts_BSLK = self.routing.recorded(len(batch)) if self.routing.layers else None
         logits_BTV = logits_BTV.float() if self.temperature == 1 else logits_BTV.float() / self.temperature
-        taken_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
-        logp_BT = taken_BT - logits_BTV.logsumexp(-1)
+        target_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
+        logp_BT = target_BT - logits_BTV.logsumexp(-1)
         entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1) if entropy else None
-        values_BT = self.value_head.heard() if self.value_head else None
+        values_BT = self.value_head.values_of_last_forward() if self.value_head else None
         return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, micro_batch_size: int) -> PolicyOutput:
-        """Log-probs, experts and values of a whole batch under the current weights: no gradient, no entropy, on CPU."""
+        """Compute log-probs, experts and values of a whole batch under the current weights, in micro-batches.
+
+        There is no gradient and no entropy; the results are on the CPU."""
         logp_BT, values_BT = torch.zeros_like(batch.engine_logp_BT), torch.zeros_like(batch.engine_logp_BT)
         experts_BSLK = None
         if self.routing.layers:
@@ -198,15 +202,16 @@ class Policy:
 
     @cached_property
     def active_parameters(self) -> int | None:
-        """Parameters that one token passes through; None if it cannot be told."""
+        """How many parameters one token passes through; None if that cannot be determined."""
         return active_parameters(self.model)
 
     def forward_flops(self, lengths: Tensor) -> float:
-        """FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus attention.
+        """Return the FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus
+        attention.
 
-        Attention: scores and weighted values are 2 multiply-adds per head dimension and pair of positions, half of the
-        pairs being masked: 2 * layers * heads * head_dim * length^2 per sequence. A backward costs twice a forward.
-        Only where `active_parameters` is known.
+        Attention costs two multiply-adds per head dimension and pair of positions, one for the score and one for the
+        weighted value, and half of the pairs are masked: 2 * layers * heads * head_dim * length^2 per sequence. A
+        backward costs twice as much as a forward. Call this only where `active_parameters` is not None.
         """
         config = self.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""How a problem's text becomes the tokens that a model sees: as it is, or as the user's turn of a chat."""
+"""Turns a problem's text into the tokens that a model sees: the text as it is, or as the user's turn of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass
 class PromptFormat:
-    """auto: a chat where the tokenizer has a chat template, else plain text. `system` goes before the user's turn."""
+    """The settings under `prompt`.
+
+    format   plain: the text as it is; chat: as the user's turn; auto: chat if the tokenizer has a chat template
+    system   a system message before the user's turn of a chat; empty: none
+    """
 
     format: str = "auto"  # auto | plain | chat
     system: str = ""
@@ -21,19 +25,21 @@ class PromptFormat:
             raise ValueError(f"prompt.system={self.system!r} with prompt.format=plain: a plain text has no system turn")
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ValueError if the tokenizer cannot do what is asked."""
+        """Raise ValueError if the tokenizer has no chat template and these settings need one."""
         if tokenizer.chat_template is None and self.format == "chat":
             raise ValueError("prompt.format=chat: this model's tokenizer has no chat template; use prompt.format=plain")
         if tokenizer.chat_template is None and self.system:
             raise ValueError(f"prompt.system={self.system!r}: this model's tokenizer has no chat template to put it in")
 
     def used(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """What auto becomes with this tokenizer: chat or plain."""
+        """Return the format that is used with this tokenizer: "chat" or "plain", also where `format` is auto."""
         return "plain" if self.format == "plain" or tokenizer.chat_template is None else "chat"
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Token ids: plain with the begin-of-sequence token if the tokenizer adds one, never with an end; a chat up to
-        where the assistant's turn begins."""
+        """Return the token ids of a prompt.
+
+        A plain text begins with the begin-of-sequence token if the tokenizer adds one, and has no end-of-sequence
+        token. A chat goes up to where the assistant's turn begins."""
         if self.used(tokenizer) == "plain":
             ids = tokenizer(text)["input_ids"]
             return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids

@@ -1,17 +1,18 @@
-"""Which experts each token is sent to: recording it, and replaying it (Routing Replay).
+"""Records which experts each token is sent to, and sends tokens to recorded experts again (Routing Replay).
 
 Routing Replay sends every token to experts that were recorded before, so that numerator and denominator of the ratio
-pi / pi_old go through the same network (GSPO paper, section 5.3). Whose experts (names of arXiv:2512.01374):
+pi / pi_old go through the same network (GSPO paper, section 5.3). There are two kinds (names of arXiv:2512.01374):
 
-    R2   those that the trainer chose under the old policy, in the gradient steps
-    R3   those that the engine chose while it sampled (arXiv:2510.11370), in the old log-probs and the gradient steps
+    R2   replays the experts that the trainer chose under the old policy, in the gradient steps
+    R3   replays those that the engine chose while it sampled (arXiv:2510.11370), in the old log-probs and the
+         gradient steps
 
 Only the expert *indices* are replayed. The gate weights come from the *current* router:
 
     p = softmax(router logits)        w_e = p_e / sum_{e' in replayed} p_e'     (as the model itself normalises)
 
-so the router keeps its gradient. Works by forward hooks on the softmax routers of transformers that are named below;
-before a replay each router is tried once on random input, and one that weighs experts otherwise is refused.
+so the router keeps its gradient. Recording and replay use forward hooks on the routers of transformers that are named
+below. Before a replay each router is tried once on random input, and one with another gate formula is refused.
 
 Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E experts, N = B*S.
 """
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 
 from gspo.core.batch import NOT_RECORDED
 
-# routers that return (logits, weights, experts); other families are neither recorded nor replayed
+# The routers that return (logits, weights, experts); those of other families are neither recorded nor replayed.
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
 
 
 class Routing:
-    """Hooks on a model's routers. Without MoE layers `layers` is 0 and nothing is recorded."""
+    """Holds the hooks on a model's routers. For a dense model `layers` is 0 and nothing is recorded."""
 
     def __init__(self, model: nn.Module):
         self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
@@ -43,20 +44,21 @@ class Routing:
 
     @property
     def layers(self) -> int:
+        """How many MoE layers the model has (L)."""
         return len(self.routers)
 
     @property
     def experts(self) -> int:
-        """Experts per layer (E); 0 without MoE layers."""
+        """How many experts a layer has (E); 0 for a dense model."""
         return self.routers[0].num_experts if self.routers else 0
 
     @property
     def top_k(self) -> int:
-        """Experts per token (K); 0 without MoE layers."""
+        """How many experts a token goes to (K); 0 for a dense model."""
         return self.routers[0].top_k if self.routers else 0
 
     def check_replay(self) -> None:
-        """Raises ValueError if there is nothing to replay, or a router's gate weights are not what we would compute."""
+        """Raise ValueError if there is no router to replay, or if a router's gate weights differ from our formula."""
         if not self.routers:
             raise ValueError(f"there is no router to replay; routing is known of {', '.join(ROUTERS)}")
         for router in self.routers:
@@ -64,7 +66,8 @@ class Routing:
 
     @contextmanager
     def recording(self, replay_BSLK: Tensor | None = None) -> Iterator[None]:
-        """Within: every forward records the routers' own choice, and is overridden by `replay_BSLK` if given."""
+        """Within this context every forward records the routers' own choice. If `replay_BSLK` is given, tokens go to
+        those experts instead."""
         self._own_LNK, self._replay_BSLK = [None] * self.layers, replay_BSLK
         try:
             yield
@@ -72,10 +75,12 @@ class Routing:
             self._own_LNK = self._replay_BSLK = None
 
     def recorded(self, rows: int) -> Tensor:
-        """The routers' own choice in the last forward within `recording`, also under a replay. [B, S, L, K]"""
+        """Return the routers' own choice in the last forward within `recording`, also during a replay, as
+        [B, S, L, K]."""
         return torch.stack([own.view(rows, -1, own.shape[-1]) for own in self._own_LNK], dim=2).to(torch.int16)
 
     def _hook(self, layer: int, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
+        """Record a router's choice; during a replay, return weights and experts that replace its output."""
         if self._own_LNK is None:
             return None
         logits_NE, weights_NK, own_NK = output
@@ -83,12 +88,12 @@ class Routing:
         if self._replay_BSLK is None:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(own_NK.shape).to(own_NK.dtype)
-        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)  # at padding: the router's own choice
+        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)  # padding keeps the router's own choice
         return logits_NE, gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
 
 
 def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """Softmax over all experts, gathered at the chosen ones, normalised over them if the model does so."""
+    """Return the softmax over all experts at the chosen ones [N, K], normalised over these if the model does so."""
     weights_NK = logits_NE.softmax(-1, dtype=torch.float32).gather(-1, experts_NK)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such setting and always normalises
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
@@ -96,7 +101,7 @@ def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Te
 
 
 def _check_gate_formula(router: nn.Module) -> None:
-    """Raises ValueError if our gate formula does not give the router's own weights."""
+    """Raise ValueError if our gate formula does not give the router's own weights on random input."""
     weight = router.weight
     probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A character tokenizer, saved as a normal PreTrainedTokenizerFast so that any engine can load the model's folder."""
+"""The tokenizer of the tiny models: one token per character, as a normal PreTrainedTokenizerFast that engines load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline, plus padding, begin and end of sequence.
+    """Return a tokenizer with one token per printable ASCII character and newline, and three special tokens.
+
+    The special tokens are padding, begin of sequence and end of sequence.
 
     >>> tokenizer = character_tokenizer()
     >>> tokenizer.decode(tokenizer("7+5=12")["input_ids"])

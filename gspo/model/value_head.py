@@ -1,7 +1,7 @@
-"""The critic: a linear value head on the policy's own network, the classic PPO set-up with a shared trunk.
+"""The critic: a linear value head on the policy's own network, which is the classic PPO set-up with a shared trunk.
 
-V(x, y_<t) is read off the hidden state that predicts token t, so a value costs no forward pass of its own. The value
-loss trains the trunk too. The head starts at 0: every value is 0 before the first update, whatever the seed.
+V(x, y_<t) is computed from the hidden state that predicts token t, so a value costs no forward pass of its own. The
+value loss trains the trunk too. The head starts at 0: every value is 0 before the first update, whatever the seed.
 
 Shape suffixes: B responses, T response tokens, H hidden size.
 """
@@ -20,7 +20,7 @@ FILE = "value_head.pt"
 
 
 class ValueHead(torch.nn.Module):
-    """V = w . h + b in float32, on the input of the language-model head."""
+    """Computes V = w . h + b in float32 from the input h of the language-model head."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -30,8 +30,8 @@ class ValueHead(torch.nn.Module):
         self._hidden_BTH: Tensor | None = None
 
     @contextmanager
-    def listening(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within: the forward pass leaves its last hidden states here."""
+    def recording(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within this context the model's forward pass leaves its last hidden states here."""
 
         def keep(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
             self._hidden_BTH = inputs[0]
@@ -43,17 +43,18 @@ class ValueHead(torch.nn.Module):
             handle.remove()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """V of hidden states [..., H] that predict a response token. [...]"""
+        """Return V [...] of hidden states [..., H] that predict a response token."""
         return self.linear(hidden.float()).squeeze(-1)
 
-    def heard(self) -> Tensor:
-        """V at every position of the last forward pass but its last: one value before each response token. [B, T]"""
+    def values_of_last_forward(self) -> Tensor:
+        """Return V [B, T] at every position of the last forward pass except its last: one value before each response
+        token."""
         hidden_BTH, self._hidden_BTH = self._hidden_BTH, None
         return self(hidden_BTH[:, :-1])
 
     @staticmethod
     def open(model: PreTrainedModel, folder: Path | None) -> ValueHead:
-        """A checkpoint's head, or a new one for the model."""
+        """Load a checkpoint's head; without `folder`, make a new one for the model."""
         head = ValueHead(model.config.hidden_size)
         if folder:
             head.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))

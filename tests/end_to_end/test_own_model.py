@@ -168,7 +168,7 @@ def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
         (PromptFormat("plain"), "1+1?"),
     ):
         policy = Policy(model, tokenizer, prompts=prompts)
-        assert policy.prompts_are == ("plain" if prompts.format == "plain" else "chat")
+        assert policy.prompt_format_used == ("plain" if prompts.format == "plain" else "chat")
         engine, seed = LocalEngine(policy), (1, "rollout")
         ((response,),) = engine.generate([Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed)
         assert response.rendered == text and response.finish_reason == "budget"

@@ -107,9 +107,9 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, blocks, monk
     `blocks` every matrix is prepared as large ones are."""
     if blocks:
         monkeypatch.setattr(packed_weights, "LARGE", 1)
-        monkeypatch.setattr(packed_weights, "FEW", 0)
+        monkeypatch.setattr(packed_weights, "ALL_EXPERTS_BELOW", 0)
         with policy.network.frozen(copy_experts=True):
-            assert all(by.experts if hasattr(layer.mlp, "experts") else by.down for layer, by in layers(policy))
+            assert all(own.experts if hasattr(layer.mlp, "experts") else own.down for layer, own in layers(policy))
     engine, sampling = LocalEngine(policy), Sampling(1.0, 60)
     record = policy.routing.layers > 0
     ours = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
@@ -157,12 +157,12 @@ def test_a_setting_that_changes_the_arithmetic_is_not_known(extra):
 
 def test_a_model_that_computes_otherwise_is_not_known_whatever_its_name():
     policy = made(*FAMILIES["llama"])
-    assert network.known(policy.model)
+    assert network.is_supported(policy.model)
     policy.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + 1)
     policy.model.model.layers[0].self_attn.register_forward_hook(
         lambda module, args, output: (output[0] * 2, output[1])
     )
-    assert not network.known(policy.model)
+    assert not network.is_supported(policy.model)
 
 
 def test_an_unknown_architecture_runs_through_its_own_forward():
@@ -273,7 +273,7 @@ def test_every_position_stands_where_the_layout_says(laid_out):
     assert torch.equal(layout.positions_N[layout.at_BS[placed]], positions[placed])
     assert layout.longest > int(layout.positions_N.max()) and len(layout.rectangles) > 3
     mask = batch.mask_BT
-    back = layout.responses(layout.taken_M.double(), mask.shape[1])
+    back = layout.responses(layout.target_M.double(), mask.shape[1])
     assert torch.equal(back[mask], batch.tokens_BS[:, batch.prompt_width :][mask].double()) and not back[~mask].any()
 
 
