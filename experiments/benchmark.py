@@ -22,8 +22,9 @@ from gspo.config.load import register_schemas, to_settings
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
 from gspo.model.loading import HFModel
+from gspo.run.build import starting_model_folder
 from gspo.run.cli import command_line, one_line
-from gspo.run.directory import code_state, starting_folder
+from gspo.run.directory import code_state
 from gspo.tracking.tracker import Progress
 from speed.generate import compare_generation, generation_table
 from speed.measure import measure, table
@@ -95,7 +96,7 @@ def prepared(command: BenchmarkCommand) -> Settings:
         settings.task = EvenText(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
         return settings
     bar = Progress("cold start", settings.cold_start.steps, 0, sys.stderr.isatty())
-    folder = starting_folder(settings, lambda step, _, loss: bar(step, loss=loss))
+    folder = starting_model_folder(settings, lambda step, _, loss: bar(step, loss=loss))
     bar.close()
     settings.model, settings.cold_start.steps = HFModel(path=str(folder)), 0
     return settings

@@ -26,9 +26,9 @@ from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.requests import Sampling
-from gspo.run.build import local_engine
+from gspo.run.build import local_engine, open_policy, print_sandbox_layers, usable_device
 from gspo.run.cli import command_line, one_line
-from gspo.run.directory import code_state, exclusive, open_policy, recorded, say_layers, usable_device
+from gspo.run.directory import code_state, exclusive, settings_and_checkpoint
 from gspo.tasks.base import Task
 from gspo.train.checkpoint import read_state
 
@@ -60,7 +60,7 @@ def main(config: DictConfig) -> None:
         task.key = f"tasks.{name}"
     device = usable_device(command.device, "device")
     subject = of_run(command) if command.run else of_model(command, device)
-    say_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
+    print_sandbox_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
     sets = subject.sets if command.max_new_tokens else [within_positions(s, subject.engine) for s in subject.sets]
     policy, sets = subject.engine.policy, [with_room(s, subject.engine, s.limit) for s in sets]
     settings = {
@@ -158,14 +158,14 @@ def of_run(command: EvaluateCommand) -> Subject:
     evaluations."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
-    settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
+    settings, checkpoint = settings_and_checkpoint(command.run, command.step, command.allow_weak_sandbox)
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():
         settings.prompt = command.prompt
     if command.device != "auto":
         settings.policy.device = command.device
-    policy = open_policy(settings, checkpoint, report=lambda *_: None)
+    policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
     step = read_state(checkpoint)["step"]
     engine = local_engine(policy, settings.rollout, command.batch_rows)
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": settings.rollout.dtype}

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from gspo.core.arguments import key_values
-from gspo.run.cli import command_line, report
-from gspo.tracking.run_report import write
+from gspo.run.cli import command_line, print_error
+from gspo.tracking.run_report import write_page
 
 
 def main() -> None:
@@ -28,9 +28,9 @@ def main() -> None:
     wrong = False
     for argument in arguments:
         try:
-            print(write(Path(argument.removeprefix("run="))))
-        except ValueError as error:  # the pages of the other runs are still written
-            wrong = report(error)
+            print(write_page(Path(argument.removeprefix("run="))))
+        except ValueError as error:  # the others' pages are written
+            wrong = print_error(error)
     sys.exit(wrong)
 
 

@@ -15,9 +15,9 @@ from gspo.config.schema import to_dataclass
 from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import score
-from gspo.run.build import local_engine
+from gspo.run.build import local_engine, open_policy
 from gspo.run.cli import command_line, one_line
-from gspo.run.directory import open_policy, recorded
+from gspo.run.directory import settings_and_checkpoint
 
 register_schemas()
 
@@ -26,14 +26,14 @@ register_schemas()
 @one_line
 def main(config: DictConfig) -> None:
     command: SampleCommand = to_dataclass(config)
-    settings, checkpoint = recorded(command.run, command.step, command.allow_weak_sandbox)
+    settings, checkpoint = settings_and_checkpoint(command.run, command.step, command.allow_weak_sandbox)
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
     size = settings.task.size(command.set)
     if size is not None and command.set != "train" and command.first + command.problems > size:
         raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
-    policy = open_policy(settings, checkpoint, report=lambda *_: None)
+    policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
     engine = local_engine(policy, settings.rollout)
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]

@@ -11,7 +11,7 @@ from gspo.config.settings import Settings
 from gspo.core.types import Problem
 from gspo.model.policy import Policy
 from gspo.rollout.engine import LocalEngine
-from gspo.run.directory import device, opened
+from gspo.run.build import load_model, training_device
 
 
 def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[str, float]]]:
@@ -19,7 +19,7 @@ def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[s
     if settings.threads:
         torch.set_num_threads(settings.threads)
     kind, rollout = getattr(torch, settings.rollout.dtype), settings.rollout
-    model, tokenizer = opened(settings, None)
+    model, tokenizer = load_model(settings, None)
     policy = Policy(model, tokenizer)
     policy = policy if kind == torch.float32 else policy.copy(kind)
     policy.model.requires_grad_(False)
@@ -35,7 +35,7 @@ def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[s
                 tokens = sum(len(r.token_ids) for group in groups for r in group)
             else:
                 tokens = generated(policy, problems, settings)
-            if "cuda" in device(settings):
+            if "cuda" in training_device(settings):
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             measured[-1][name] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}

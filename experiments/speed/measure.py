@@ -19,7 +19,7 @@ import torch
 from gspo.config.settings import Settings
 from gspo.model.policy import Policy
 from gspo.rollout.source import Rollout
-from gspo.run.build import assemble
+from gspo.run.build import build_trainer
 from gspo.tracking.tracker import Tracker
 from gspo.train.trainer import Trainer
 
@@ -30,7 +30,7 @@ def measure(settings: Settings, batches: int) -> dict:
     """Time `batches` rollout batches after one to warm up, and return a record that can be written as JSON."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    trainer = assemble(settings, None, lambda *_: None)
+    trainer = build_trainer(settings)
     policy, rows, peak = trainer.policy, [], matmul_peak(trainer.policy)
     with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(Path(folder), settings.tracking, asdict(settings), "benchmark", [])

@@ -181,8 +181,9 @@ def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute attention of q, k and v, [rows, columns, heads, D] each; causal if there is no `mask`. The result is flat:
-    [rows * columns, heads, D]."""
+    """Compute attention of q, k and v, [rows, columns, heads, D] each, as a flat list [rows * columns, heads, D].
+
+    Without `mask` it is causal."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.to(q.dtype)
     shared = q.shape[1] // k.shape[1]

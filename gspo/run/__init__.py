@@ -1,1 +1,1 @@
-"""One run seen from outside: its directory, the trainer built for it, the loop around its steps; sweeps of runs."""
+"""One run seen from outside: its directory, how its trainer is built, the loop around its steps; and sweeps of runs."""

@@ -1,72 +1,221 @@
-"""The parts of a training run put together: policy, reference, engine, source, trainer."""
+"""Builds the trainer of a run: opens policy and reference, starts the engine, and puts source and trainer on top.
+
+`build_trainer` does it all; the other functions are its steps, some of which evaluation and benchmarks use alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
+from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
-from gspo.model.loading import TinyDense, TinyMoE
+from gspo.model.loading import POSITIONS, Loaded, TinyDense, TinyMoE, positions
 from gspo.model.policy import Policy
+from gspo.model.value_head import ValueHead
 from gspo.rollout.engine import Engine, LocalEngine
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.off_policy import StaleSource, make_source
-from gspo.rollout.on_policy import OnPolicySource
+from gspo.rollout.off_policy import make_source
 from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings, VLLMRollout
-from gspo.run.directory import open_policy, open_reference
+from gspo.rollout.source import RolloutSource
+from gspo.run.cli import stop_signal
+from gspo.tracking.tracker import Progress
 from gspo.train.checkpoint import load_optimizer
+from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.train.trainer import Trainer
 
+ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
 
-def assemble(settings: Settings, checkpoint: Path | None, report: Callable[[int, int, float], None]) -> Trainer:
-    """The trainer as the settings say, from the checkpoint if there is one. Raises ValueError for what cannot be."""
-    if isinstance(settings.rollout, VLLMRollout):
-        from gspo.rollout.vllm import check_start  # an installation of its own; only those who ask for it need it
 
-        tiny = isinstance(settings.model, TinyMoE | TinyDense)  # before a cold start that would be in vain
-        check_start(settings.rollout, settings.model.hidden // settings.model.heads if tiny else None)
-    policy = open_policy(settings, checkpoint, report)
-    reference = open_reference(settings, checkpoint, report)
+def build_trainer(settings: Settings, checkpoint: Path | None = None, alone: bool = False) -> Trainer:
+    """Build the trainer of a run, from a checkpoint if there is one.
+
+    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress bar. Raises
+    ValueError for settings that cannot work on this machine or with this model, EngineEnded if the engine's process
+    ends, and Stopped if the user asks to stop during a cold start.
+    """
+    check_training_set(settings)
+    settings.task.ready()
+    with closing(Progress("cold start", settings.cold_start.steps, 0, alone)) as bar:
+
+        def on_cold_start_step(step: int, steps: int, loss: float) -> None:
+            stop_signal().raise_if_requested()
+            bar(step, loss=loss)
+
+        check_engine_start(settings)
+        policy = open_policy(settings, checkpoint, on_cold_start_step)
+        reference = open_reference(settings, checkpoint, on_cold_start_step)
+        check_routing(settings, policy)
+        sampled = policy.copy() if settings.rollout.overlap else policy
+        engine = make_engine(sampled, settings)
+        try:
+            return trainer_on_engine(settings, checkpoint, policy, reference, engine)
+        except BaseException:
+            engine.close()
+            raise
+
+
+def trainer_on_engine(
+    settings: Settings, checkpoint: Path | None, policy: Policy, reference: Policy | None, engine: Engine
+) -> Trainer:
+    """Put source and trainer on top of an engine that has started, restore the checkpoint, and check that the engine
+    has the trainer's weights and room for the held-out problems."""
+    task = settings.task
+    source = make_source(
+        engine,
+        task,
+        settings.rollout,
+        settings.sampler,
+        settings.seed,
+        behaviour_logprobs(settings, engine.policy),
+        trained=policy,
+    )
+    trainer = Trainer(
+        policy,
+        source,
+        settings.algorithm(),
+        settings.optim,
+        settings.trainer,
+        settings.policy,
+        settings.seed,
+        reference,
+    )
+    if checkpoint:
+        trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
+        source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
+    check_engine_weights(source, trainer.state.step)
+    for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
+        with_room(evaluation_set, engine, settings.rollout.longest_limit)  # raises before anything is written
+    return trainer
+
+
+# ------------------------------------------------------------------------------------------- policy and reference
+def open_policy(settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress) -> Policy:
+    """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a critic if the
+    advantage estimator needs values. Makes the cold start if it is not there yet."""
+    if isinstance(settings.model, TinyMoE | TinyDense):
+        check_positions(settings, POSITIONS)  # before a cold start that would be in vain
+    folder = checkpoint or starting_model_folder(settings, on_cold_start_step)
+    model, tokenizer = load_model(settings, folder)
+    check_positions(settings, positions(model))
+    if folder and not checkpoint:
+        reward = recorded_reward(folder)
+        print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
+    return Policy(
+        model,
+        tokenizer,
+        settings.rollout.temperature,
+        ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None,
+        settings.prompt,
+        training_precision(settings),
+        settings.policy.checkpointing,
+    )
+
+
+def open_reference(settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress) -> Policy | None:
+    """Open the reference policy, None if there is no KL term: the policy that the run started from, or the one that it
+    was last refreshed to."""
+    if settings.kl.name == "none":
+        return None
+    refreshed = checkpoint / "reference" if checkpoint else None
+    has_refreshed = refreshed and refreshed.exists()
+    folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
+    model, tokenizer = load_model(settings, folder)
+    return Policy(
+        model.requires_grad_(False),
+        tokenizer,
+        settings.rollout.temperature,
+        precision=training_precision(settings),
+    )
+
+
+def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
+    """Return the folder of the cold-started model, and make it if it is not there yet; None for a run without cold
+    start."""
+    if not settings.cold_start.steps:
+        return None
+    return cold_start(
+        settings.model,
+        settings.task,
+        settings.cold_start,
+        Path(settings.runs) / "cold_starts",
+        on_cold_start_step,
+        training_device(settings),
+        settings.prompt,
+    )
+
+
+def load_model(settings: Settings, folder: Path | None) -> Loaded:
+    """Return model and tokenizer on the run's device: from a folder, or without one as the model's settings make
+    them."""
+    model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
+    return model.to(training_device(settings)), tokenizer
+
+
+def check_positions(settings: Settings, available: int | None) -> None:
+    """Raise ValueError if the longest response leaves no room for any prompt in the model's positions."""
+    limit = settings.rollout.longest_limit
+    if available and limit >= available:
+        raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions")
+
+
+def training_precision(settings: Settings) -> torch.dtype:
+    """Return the precision of the trainer's matrix products."""
+    return getattr(torch, settings.policy.precision)
+
+
+def training_device(settings: Settings) -> str:
+    """Return the device that the model is trained on. Raises ValueError if it cannot be used."""
+    return usable_device(settings.policy.device, "policy.device")
+
+
+def usable_device(wanted: str, key: str) -> str:
+    """Return the wanted device; for "auto" the GPU if there is one, else the CPU.
+
+    Raises ValueError, naming the setting `key`, for a device that cannot be used here."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=wanted).item()
+    except (RuntimeError, AssertionError) as error:  # unknown to torch; no such hardware; a build without it; no memory
+        raise ValueError(f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+    return wanted
+
+
+def print_sandbox_layers(layers: dict[str, str]) -> None:
+    """Print in one line what confines the programs that a task runs; nothing for a task that runs none."""
+    if layers:
+        print("sandbox: " + "; ".join(f"{name}: {state}" for name, state in layers.items()))
+
+
+# ---------------------------------------------------------------------------------------------- engine and source
+def check_engine_start(settings: Settings) -> None:
+    """Raise ValueError if vLLM is asked for and cannot start here. This comes before a cold start that would be in
+    vain."""
+    if not isinstance(settings.rollout, VLLMRollout):
+        return
+    from gspo.rollout.vllm import check_start  # vLLM is an installation of its own: imported only where it is used
+
+    tiny = isinstance(settings.model, TinyMoE | TinyDense)
+    check_start(settings.rollout, settings.model.hidden // settings.model.heads if tiny else None)
+
+
+def check_routing(settings: Settings, policy: Policy) -> None:
+    """Raise ValueError if routing is to be recorded or replayed and the model's routers do not allow it."""
     if settings.policy.routing_replay != "none":
         policy.routing.check_replay()
     if settings.rollout.routes and not policy.routing.layers:
         raise ValueError("rollout.routes=true with a model that has no known routers; set rollout.routes=false")
-    sampled = policy.copy() if settings.rollout.overlap else policy
-    engine = make_engine(sampled, settings)
-    try:
-        task, sampler, keep = settings.task, settings.sampler, behaviour(settings, sampled)
-        source = make_source(engine, task, settings.rollout, sampler, settings.seed, keep, policy)
-        parts = (settings.algorithm(), settings.optim, settings.trainer, settings.policy)
-        trainer = Trainer(policy, source, *parts, settings.seed, reference)
-        if checkpoint:
-            trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
-            source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
-        check_weights(source, trainer.state.step)
-        for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
-            with_room(evaluation_set, engine, settings.rollout.longest_limit)  # before anything is written
-    except BaseException:
-        engine.close()
-        raise
-    return trainer
-
-
-def check_weights(source: OnPolicySource | StaleSource, step: int) -> None:
-    """The guard at the start, where nothing is lost yet: ValueError, so that it is one line."""
-    try:
-        source.check(step)
-    except EngineEnded:
-        raise
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
 
 
 def make_engine(policy: Policy, settings: Settings) -> Engine:
-    """The engine that samples from `policy`. Raises ValueError if it cannot start."""
+    """Start the engine that samples from `policy`. Raises ValueError if it cannot start."""
     rollout = settings.rollout
     if isinstance(rollout, VLLMRollout):
         from gspo.rollout.vllm import VLLMEngine
@@ -76,22 +225,35 @@ def make_engine(policy: Policy, settings: Settings) -> Engine:
 
 
 def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
-    """The in-process engine in the precision of a run's rollouts: what its held-out problems are sampled by too, during
-    training and afterwards. `batch_rows` 0: the run's."""
+    """Return an in-process engine in the precision of a run's rollouts. It also samples held-out problems, during
+    training and afterwards. With `batch_rows` 0 it has the run's."""
     return LocalEngine(policy, batch_rows or rollout.batch_rows, getattr(torch, rollout.dtype))
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
-    """The run's own engine; beside one that samples while the trainer works, an in-process one of the same precision,
-    which must be handed the current weights before it is used."""
+    """Return the engine that samples held-out problems: the run's own, or with rollout.overlap, where that one is busy,
+    an in-process engine of the same precision. The latter must load the current weights before each use."""
     if settings.rollout.overlap:
         return local_engine(trainer.policy, settings.rollout)
     return trainer.source.engine
 
 
-def behaviour(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
-    """Keeps log-probs under the weights that sampled, where the step's start comes later and they are asked for."""
+def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
+    """Return what keeps log-probs under the weights that sampled, None where the settings do not use those: where
+    responses are trained on at the step that sampled them, or with policy.old_logprobs=step_start."""
     later = settings.rollout.staleness or settings.rollout.token_budget
     if not later or settings.policy.old_logprobs == "step_start":
         return None
     return BehaviourLogprobs(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")
+
+
+def check_engine_weights(source: RolloutSource, step: int) -> None:
+    """Raise ValueError if the engine's weights are not the trainer's.
+
+    At the start nothing is lost yet, so the RuntimeError of this check becomes an error of one line."""
+    try:
+        source.check(step)
+    except EngineEnded:
+        raise
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

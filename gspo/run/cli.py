@@ -1,7 +1,8 @@
-"""The process of an entry point: how it is stopped, its exit codes, and how errors become one line.
+"""The process of an entry point: how signals stop it, its exit codes, and how errors become one line.
 
-Exit codes: 0 done; 1 failed, or a job of a sweep did; 2 wrong settings; 4 ended by the monitor; 128 + n stopped by
-signal n, with everything saved: a scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
+Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the monitor ended the run;
+128 + n the process was stopped by signal n, with everything saved, so that a scheduler may start the same command again
+(130 after Ctrl-C, 143 after SIGTERM).
 """
 
 from __future__ import annotations
@@ -28,82 +29,89 @@ from gspo.core import interrupt
 from gspo.core.escaping import guard, line
 from gspo.core.untrusted import HALVES
 
-COLLAPSED = 4
+COLLAPSED = 4  # the exit code of a run that the monitor ended
+# The error numbers of a disk that is full, over quota, broken or read-only.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
-    """A run failed after it had begun: no mistake in its settings, so its traceback is shown and it exits with 1."""
+    """A run failed after it had begun. The settings were right, so the traceback is shown and the exit code is 1."""
 
 
 class Broken(RuntimeError):
-    """Something outside a run failed after it had begun, a file that could not be written or read in most cases. Its
-    message says how to go on; exit code 1."""
+    """Something outside a run failed after the run had begun: in most cases a file could not be written or read. The
+    message says how to go on; the exit code is 1."""
 
 
 class Ended(Broken):
-    """A process that a run needs has ended. Nothing is wrong with the disk: the other jobs of a sweep may run."""
+    """A process that a run needs has ended. The disk is in order, so the other jobs of a sweep may run."""
 
 
 class Collapsed(Exception):
-    """The monitor ended a run: it has collapsed."""
+    """The monitor ended a run because it has collapsed."""
 
 
 class Stopped(Exception):
-    """Raised where a run that was asked to stop has nothing to save yet."""
+    """A run was asked to stop before it had anything to save."""
 
 
 class StopSignal:
-    """SIGINT and SIGTERM ask for a stop after the current step; a second one stops at once.
+    """Turns SIGINT and SIGTERM into a request to stop after the current step; a second signal stops at once.
 
-    One per process: a process that was asked to stop runs no further jobs of its sweep.
+    There is one object per process: a process that was asked to stop runs no further jobs of its sweep.
     """
 
     def __init__(self):
-        self.number = 0  # the signal that asked
-        self.loud = False  # whether this process tells the user; a sweep's workers leave it to the process above them
-        self.busy = threading.Lock()  # held during a run
+        self.number = 0  # the signal that asked for a stop; 0: none did
+        self.loud = False  # whether this process tells the user; a sweep's workers leave that to their parent
+        self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
-        self._requeue: Callable[[int, None], None] | None = None  # a scheduler's own handler: submitit's
+        self._requeue: Callable[[int, None], None] | None = None  # submitit's own signal handler, if there is one
 
     def install(self, *numbers: int) -> None:
+        """Listen to these signals."""
         for number in numbers:
             signal.signal(number, self._note)
 
     def install_scheduler(self) -> None:
-        """Inside a job of submitit, SIGUSR2 says that its time is up: the step is finished and saved first, then
-        `requeue` lets submitit queue the job again."""
+        """Inside a job of submitit, listen to SIGUSR2, which says that the job's time is up. The current step is then
+        finished and saved before `requeue` lets submitit queue the job again."""
         handler = signal.getsignal(signal.SIGUSR2)
         if callable(handler) and handler != self._note:
             self._requeue = handler
             signal.signal(signal.SIGUSR2, self._note)
 
     def requeue(self) -> None:
-        """Once everything is saved. Does not return if a scheduler asked for the stop."""
+        """Let submitit queue the job again if it asked for the stop, and in that case do not return. Call this once
+        everything is saved."""
         if self.number == signal.SIGUSR2:
             self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
-        """For a sweep's worker: when the process above is gone, killed perhaps, end the step, save, and leave."""
+        """In a worker of a sweep: when the parent process has ended, finish the step, save, and exit."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
             self._watcher.start()
 
     def _watch(self, parent: int) -> None:
+        """Wait for the end of the parent process, ask for a stop, and exit when the run has stopped."""
         while os.getppid() == parent:
             time.sleep(0.5)
         self.number = self.number or signal.SIGTERM
-        with self.busy:  # waits for the run to end
+        with self.busy:  # wait for the run to end
             os._exit(128 + self.number)
 
     def requested(self) -> bool:
+        """Return whether a stop was asked for."""
         return self.number != 0
 
     def raise_if_requested(self) -> None:
+        """Raise Stopped if a stop was asked for."""
         if self.requested():
             raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
+        """Handle a signal: note the first, and let the second one end the process."""
         if self._requeue:
             self._note_scheduler(number)
             return
@@ -117,10 +125,10 @@ class StopSignal:
             )
 
     def _note_scheduler(self, number: int) -> None:
-        """Schedulers send several signals, in any order. SIGTERM after SIGUSR2 means that SIGKILL is near: the job is
-        queued again at once, and goes on from its last checkpoint."""
+        """Handle a signal of a scheduler, which may send several in any order. SIGTERM after SIGUSR2 means that SIGKILL
+        is near: the job is queued again at once, and will go on from its last checkpoint."""
         if self.number == signal.SIGUSR2 and number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # queueing it again sends another
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # queueing the job again sends another SIGTERM
             self.requeue()
         self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
 
@@ -129,7 +137,8 @@ _STOP = StopSignal()
 
 
 def stop_signal() -> StopSignal:
-    """This process's. Entry points must ask here: a sweep's launcher copies their globals into its workers."""
+    """Return this process's StopSignal. Entry points must call this rather than keep the object in a global, because a
+    sweep's launcher copies their globals into its workers."""
     return _STOP
 
 
@@ -137,12 +146,14 @@ USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
 def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[str, str]]:
-    """A job whose wrong settings become one line and exit code 2, before Hydra can add its own lines to it. In a sweep
-    the result is why it did not finish: {"reason": why it failed}, {"stopped": by what}, or {}."""
+    """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of its own.
+
+    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job returns why it did not
+    finish: {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished."""
 
     @functools.wraps(job)
-    def reported(config: DictConfig) -> dict[str, str]:
-        guard()  # in a sweep's worker too
+    def wrapped(config: DictConfig) -> dict[str, str]:
+        guard()  # needed in each worker of a sweep
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
@@ -150,18 +161,20 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
         except Collapsed:
             sys.exit(COLLAPSED)
         except (*USER_ERRORS, OSError, Broken) as error:
-            sys.exit(report(error))
+            sys.exit(print_error(error))
         return {}
 
-    return reported
+    return wrapped
 
 
-_DISK: list[Exception] = []  # the failure that ended a job of the sweep in this process
+_DISK: list[Exception] = []  # the failure of the disk that ended a job of the sweep in this process
 
 
 def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
-    """A job of a sweep. Whatever ends it, the others are to run: Hydra would start no further batch after an error.
-    Where the disk fails none is begun: they would fail too, and why could not be written down."""
+    """Run one job of a sweep and return why it did not finish, {} if it did.
+
+    Errors do not leave this function, because Hydra would start no further jobs after one. Only a failure of the disk
+    does: the other jobs would fail as well, and their reasons could not be written down."""
     if _DISK:
         raise _DISK[0]
     try:
@@ -179,23 +192,23 @@ def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[
     return {}
 
 
-UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: run and reason
+UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
 
 
 def command_line(main: Callable[[], None]) -> None:
-    """Run an entry point, and leave with its exit code."""
+    """Run an entry point, print its error in one line if there is one, and exit with its exit code."""
     interrupt.end()
     guard()
-    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the jobs of a sweep
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the processes of a sweep's jobs
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.raiseExceptions = False  # on a full disk train.log cannot grow either: the error below says so once
+    logging.raiseExceptions = False  # on a full disk train.log cannot grow either; the error below says so once
     try:
         if HALVES.search(folder := os.environ.get("TMPDIR", "")):
             raise ValueError(f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder")
         main()
     except (*USER_ERRORS, OSError, Broken) as error:
-        sys.exit(report(error))
+        sys.exit(print_error(error))
     except KeyboardInterrupt:
         print("\nstopped; the same command continues each run from its last checkpoint", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -207,8 +220,8 @@ def command_line(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def report(error: BaseException) -> int:
-    """Say in one line what went wrong; the exit code."""
+def print_error(error: BaseException) -> int:
+    """Print in one line what went wrong, and return the exit code."""
     if isinstance(error, Broken):
         print(f"error: {line(error)}", file=sys.stderr)
         return 1
@@ -219,14 +232,14 @@ def report(error: BaseException) -> int:
 
 
 def explain(error: BaseException) -> str:
-    """The messages of an error and its causes in one line, without Hydra's advice to its own developers."""
+    """Return the messages of an error and of its causes in one line, without Hydra's advice to its own developers."""
     if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
         return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
-    if said := plain_words(error):
-        return said
-    parts = []
+    if plain := plain_words(error):
+        return plain
+    messages = []
     while error is not None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        parts += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
+        messages += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
         error = error.__cause__
-    return " ".join(dict.fromkeys(parts))
+    return " ".join(dict.fromkeys(messages))

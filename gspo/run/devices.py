@@ -1,4 +1,4 @@
-"""A job's share of the machine, where a sweep runs several at once: its threads, its GPUs."""
+"""Gives each job its threads and GPUs when a sweep runs several jobs on one machine at once."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import torch
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-DEVICES = "GSPO_DEVICES"  # CUDA_VISIBLE_DEVICES as the user set it: submitit gives its jobs another
+DEVICES = "GSPO_DEVICES"  # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
 
 
 def keep_devices() -> None:
-    """In the process that starts a sweep: let its jobs know which GPUs it was given."""
+    """Note which GPUs this process was given, for the jobs of the sweep that it starts."""
     os.environ.pop(DEVICES, None)
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         os.environ[DEVICES] = os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def take_share(job: DictConfig, threads: int) -> None:
-    """Set this process's threads, and its GPUs if its launcher left that open. `job`: Hydra's settings of it.
+    """Set this process's number of threads, and its GPUs if its launcher has left those open.
 
-    `threads`: the run's own choice; 0: the cores divided by the jobs that run at once (all of them for a single run).
-    Before CUDA is first used. Raises ValueError as `jobs_at_once` does.
+    `job` is Hydra's own configuration of the job. `threads` is the run's setting; with 0 the cores are divided by the
+    number of jobs that run at once. Call this before CUDA is first used. Raises ValueError as `jobs_at_once` does, and
+    for GPUs that are not there.
     """
     jobs = jobs_at_once(job)
     if threads or jobs > 1:
@@ -32,7 +33,8 @@ def take_share(job: DictConfig, threads: int) -> None:
 
 
 def _take_devices(place: int, count: int | None) -> None:
-    """Without a count a job sees what the user gave, as under the other launchers (submitit would hide all)."""
+    """Let the job see its own `count` GPUs. Without a count it sees all that the user gave, as under other launchers:
+    submitit would hide them all."""
     if count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices(place, count))
         if not torch.cuda.is_available():
@@ -45,13 +47,13 @@ def _take_devices(place: int, count: int | None) -> None:
 
 
 def jobs_at_once(job: DictConfig) -> int:
-    """How many jobs of the sweep run on this machine at the same time.
+    """Return how many jobs of the sweep run on this machine at the same time.
 
     Raises ValueError for submitit_local without hydra.sweeper.max_batch_size: it starts all jobs of a batch."""
     if job.mode != RunMode.MULTIRUN:
         return 1
     kind = _launcher(job)
-    if kind == "JoblibLauncher":  # -1: as many as there are cores, -2: one less
+    if kind == "JoblibLauncher":  # -1 means as many jobs as cores, -2 one fewer
         return job.launcher.n_jobs if job.launcher.n_jobs > 0 else max(1, cores() + 1 + job.launcher.n_jobs)
     if kind == "LocalLauncher":
         size = job.sweeper.get("max_batch_size")
@@ -65,9 +67,9 @@ def jobs_at_once(job: DictConfig) -> int:
 
 
 def devices(place: int, count: int) -> list[str]:
-    """The GPUs of the job at this place among those that run at once: `count` of those that the user gave.
+    """Return the `count` GPUs of the job that is number `place` among those that run at once.
 
-    Raises ValueError if they are too few."""
+    Raises ValueError if the user gave too few GPUs."""
     given = [name for name in os.environ.get(DEVICES, "").split(",") if name]
     mine = range(place * count, (place + 1) * count)
     if given and mine[-1] >= len(given):
@@ -79,9 +81,10 @@ def devices(place: int, count: int) -> list[str]:
 
 
 def cores() -> int:
-    """Of this process, where the system tells (Linux), else of the machine."""
+    """Return the number of cores that this process may use; where the system does not tell, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _launcher(job: DictConfig) -> str:
+    """Return the class name of the launcher."""
     return job.launcher._target_.rpartition(".")[2]

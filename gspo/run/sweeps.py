@@ -29,7 +29,7 @@ from omegaconf import DictConfig, open_dict
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of
 from gspo.core.files import append_to, refuse_links
-from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, report
+from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, print_error
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
@@ -53,7 +53,7 @@ class WriteManifest(Callback):
             if pickles := config.hydra.launcher.get("submitit_folder"):
                 private(Path(pickles.partition("%")[0]))
         except (OSError, ValueError) as error:
-            sys.exit(report(error))
+            sys.exit(print_error(error))
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
             # submitit's controllers kill their jobs at Ctrl-C: nothing to wait for, and no further job is to start
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,10 +1,9 @@
-"""Rules on series of numbers: has a run collapsed, and what could have been seen before?
+"""The rule that says whether a run has collapsed, and the scores that may warn of it earlier.
 
-The collapse rule was fixed before any study was looked at, and is not tuned. An early-warning score is fed one number
-of a metric per step and gives one back, higher is worse: it depends on that step and those before it alone. The monitor
-of a run compares it with a threshold; `Signal.score` gives the scores of a whole series.
-
-Steps without the metric (None, NaN, inf) repeat the score before them.
+The collapse rule was fixed before the results of any study were looked at, and is not tuned. An early-warning score
+takes one number of a metric per step and returns one number, of which higher is worse. It depends on that step and the
+steps before it alone. The monitor of a run compares scores with thresholds; `Signal.score` returns the scores of a
+whole series. A step whose metric is missing (None, NaN, inf) repeats the score before it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from typing import Protocol
 
 import numpy as np
 
-DECAY = 0.9  # of the smoothing
-START = 10  # numbers before which the smoothed reward has no peak yet, and from which baselines are taken
-FALLEN, STEPS_FALLEN = 0.7, 20  # below this share of the running peak, for so many steps
-RECOVERED, STEPS_TO_RECOVER = 0.9, 50  # and not above this share of it within so many further ones
-WINDOW, FEWEST = 20, 5  # numbers before, whose median a spike is compared with: so many, and at least so many
+DECAY = 0.9  # the factor of the exponential smoothing
+START = 10  # the peak counts from this number of the series on; a baseline is the median of the first so many numbers
+FALLEN, STEPS_FALLEN = 0.7, 20  # a reward has fallen if it is below this share of its peak for so many steps
+RECOVERED, STEPS_TO_RECOVER = 0.9, 50  # it has recovered if it is above this share within so many further steps
+WINDOW, FEWEST = 20, 5  # a spike is compared with the median of the numbers before it: at most, and at least, so many
 
 
 @dataclass
 class Smoothed:
-    """Exponential moving average without the bias of its start:
+    """An exponential moving average without the bias of its start:
 
     s_t = sum_u 0.9^(t-u) r_u / sum_u 0.9^(t-u),   u <= t"""
 
@@ -34,15 +33,17 @@ class Smoothed:
     weight: float = 0.0
 
     def push(self, value: float) -> float:
+        """Take in the next number, and return the average."""
         self.total, self.weight = DECAY * self.total + value, DECAY * self.weight + 1
         return self.total / self.weight
 
 
 @dataclass
 class Level:
-    """The smoothed reward and its running peak, which begins anew with the tenth number: no lucky first batch.
+    """The smoothed reward and its running peak.
 
-    `largest` does not begin anew: a run that fell in its first steps is not healthy because its peak was forgotten."""
+    The peak starts anew with the tenth number, so that a lucky first batch does not set it. `largest` does not start
+    anew, so that a run which fell in its first steps does not count as healthy afterwards."""
 
     smooth: Smoothed = field(default_factory=Smoothed)
     count: int = 0
@@ -51,6 +52,7 @@ class Level:
     largest: float = -math.inf
 
     def push(self, value: float) -> float:
+        """Take in the next reward, and return the smoothed one."""
         self.now, self.count = self.smooth.push(value), self.count + 1
         if self.count == START:
             self.peak = -math.inf
@@ -58,19 +60,20 @@ class Level:
         return self.now
 
     def fallen(self) -> bool:
-        """Below 0.7 x the peak; never while that is not positive, nor before the tenth number."""
+        """Return whether the smoothed reward is below 0.7 x its peak; False before the tenth number, and while the peak
+        is not positive."""
         return self.count >= START and self.peak > 0 and self.now < FALLEN * self.peak
 
-    def healthy(self) -> bool:
-        """Above 0.9 x the largest level so far, the first numbers included."""
+    def is_healthy(self) -> bool:
+        """Return whether the smoothed reward is above 0.9 x the largest so far, the first numbers included."""
         return self.now > RECOVERED * self.largest
 
 
 def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every step the smoothed reward, its running peak, and whether it has fallen."""
+    """Return, for every step, the smoothed reward, its running peak, and whether it is below 0.7 x that peak."""
     level, rows = Level(), []
     for value in rewards:
-        if known(value):
+        if is_finite(value):
             level.push(value)
         rows.append((level.now, level.peak, level.fallen()))
     now, peak, fallen = zip(*rows, strict=True) if rows else ((), (), ())
@@ -78,10 +81,10 @@ def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def collapse(rewards: Sequence[float | None]) -> int | None:
-    """The index of the step at which a run collapsed, None if it did not.
+    """Return the index of the step at which a run collapsed, None if it did not collapse.
 
-    The first step from which the smoothed reward stays below 0.7 x its running peak for 20 steps and is not above
-    0.9 x the peak again within the following 50, or until the run's end if that is earlier."""
+    That is the first step from which the smoothed reward stays below 0.7 x its running peak for 20 steps and is not
+    above 0.9 x the peak again within the following 50 steps, or until the run's end if that comes earlier."""
     level, peak, fallen = levels(rewards)
     for start in range(len(fallen) - STEPS_FALLEN + 1):
         end = start + STEPS_FALLEN
@@ -92,12 +95,14 @@ def collapse(rewards: Sequence[float | None]) -> int | None:
 
 
 class Score(Protocol):
+    """An early-warning score: takes in a metric's numbers one by one, and returns the score after each."""
+
     def push(self, value: float) -> float: ...
 
 
 @dataclass
 class Shortfall(Smoothed):
-    """1 - smoothed value: for shares that are 1 in a healthy run."""
+    """The score 1 - smoothed value, for shares that are 1 in a healthy run."""
 
     def push(self, value: float) -> float:
         return 1 - super().push(value)
@@ -105,7 +110,7 @@ class Shortfall(Smoothed):
 
 @dataclass
 class BelowPeak:
-    """1 - smoothed value / its running peak; 0 while there is no positive peak."""
+    """The score 1 - smoothed value / its running peak; 0 while there is no positive peak."""
 
     level: Level = field(default_factory=Level)
 
@@ -116,7 +121,7 @@ class BelowPeak:
 
 @dataclass
 class Rise(Smoothed):
-    """Smoothed value minus the run's baseline: the median of its first 10 numbers."""
+    """The score smoothed value - baseline, where the baseline is the median of the first 10 numbers."""
 
     first: list[float] = field(default_factory=list)
 
@@ -124,6 +129,7 @@ class Rise(Smoothed):
         return super().push(value) - self.baseline(value)
 
     def baseline(self, value: float) -> float:
+        """Return the median of the first numbers, of which `value` may be one."""
         if len(self.first) < START:
             self.first.append(value)
         return float(np.median(self.first))
@@ -131,7 +137,7 @@ class Rise(Smoothed):
 
 @dataclass
 class Growth(Rise):
-    """log(smoothed value / baseline), for positive quantities."""
+    """The score log(smoothed value / baseline), for positive quantities."""
 
     def push(self, value: float) -> float:
         return _log(Smoothed.push(self, value)) - _log(self.baseline(value))
@@ -139,7 +145,7 @@ class Growth(Rise):
 
 @dataclass
 class Decline(Growth):
-    """log(baseline / smoothed value)."""
+    """The score log(baseline / smoothed value), for positive quantities."""
 
     def push(self, value: float) -> float:
         return -super().push(value)
@@ -147,20 +153,20 @@ class Decline(Growth):
 
 @dataclass
 class Spike:
-    """log10(value / median of the 20 positive numbers before it); 0 while there are fewer than 5."""
+    """The score log10(value / median of the 20 positive numbers before it); 0 while there are fewer than 5 of these."""
 
     before: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def push(self, value: float) -> float:
         usual = float(np.median(self.before)) if len(self.before) >= FEWEST else value
-        if value > 0:  # steps without signal have no gradient, and say nothing of its usual size
+        if value > 0:  # a step without signal has no gradient, and tells nothing about the usual size
             self.before.append(value)
         return (_log(value) - _log(usual)) / math.log(10)
 
 
 @dataclass
 class LogTail(Smoothed):
-    """Smoothed |log value|: how far the extreme ratio of a step is from 1."""
+    """The score smoothed |log value|: how far the extreme ratio of a step is from 1."""
 
     def push(self, value: float) -> float:
         return super().push(abs(_log(value)))
@@ -168,17 +174,17 @@ class LogTail(Smoothed):
 
 @dataclass(frozen=True)
 class Signal:
-    """An early warning: a score of every step from one metric's series."""
+    """An early-warning signal: a metric, and the kind of score that is computed from its series."""
 
     metric: str
     kind: type[Score]
-    meaning: str  # of the score, in the words of a warning
+    meaning: str  # what the score means, in the words of a warning
 
     def score(self, values: Sequence[float | None]) -> np.ndarray:
-        """The scores of a series, [steps]; NaN before its first number."""
+        """Return the scores of a series, [steps]; NaN before its first number."""
         score, last, out = self.kind(), math.nan, []
         for value in values:
-            last = score.push(value) if known(value) else last
+            last = score.push(value) if is_finite(value) else last
             out.append(last)
         return np.array(out)
 
@@ -203,11 +209,12 @@ SIGNALS = {
 }
 
 
-def known(value: float | None) -> bool:
-    """Whether a row has a finite number."""
+def is_finite(value: float | None) -> bool:
+    """Return whether a row's entry is a finite number."""
     return value is not None and math.isfinite(value)
 
 
 def _log(x: float) -> float:
-    """log, of at least 1e-12: a norm or an entropy of exactly 0 is far from any baseline and not infinitely far."""
+    """Return log(max(x, 1e-12)), so that a norm or an entropy of exactly 0 is far from any baseline, but not infinitely
+    far."""
     return math.log(max(x, 1e-12))

@@ -1,8 +1,8 @@
-"""The stability monitor: early warnings and the collapse rule on a run's rows, while it runs and in its final report.
+"""The stability monitor: it watches a run's rows for early warnings and a fallen reward, and reports at the end.
 
-A warning is raised when a score of gspo.tracking.collapse crosses its threshold, and once more only after the score has
-fallen below 0.8 x the threshold in between. What the monitor knows is a function of the run's rows: a resumed run
-reads them again. `monitor.jsonl` has one object per event: step, kind, signal, score, threshold, text.
+A warning is raised when a score of gspo.tracking.collapse exceeds its threshold. It is raised again only after the
+score has been below 0.8 x the threshold in between. The monitor's state is a function of the run's rows, so a resumed
+run reads them again. `monitor.jsonl` has one object per event: step, kind, signal, score, threshold, text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from gspo.core.ranges import Ranged, ranged
-from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, known, levels
+from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, is_finite, levels
 
-CLEARED = 0.8  # of the threshold
+CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
 ACTIONS = ("warn", "stop", "rollback")
 
 
 @dataclass
 class Thresholds(Ranged, key="monitor.thresholds"):
-    """Above which score a signal (gspo.tracking.collapse.SIGNALS) is a warning; 0 switches it off.
+    """The score above which a signal of gspo.tracking.collapse.SIGNALS raises a warning; 0 switches the signal off.
 
-    From the bands that others use: k3 of engine and trainer .01, |KL| .1 far off policy, truncation .1 to .15 trouble,
-    gradient norm 3 to 10 times its usual size a spike.
+    The defaults follow what others use: a k3 between engine and trainer above .01 and a |KL| above .1 count as far off
+    policy, a truncated share of .1 to .15 as trouble, a gradient norm of 3 to 10 times its usual size as a spike.
     """
 
-    reward_fall: float = ranged(0.3, least=0)  # share of the peak that is lost: the collapse rule's own level
+    reward_fall: float = ranged(0.3, least=0)  # share of the peak that is lost, as in the collapse rule
     routing_drift: float = ranged(0.3, least=0)  # 1 - consistency
     mismatch: float = ranged(0.01, least=0)  # nats per token
     ess_token: float = ranged(0.5, least=0)  # 1 - effective sample size
@@ -49,14 +49,15 @@ class Thresholds(Ranged, key="monitor.thresholds"):
 
 @dataclass
 class MonitorSettings(Ranged, key="monitor"):
-    """What watches a run. With action=rollback it is part of the run's settings hash, else it changes no step."""
+    """The settings under `monitor`. They change a run's steps, and its settings hash, with action=rollback only."""
 
-    # when the reward has fallen. warn: say so | stop: write a checkpoint and end, exit code 4 | rollback: go on, at a
-    # lower learning rate, from the last checkpoint at which the smoothed reward was above 0.9 x the largest; or stop
+    # What happens when the reward has fallen. warn: the user is warned | stop: the run writes a checkpoint and ends,
+    # with exit code 4 | rollback: it goes on, at a lower learning rate, from the last checkpoint at which the smoothed
+    # reward was above 0.9 x the largest; without such a checkpoint it ends
     action: str = "warn"
-    rollbacks: int = ranged(2, least=1)  # at most so many
-    rollback_lr: float = ranged(0.5, above=0, below=1)  # what each of them multiplies the learning rate by
-    warm_up: int = ranged(10, least=0)  # steps in which no warning is raised: the baselines are being measured
+    rollbacks: int = ranged(2, least=1)  # the largest number of rollbacks
+    rollback_lr: float = ranged(0.5, above=0, below=1)  # the factor of each rollback on the learning rate
+    warm_up: int = ranged(10, least=0)  # steps without warnings, in which the baselines are measured
     thresholds: Thresholds = field(default_factory=Thresholds)
 
     def __post_init__(self):
@@ -67,7 +68,7 @@ class MonitorSettings(Ranged, key="monitor"):
 
 @dataclass
 class Event:
-    """What happened at a step: a warning, its end, a fall of the reward, or an update that was left out."""
+    """Something that happened at a step: a warning, its end, a fallen reward, or an update that was left out."""
 
     step: int
     kind: str  # warning | cleared | fallen | skipped
@@ -78,7 +79,7 @@ class Event:
 
 
 class Monitor:
-    """Watches the rows of a run."""
+    """Watches the rows of a run, one after the other."""
 
     def __init__(self, settings: MonitorSettings):
         self.settings = settings
@@ -86,12 +87,12 @@ class Monitor:
         self.level = Level()
         self.active: set[str] = set()
         self.steps = self.fallen_steps = 0
-        # the last step whose weights are known to be good: the next one's rollouts, sampled from them, had a smoothed
-        # reward above 0.9 x the largest so far
-        self.healthy = 0
+        # The last step whose weights were good: the next step's rollouts, which were sampled from them, had a smoothed
+        # reward above 0.9 x the largest so far.
+        self.last_healthy_step = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
-        """Take in a step's metrics; what is new. Row 0, before training, is left out."""
+        """Take in a step's metrics and return the new events. Row 0, before training, is ignored."""
         if step == 0:
             return []
         self.steps += 1
@@ -101,11 +102,12 @@ class Monitor:
             count = row["optim/skipped"]
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
-        return events + self._fallen(step, row.get("reward/mean"))
+        return events + self._reward_events(step, row.get("reward/mean"))
 
     def _signal(self, step: int, name: str, value: float | None) -> Event | None:
+        """Take in a signal's metric; return its warning, or the end of it, if that is new."""
         threshold, signal = getattr(self.settings.thresholds, name), SIGNALS[name]
-        if not known(value):
+        if not is_finite(value):
             return None
         score = self.scores[name].push(value)
         if not threshold or self.steps <= self.settings.warm_up:
@@ -119,12 +121,13 @@ class Monitor:
             return Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")
         return None
 
-    def _fallen(self, step: int, reward: float | None) -> list[Event]:
-        """The first half of the collapse rule; whether the reward recovers within 50 steps is not known yet."""
-        if known(reward):
+    def _reward_events(self, step: int, reward: float | None) -> list[Event]:
+        """Take in the reward and apply the first half of the collapse rule: has it been low for 20 steps? Whether it
+        recovers within the following 50 steps cannot be known yet."""
+        if is_finite(reward):
             self.level.push(reward)
-            if self.level.healthy():
-                self.healthy = step - 1
+            if self.level.is_healthy():
+                self.last_healthy_step = step - 1
         self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
         if self.fallen_steps != STEPS_FALLEN:
             return []
@@ -133,7 +136,7 @@ class Monitor:
         return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
     def metrics(self) -> dict[str, float]:
-        """What a row says of it."""
+        """Return the monitor's own metrics."""
         return {
             "monitor/warnings": float(len(self.active)),
             "monitor/fallen": float(self.fallen_steps >= STEPS_FALLEN),
@@ -141,13 +144,13 @@ class Monitor:
 
 
 def as_lines(events: Iterable[Event]) -> str:
-    """As monitor.jsonl holds them."""
+    """Return events as the lines of monitor.jsonl."""
     return "".join(json.dumps(asdict(event)) + "\n" for event in events)
 
 
-def report(rows: list[dict], ended: str = "") -> str:
-    """The three questions by which users judge stability, answered in words, with the numbers of a run's rows. `ended`:
-    how the run ended, where the monitor ended it."""
+def stability_report(rows: list[dict], ended: str = "") -> str:
+    """Answer, in words and from a run's rows, the three questions by which users judge stability: does the reward keep
+    rising, is the gradient norm reasonable, does expert activation stay consistent? `ended` says how the run ended."""
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
@@ -155,7 +158,7 @@ def report(rows: list[dict], ended: str = "") -> str:
 
 
 def _silent(rows: list[dict]) -> bool:
-    """Whether nothing could be learned in any step: no gradient at all, or the same reward for every response."""
+    """Return whether nothing could be learned in any step, because there was no gradient or all rewards were equal."""
     norms, rewards = _column(rows, "optim/grad_norm"), _column(rows, "reward/mean")
     alike = _column(rows, "group/zero_variance")
     same = len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
@@ -163,13 +166,14 @@ def _silent(rows: list[dict]) -> bool:
 
 
 def _column(rows: list[dict], name: str) -> np.ndarray:
-    """The numbers that the rows have of a metric."""
-    return np.array([row[name] for row in rows if known(row.get(name))])
+    """Return the finite numbers that the rows have of a metric."""
+    return np.array([row[name] for row in rows if is_finite(row.get(name))])
 
 
 def _reward(rows: list[dict], stopped: bool) -> str:
+    """Answer whether the reward keeps rising; `stopped` says that the monitor ended the run."""
     question = "Does the reward keep rising? "
-    rows = [row for row in rows if known(row.get("reward/mean"))]
+    rows = [row for row in rows if is_finite(row.get("reward/mean"))]
     rewards = _column(rows, "reward/mean")
     if _silent(rows):
         mean = rewards.mean()
@@ -194,6 +198,7 @@ def _reward(rows: list[dict], stopped: bool) -> str:
 
 
 def _gradient(rows: list[dict]) -> str:
+    """Answer whether the gradient norm is in a reasonable range."""
     question = "Is the gradient norm in a reasonable range? "
     norms, tops = _column(rows, "optim/grad_norm"), _column(rows, "optim/grad_norm_max")
     skipped = _column(rows, "optim/skipped").sum()
@@ -210,13 +215,14 @@ def _gradient(rows: list[dict]) -> str:
 
 
 def _routing(rows: list[dict]) -> str:
+    """Answer whether expert activation stays consistent."""
     question = "Does expert activation stay consistent? "
-    rows = [row for row in rows if known(row.get("routing/consistency"))]
+    rows = [row for row in rows if is_finite(row.get("routing/consistency"))]
     if not rows:
         return question + "There are no experts, or there was one mini-batch."
     kept = _column(rows, "routing/consistency")
     worst, prefix = int(kept.argmin()), "routing/consistency_layer_"
-    names = [name for name in rows[-1] if name.startswith(prefix) and known(rows[-1][name])]
+    names = [name for name in rows[-1] if name.startswith(prefix) and is_finite(rows[-1][name])]
     layers = {name: _column(rows, name).mean() for name in names}
     least = min(layers, key=layers.get, default="")
     layer = f"; least in layer {least.removeprefix(prefix)}: {layers[least]:.4f}" if least else ""

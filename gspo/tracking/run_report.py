@@ -18,9 +18,9 @@ import yaml
 from gspo.core import untrusted
 from gspo.core.escaping import head, in_html
 from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
-from gspo.tracking.collapse import collapse, known, levels
+from gspo.tracking.collapse import collapse, is_finite, levels
 from gspo.tracking.metrics import lookup
-from gspo.tracking.monitor import report
+from gspo.tracking.monitor import stability_report
 
 PAGE = "report.html"
 CURVES = (  # metric, and whether its axis is logarithmic; those that a run has not reported are left out
@@ -51,7 +51,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: .82r
 """
 
 
-def write(folder: Path) -> Path:
+def write_page(folder: Path) -> Path:
     """Make the page of a run directory. Raises ValueError if it is none."""
     if not (folder / "settings.yaml").exists():
         raise ValueError(f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN")
@@ -69,7 +69,7 @@ def page(folder: Path) -> str:
     responses = _responses(folder, amiss)
     sections = [
         ("What happened", _list([*story, *(f"A file is left out: {what}" for what in amiss)])),
-        ("Is it stable?", _list(report(rows, status.get("how", "")).splitlines())),
+        ("Is it stable?", _list(stability_report(rows, status.get("how", "")).splitlines())),
         ("Curves", f'<div class="curves">{"".join(curves(rows))}</div>' if len(rows) > 2 else "<p>too few rows</p>"),
         ("Warnings", _warnings(events)),
         ("Responses", responses),
@@ -127,7 +127,7 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     step = rows[-1]["step"] if rows else 0
     reason = f": {status['reason']}" if status.get("reason") else ""
     lines = [f"The run {_ended(status.get('how', ''))} at step {step} of {_value(settings, 'steps')}{reason}."]
-    rewards = [row["reward/mean"] for row in batches if known(row.get("reward/mean"))]
+    rewards = [row["reward/mean"] for row in batches if is_finite(row.get("reward/mean"))]
     if rewards:
         first, last = rewards[:5], rewards[-10:]
         before, after, top = sum(first) / len(first), sum(last) / len(last), levels(rewards)[0].max()
@@ -171,12 +171,12 @@ def _ended(how: str) -> str:
 
 def _held_out(rows: list[dict], name: str) -> str:
     """First and last score of a set, with its 95 % interval over the problems: ±1.96 standard errors."""
-    scored = [row for row in rows if known(row.get(name))]
+    scored = [row for row in rows if is_finite(row.get(name))]
     if not scored:
         return f"{name}: no score"
     first, last = scored[0], scored[-1]
     error = last.get(name.rsplit("/", 1)[0] + "/stderr")
-    around = f" ± {1.96 * error:.3f} (95 % over its problems)" if known(error) else ""
+    around = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
     return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
 
 
@@ -208,7 +208,11 @@ def _graded(path: Path) -> list[dict]:
             response = untrusted.parse_json(line)
         except ValueError:
             continue
-        if isinstance(response, dict) and type(response.get("reward")) in (int, float) and known(response["reward"]):
+        if (
+            isinstance(response, dict)
+            and type(response.get("reward")) in (int, float)
+            and is_finite(response["reward"])
+        ):
             found.append(response)
     return found
 
@@ -232,10 +236,10 @@ def _cost(rows: list[dict]) -> str:
     sums = {name: sum(row.get(key) or 0.0 for row in rows) for key, name in SECONDS.items()}
     lines: list[list[object]] = [[name, f"{value:.1f} s"] for name, value in sums.items() if value]
     last = rows[-1] if rows else {}
-    if known(last.get("compute/seconds")):
+    if is_finite(last.get("compute/seconds")):
         lines.insert(0, ["all", f"{last['compute/seconds'] / 3600:.2f} h"])
     lines += [[name, f"{last[key]:.3g}"] for key, name in (("compute/tokens", "tokens"), ("compute/flops", "FLOPs"))
-              if known(last.get(key))]  # fmt: skip
+              if is_finite(last.get(key))]  # fmt: skip
     return _table(lines)
 
 
@@ -249,14 +253,14 @@ def _settings(settings: dict) -> str:
 # ----------------------------------------------------------------------------------------------------------- curves
 def curves(rows: list[dict]) -> list[str]:
     """SVG, one per metric that the run has, held-out scores last."""
-    names = [(name, log) for name, log in CURVES if any(known(row.get(name)) for row in rows)]
+    names = [(name, log) for name, log in CURVES if any(is_finite(row.get(name)) for row in rows)]
     sets = {name for row in rows for name in row if fnmatchcase(name, "eval/*/avg@*")}
     return [curve(rows, name, log) for name, log in [*names, *((name, False) for name in sorted(sets))]]
 
 
 def curve(rows: list[dict], name: str, log: bool) -> str:
     """One metric over the steps; of the reward the smoothed curve too, and the collapse as a dashed line."""
-    points = [(row["step"], row[name]) for row in rows if known(row.get(name))]
+    points = [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
     steps, values = [step for step, _ in points], [value for _, value in points]
     log = log and min(values) > 0
     drawn = [math.log10(value) if log else value for value in values]

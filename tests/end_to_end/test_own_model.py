@@ -27,7 +27,7 @@ from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.requests import Sampling
-from gspo.tracking.monitor import report
+from gspo.tracking.monitor import stability_report
 from gspo.tracking.tracker import rollout_row
 
 ROOT = Path(__file__).parents[2]
@@ -77,24 +77,24 @@ NOTHING = {"reward__mean": 0.0, "group__zero_variance": 1.0, "optim__grad_norm":
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_the_report_of_a_run_that_could_learn_nothing_says_no(count):
-    reward, gradient, routing = report(numbered(count + 1, **NOTHING)).splitlines()
+    reward, gradient, routing = stability_report(numbered(count + 1, **NOTHING)).splitlines()
     assert reward.startswith(f"Does the reward keep rising? No: no signal (none of {count} steps had")
     assert gradient.startswith(f"Is the gradient norm in a reasonable range? No: no signal, {count} of {count} steps")
     assert routing.startswith("Does expert activation stay consistent? It says nothing: no signal")
 
 
 def test_a_gradient_of_the_kl_term_alone_is_no_signal_and_a_few_silent_steps_are_not_the_run():
-    by_kl = report(numbered(41, **NOTHING | {"optim__grad_norm": 0.1, "optim__grad_norm_max": 0.1}))
+    by_kl = stability_report(numbered(41, **NOTHING | {"optim__grad_norm": 0.1, "optim__grad_norm_max": 0.1}))
     assert by_kl.count("no signal") == 3
     learning = numbered(41, **NOTHING | {"group__zero_variance": 0.2, "optim__grad_norm": 0.1})
     for row in learning[:10]:
         row["optim/grad_norm"] = 0.0
-    assert "no signal" not in report(learning)
+    assert "no signal" not in stability_report(learning)
     for row in learning[:30]:
         row["optim/grad_norm"] = 0.0
-    assert "No: no signal, 29 of 40 steps" in report(learning)
+    assert "No: no signal, 29 of 40 steps" in stability_report(learning)
     silent = [row | {"reward/mean": 0.5 + row["step"] % 2} for row in numbered(41, **NOTHING)]
-    assert report(silent).count("no signal") == 3, "rewards that differ between problems only: no gradient"
+    assert stability_report(silent).count("no signal") == 3, "rewards that differ between problems only: no gradient"
 
 
 FIRST = {"length/truncated": 0.0, "group/zero_variance": 1.0, "reward/mean": 0.0}

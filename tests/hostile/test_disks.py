@@ -17,7 +17,7 @@ from commands import ROOT, SMALL, environment, train
 from gspo.core.files import CreatedFiles, errors_of_the_disk
 from gspo.model.loading import TinyMoE, save
 from gspo.run.cli import DISK
-from gspo.run.directory import exclusive, recorded
+from gspo.run.directory import exclusive, settings_and_checkpoint
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.train.checkpoint import CheckpointWriter, damage, latest_checkpoint
 from gspo.train.cold_start import ColdStartSettings, cold_start
@@ -277,4 +277,4 @@ def test_a_run_that_cannot_be_built_removes_no_folder_that_was_there(tmp_path):
 
 def test_a_run_is_read_by_who_may_read_it_alone(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
-        recorded(str(tmp_path), -1, consent=False)
+        settings_and_checkpoint(str(tmp_path), -1, consent=False)

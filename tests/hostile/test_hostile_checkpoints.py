@@ -15,7 +15,7 @@ import yaml
 import forked
 from gspo.core.escaping import ODD
 from gspo.rollout.pending import load_pending
-from gspo.run.directory import finished, recorded
+from gspo.run.directory import has_reached, settings_and_checkpoint
 from gspo.run.rollback import Rollbacks
 from gspo.run.sweep_state import jobs, table
 from gspo.train.checkpoint import damage, latest_checkpoint, load_optimizer, read_state, seal
@@ -82,9 +82,9 @@ def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
     run = copied(real, tmp_path, (UNREADABLE | CHECKPOINTS)[name])
     started = time.process_time()
     with pytest.raises(ValueError, match=re.escape(run.name)):
-        settings, checkpoint = recorded(str(run), -1, consent=False)
+        settings, checkpoint = settings_and_checkpoint(str(run), -1, consent=False)
         if "state" in name:
-            finished(checkpoint, settings.steps)
+            has_reached(checkpoint, settings.steps)
     assert time.process_time() - started < 5
 
 

@@ -12,8 +12,8 @@ import forked
 from commands import ROOT, SMALL, environment, evaluate, only_run, train
 from gspo.core.files import append_to, locked, note_start, read_status, refuse_links, replace_text
 from gspo.evaluation.resumable import WRITTEN, Folder
-from gspo.run.directory import exclusive, log_to
-from gspo.tracking.run_report import write
+from gspo.run.directory import RunDirectory, exclusive
+from gspo.tracking.run_report import write_page
 from gspo.tracking.tracker import write_rollouts
 
 KEY = "ssh-ed25519 AAAA me@home\n"
@@ -43,7 +43,7 @@ def run(tmp_path) -> Path:
 def test_the_page_of_a_run_goes_through_no_link(run, mine):
     for name in ("report.html.unfinished", "report.html"):
         (run / name).symlink_to(mine)
-    assert "<html" in write(run).read_text()
+    assert "<html" in write_page(run).read_text()
     assert mine.read_text() == KEY and not (run / "report.html").is_symlink()
     assert not list(run.glob(".*")), "and leaves no temporary file"
 
@@ -112,7 +112,7 @@ def test_a_pipe_is_refused_not_waited_for(run, name):
 def test_every_writer_refuses_a_link_that_came_after_the_look(run, mine):
     for name in ("train.log", "continued.jsonl", "rollouts"):
         (run / name).symlink_to(mine.parent if name == "rollouts" else mine)
-    with pytest.raises(ValueError, match=r"train\.log is a link"), log_to(run):
+    with pytest.raises(ValueError, match=r"train\.log is a link"), RunDirectory(run).log_to_file():
         pass
     with pytest.raises(ValueError, match=r"continued\.jsonl is a link"):
         note_start(run, 4)
@@ -150,7 +150,7 @@ def test_a_link_to_the_run_directory_and_links_of_wandb_are_the_user_s_own(run, 
     segment.mkdir(parents=True)
     (run / "wandb" / "latest-run").symlink_to(segment.name)
     (tmp_path / "runs").symlink_to(run)
-    with exclusive(tmp_path / "runs"), log_to(tmp_path / "runs"):
+    with exclusive(tmp_path / "runs"), RunDirectory(tmp_path / "runs").log_to_file():
         note_start(tmp_path / "runs", 4)
     assert (run / "continued.jsonl").exists()
     refuse_links(tmp_path / "runs")

@@ -20,8 +20,8 @@ from gspo.config.checks import check, check_training_set, warnings, warnings_aft
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, run_directory, same_result, settings_hash
+from gspo.run.build import open_policy
 from gspo.run.cli import explain
-from gspo.run.directory import open_policy
 
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
@@ -520,7 +520,7 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
     with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
-        open_policy(chosen, None, report=lambda *_: pytest.fail("the cold start began"))
+        open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
 
 
 def test_sizes_follow_the_model_and_are_no_recorded_option():

@@ -2,8 +2,8 @@
 
 import pytest
 
-import train
 from composing import options, settings
+from gspo.run.build import build_trainer
 from gspo.tracking.metrics import lookup
 
 SMALL = [
@@ -16,7 +16,7 @@ SMALL = [
 @pytest.mark.parametrize("preset", options("preset"))
 def test_every_preset_trains(preset):
     overrides = [*SMALL, "reward.overlong_cache=4"] if preset == "dapo" else SMALL
-    trainer = train.build(settings(*overrides, f"preset={preset}"), None, alone=False)
+    trainer = build_trainer(settings(*overrides, f"preset={preset}"))
     for step in (1, 2):
         metrics = trainer.train_step(step, trainer.source.next(step))
         for name, value in metrics.items():

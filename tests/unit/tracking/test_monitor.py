@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gspo.tracking.collapse import SIGNALS
-from gspo.tracking.monitor import Monitor, MonitorSettings, Thresholds, report
+from gspo.tracking.monitor import Monitor, MonitorSettings, Thresholds, stability_report
 
 HEALTHY = {
     "reward/mean": 0.5, "routing/consistency": 0.99, "mismatch/k3": 1e-5, "ratio/ess_token": 0.99, "kl/old_k3": 1e-4,
@@ -76,7 +76,7 @@ def test_a_fall_is_said_after_twenty_steps_once():
     (fallen,) = (event for event in events if event.kind == "fallen")
     assert fallen.step == 100 + 4 + 19, "below from the fourth step on, for twenty"
     assert monitor.metrics()["monitor/fallen"] and "0.7 x its peak for 20 steps" in fallen.text
-    assert monitor.healthy == 99, "the rollouts of step 100 came from these weights"
+    assert monitor.last_healthy_step == 99, "the rollouts of step 100 came from these weights"
     events = watched((rows(100) + rows(80, reward__mean=0.0)) * 2)[1]
     assert [event.kind for event in events].count("fallen") == 2, "a second one is said again"
 
@@ -85,9 +85,9 @@ def test_a_run_that_fell_before_its_tenth_row_is_not_healthy_afterwards():
     """The collapse rule's peak begins anew with the tenth number; what counts as healthy does not: the weights from
     step 5 on are those of a run that has lost nearly everything."""
     monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05))
-    assert monitor.healthy == 4, "the rollouts of step 5 came from these weights"
+    assert monitor.last_healthy_step == 4, "the rollouts of step 5 came from these weights"
     monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05) + rows(60))
-    assert monitor.healthy == 104, "back at its best level, it is healthy again"
+    assert monitor.last_healthy_step == 104, "back at its best level, it is healthy again"
 
 
 @pytest.mark.parametrize("hole", [None, float("nan"), float("inf")])
@@ -142,7 +142,7 @@ def numbered(series: list[dict]) -> list[dict]:
 
 def test_the_report_answers_the_three_questions():
     rising = [HEALTHY | {"reward/mean": 0.2 + 0.005 * t + 0.01 * (t % 2)} for t in range(60)]
-    text = report(numbered(rising)).splitlines()
+    text = stability_report(numbered(rising)).splitlines()
     assert (
         text[0].startswith("Does the reward keep rising? Yes (")
         and "0.456 at the end, peak 0.456 at step 60" in text[0]
@@ -154,30 +154,32 @@ def test_the_report_answers_the_three_questions():
 def test_the_report_of_a_run_that_went_wrong():
     series = rows(100) + rows(60, reward__mean=0.0, routing__consistency=0.3, optim__skipped=1.0)
     series[120] = series[120] | {"optim/grad_norm_max": 99.0, "routing/consistency_layer_1": 0.2}
-    text = report(numbered(series)).splitlines()
+    text = stability_report(numbered(series)).splitlines()
     assert "No: it collapsed at step 104 (" in text[0] and "peak 0.500 at step 1" in text[0]
     assert "No (" in text[1] and "largest of an update 99" in text[1] and "before: 1;" in text[1]
     assert "finite: 60" in text[1]
     assert "No (" in text[2] and "lowest 0.3000 at step 101" in text[2]
-    stopped = report(numbered(series[:124]), "collapsed")
+    stopped = stability_report(numbered(series[:124]), "collapsed")
     assert "the monitor ended the run 20 steps into a fall, and it might have recovered" in stopped
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_report_of_runs_with_holes():
     holes = rows(20) + rows(20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None)
-    text = report(numbered(holes))
+    text = stability_report(numbered(holes))
     assert "nan" not in text and "It is level" in text
-    assert "Unknown: 3 rows have a reward" in report(numbered(rows(3)))
+    assert "Unknown: 3 rows have a reward" in stability_report(numbered(rows(3)))
     old = [{k: v for k, v in row.items() if k != "optim/grad_norm_max"} for row in rows(20)]
-    assert "reasonable range? Unknown" in report(numbered(old))
+    assert "reasonable range? Unknown" in stability_report(numbered(old))
 
 
 def test_the_report_of_level_falling_dense_and_empty_runs():
-    level = report(numbered([HEALTHY | {"reward/mean": 0.5 + 0.02 * (-1) ** t} for t in range(60)]))
+    level = stability_report(numbered([HEALTHY | {"reward/mean": 0.5 + 0.02 * (-1) ** t} for t in range(60)]))
     assert "It is level" in level
-    falling = report(numbered([HEALTHY | {"reward/mean": 0.6 - 0.002 * t} for t in range(60)]))
+    falling = stability_report(numbered([HEALTHY | {"reward/mean": 0.6 - 0.002 * t} for t in range(60)]))
     assert "No: it is falling" in falling
-    dense = report(numbered([{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(5)]))
+    dense = stability_report(
+        numbered([{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(5)])
+    )
     assert "no experts" in dense
-    assert report([{"step": 0}]) == "no step was made"
+    assert stability_report([{"step": 0}]) == "no step was made"

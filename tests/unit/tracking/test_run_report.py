@@ -40,7 +40,7 @@ def test_what_a_collapsed_run_says(tmp_path):
     for n in ("1", "2", "3", "4"):
         (folder / "superseded" / n).mkdir(parents=True)
     (folder / "continued.jsonl").write_text('{"step": 10, "time": 1.0}\n{"step": 20, "time": 2.0}\n')
-    text = run_report.write(folder).read_text()
+    text = run_report.write_page(folder).read_text()
     page = Page(text)
     words = " ".join(page.words)
     for part in (
