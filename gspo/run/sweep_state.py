@@ -1,4 +1,4 @@
-"""How far the runs of a sweep are, from its manifest and their directories."""
+"""Finds out how far the runs of a sweep are, from the study's manifest and the run directories."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from pathlib import Path
 from gspo.core import escaping, untrusted
 from gspo.core.files import locked, read_rows, read_status
 
-MANIFEST = "manifest.jsonl"  # of a study's folder: one line per start of a sweep, one per job that failed
+MANIFEST = "manifest.jsonl"  # in a study's folder: one line per start of a sweep, and one per job that failed
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
-LONGEST = 1000  # characters of a job's name: every line of the table is as long
-PACE = 10  # steps whose seconds the time left is reckoned by
+LONGEST = 1000  # the largest number of characters of a job's name, to which every line of the table is padded
+PACE = 10  # how many of the last steps the pace is averaged over
 
 
 @dataclass
 class Job:
-    """A run of a sweep, and how far it is."""
+    """One run of a sweep, and how far it is."""
 
     run: str
-    steps: int  # that it is planned to make
+    steps: int  # the number of steps that it is planned to make
     overrides: list[str]
     state: str  # finished | collapsed | running | stopped | died | failed | missing
     step: int = 0
-    reward: float | None = None  # of its last step
+    reward: float | None = None  # mean reward of its last step
     pace: float | None = None  # seconds per step
     reason: str = ""
 
     def seconds_left(self) -> float:
-        """NaN where no pace is known."""
+        """Return the seconds that the run still needs, NaN if its pace is not known."""
         if self.state not in UNFINISHED:
             return 0.0
         return (self.steps - self.step) * (self.pace if self.pace is not None else float("nan"))
 
 
 def jobs(study: Path) -> list[Job]:
-    """The planned runs of a study's folder and those that are there unplanned. Raises ValueError if there are none."""
+    """Return the planned runs of a study's folder, then those that are there without a plan. Raises ValueError if
+    there are none."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
         planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job}
@@ -51,15 +52,15 @@ def jobs(study: Path) -> list[Job]:
         raise ValueError(f"{study} holds no runs and no {MANIFEST}")
     names = [*planned, *(name for name in there if name not in planned)]
     found = [_job(study / name, planned.get(name)) for name in names]
-    known = [job.pace for job in found if job.pace is not None]
+    paces = [job.pace for job in found if job.pace is not None]
     for job in found:
-        if job.pace is None and known:
-            job.pace = statistics.median(known)
+        if job.pace is None and paces:
+            job.pace = statistics.median(paces)
     return found
 
 
 def entries(study: Path) -> list[dict]:
-    """The lines of the manifest, without those that a kill cut short and those that are none of a sweep's."""
+    """Return the lines of the manifest, without those that a kill cut short or that have another form."""
     found = []
     try:
         for line in untrusted.lines(study / MANIFEST):
@@ -71,31 +72,33 @@ def entries(study: Path) -> list[dict]:
 
 
 def _entry(line: object) -> dict:
-    """A line of the manifest. Raises ValueError if it is none."""
+    """Return a line of the manifest with its types checked. Raises ValueError if it has another form."""
     entry = {"time": 0.0} | _typed(line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list})
     return entry | ({"jobs": [_planned(job) for job in entry["jobs"]]} if "jobs" in entry else {})
 
 
 def _planned(job: object) -> dict:
+    """Return a planned job with its types checked. Raises ValueError if it has another form."""
     kinds = {"run": str, "steps": int, "folder": str, "overrides": list, "reason": str, "same_as": int}
     job = {"run": "", "overrides": []} | _typed(job, kinds)
     if not all(isinstance(override, str) for override in job["overrides"]):
         raise ValueError("not a job of a sweep")
     if len(job["run"]) > LONGEST:
         raise ValueError(f"run={job['run'][:40]!r} ...: a name of {len(job['run']):,} characters")
-    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # else its settings were refused
+    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # without steps its settings were refused
         raise ValueError(f"run={job['run']!r} is no folder of a study")
     return job
 
 
 def _typed(line: object, kinds: dict[str, type]) -> dict:
+    """Return a mapping whose values have the types that `kinds` gives for their keys. Raises ValueError if not."""
     if not isinstance(line, dict) or any(type(line[key]) is not kind for key, kind in kinds.items() if key in line):
         raise ValueError("not a line of a manifest")
     return line
 
 
 def _job(folder: Path, plan: dict | None) -> Job:
-    """A run, as far as its files can be read; `reason` says which of them cannot."""
+    """Return how far a run is. If one of its files cannot be read, it counts as failed, and `reason` names the file."""
     if plan and "steps" not in plan:  # its settings were refused
         return Job(plan["run"], 0, plan["overrides"], "failed", reason=plan.get("reason", ""))
     wrong, rows, steps = "", [], plan["steps"] if plan else 0
@@ -114,7 +117,7 @@ def _job(folder: Path, plan: dict | None) -> Job:
 
 
 def _steps(settings: Path) -> int:
-    """That a run was to make."""
+    """Return how many steps a run is to make, from its settings."""
     steps = untrusted.read_yaml(settings).get("steps")
     if type(steps) is not int:
         raise ValueError(f"{settings}: steps={str(steps)[:40]} is no number of steps")
@@ -122,25 +125,27 @@ def _steps(settings: Path) -> int:
 
 
 def _seconds(row: dict) -> float:
+    """Return how many seconds a step took."""
     return (row.get("time/waited_s") or 0.0) + row["time/train_s"]
 
 
 def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
-    """The state, and the reason of a failure."""
+    """Return the state of a run, and the reason if it failed."""
     if not os.path.lexists(folder / "settings.yaml"):
         return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
     if locked(folder):
         return "running", ""
     status = read_status(folder)
     how = status.get("how", "finished" if step >= steps else "died")
-    if how == "finished" and step < steps:  # of an earlier, shorter sweep
+    if how == "finished" and step < steps:  # by an earlier sweep with fewer steps
         how = "stopped"
     return ("died" if how in ("running", "rolled back") else how), status.get("reason", "")
 
 
 def upload(study: Path) -> str | None:
-    """The command that uploads every run of a study that W&B's server lacks; None where it lacks none. Segments that a
-    newer one of their run replaces carry W&B's mark of uploaded files, which it leaves out."""
+    """Return the command that uploads the runs of a study which W&B's server lacks, None if it lacks none.
+
+    Segments that a newer one of the same run replaces are marked as uploaded, and the command skips them."""
     files = study.glob("*/wandb/offline-run-*/run-*.wandb")
     if all(file.with_name(f"{file.name}.synced").exists() for file in files):
         return None
@@ -148,7 +153,7 @@ def upload(study: Path) -> str | None:
 
 
 def table(found: list[Job]) -> str:
-    """One line per run, and a last one with what is left."""
+    """Return one line per run, and a last one with the counts and the time left."""
     width = max(len(job.run) for job in found)
     lines = []
     for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
@@ -160,19 +165,21 @@ def table(found: list[Job]) -> str:
     parallel = max(1, counts["running"])
     left = sum(job.seconds_left() for job in found) / parallel
     clock = "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
-    said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*lines, f"{len(found)} runs: {said}; left with {parallel} at a time: {clock}"])
+    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*lines, f"{len(found)} runs: {states}; left with {parallel} at a time: {clock}"])
 
 
 def special(planned: list[dict], number: int) -> str:
-    """The overrides of a planned job that not all jobs of its sweep have."""
+    """Return the overrides of a planned job that not all jobs of its sweep have."""
     common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
     return " ".join(override for override in planned[number]["overrides"] if override not in common)
 
 
 def forecast(planned: list[dict]) -> str:
-    """What a sweep would do: one line per job, with its number, state, steps, folder and what tells it from the others;
-    and a last line that counts the states. `wrong` are jobs whose settings are refused."""
+    """Return what a sweep would do: one line per job, and a last line that counts the states.
+
+    A job's line has its number, state, steps, folder, and the overrides that tell it from the others. Jobs whose
+    settings are refused have the state "wrong"."""
     rows, counts = [], Counter()
     for number, plan in enumerate(planned):
         own = special(planned, number)
@@ -187,7 +194,7 @@ def forecast(planned: list[dict]) -> str:
         rows.append([str(number), state, steps, where, own])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
-    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
     others = f"those not {' or '.join(ended)} are started" if ended else "all are started"
-    return "\n".join([*lines, f"{len(planned)} jobs: {said}; without dry_run=true {others}"])
+    return "\n".join([*lines, f"{len(planned)} jobs: {states}; without dry_run=true {others}"])

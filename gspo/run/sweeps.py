@@ -1,4 +1,4 @@
-"""What a sweep plans: its manifest, written before its first job. gspo.run.sweep_state says how far each job is.
+"""Plans a sweep and writes its manifest before its first job; gspo.run.sweep_state reads how far each job is.
 
 When a sweep starts, one line of `runs/<study>/manifest.jsonl` lists its jobs with their run directories, before the
 first of them begins. Run directories are named by their settings, so the same command finds them again.
@@ -34,11 +34,13 @@ from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
 class WriteManifest(Callback):
-    """Hydra's callback at the start of a sweep and after each job. Where a job cannot be noted, Hydra warns and the
-    sweep goes on; where its start cannot be, it ends."""
+    """Hydra calls this at the start of a sweep and after each job.
+
+    If the manifest cannot be written at the start, the sweep ends. If that fails after a job, Hydra warns and the sweep
+    goes on."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """List the jobs; with dry_run=true only print them, and end."""
+        """Write the jobs to the manifest; with dry_run=true only print them, and end."""
         planned = plan(config)
         if config.dry_run:
             print(forecast(planned))
@@ -48,25 +50,25 @@ class WriteManifest(Callback):
                 print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
         try:
-            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml"))  # the second is Hydra's
+            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml"))  # Hydra writes the second
             _append(config, {"command": sys.argv, "jobs": planned})
             if pickles := config.hydra.launcher.get("submitit_folder"):
                 private(Path(pickles.partition("%")[0]))
         except (OSError, ValueError) as error:
             sys.exit(print_error(error))
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
-            # submitit's controllers kill their jobs at Ctrl-C: nothing to wait for, and no further job is to start
+            # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Note why a job did not finish (process.one_line): it may have had no directory yet."""
-        why = job_return._return_value  # a dict, but for an error of Hydra's own, which `return_value` would raise
+        """Note in the manifest why a job did not finish, because it may have had no directory yet."""
+        why = job_return._return_value  # a dict from gspo.run.cli.one_line, or an error of Hydra's own
         if HydraConfig.get().mode == RunMode.MULTIRUN and why:
             why = why if isinstance(why, dict) else {"reason": explain(why)}
             _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Say how to upload the study; tell the command line which of the jobs did not finish."""
+        """Print the command that uploads the study, and note which jobs did not finish for the exit code."""
         if command := upload(Path(config.runs) / config.study):
             print(f"to upload all runs of the study to W&B: {command}")
         for entry in entries(Path(config.runs) / config.study):
@@ -76,8 +78,10 @@ class WriteManifest(Callback):
 
 
 def plan(config: DictConfig) -> list[dict[str, Any]]:
-    """The jobs of a sweep: overrides, run, folder and steps; or why the settings are wrong; `same_as` is the number of
-    an earlier job that is the same run."""
+    """Return the jobs of a sweep.
+
+    Each has its overrides, and run, folder and steps, or the reason why its settings are wrong. A job that is the same
+    run as an earlier one has that one's number as `same_as`."""
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     loader, jobs, numbers = GlobalHydra.instance().config_loader(), [], {}
     for number, overrides in enumerate(expanded([*params, *config.hydra.overrides.task])):
@@ -96,7 +100,7 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
 
 
 def same_run(planned: list[dict], number: int) -> str:
-    """Which earlier job is the same run as this one, in words; "" if none is."""
+    """Return, in words, which earlier job is the same run as this one; "" if none is."""
     if number >= len(planned) or "same_as" not in planned[number]:
         return ""
     first = planned[number]["same_as"]
@@ -104,17 +108,17 @@ def same_run(planned: list[dict], number: int) -> str:
 
 
 def taken_by_another_job(settings: Settings) -> str:
-    """Inside a sweep: which earlier job of it makes this run, in words; "" if none does."""
+    """Return, in words, which earlier job of the present sweep makes this run; "" if none does, or outside a sweep."""
     job = HydraConfig.get()
     plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
     if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
         return ""
-    mine = plans[-1][job.job.num]["run"] == folder_of(settings).name  # else the plan is another sweep's
+    mine = plans[-1][job.job.num]["run"] == folder_of(settings).name  # if not, the plan belongs to another sweep
     return same_run(plans[-1], job.job.num) if mine else ""
 
 
 def _name(config: DictConfig, overrides: list[str]) -> str:
-    """Of the run's directory; what was asked for, where that is not possible."""
+    """Return the name of the run's directory, or the overrides if the settings are wrong."""
     try:
         return folder_of(_settings(config, overrides)).name
     except USER_ERRORS:
@@ -122,6 +126,7 @@ def _name(config: DictConfig, overrides: list[str]) -> str:
 
 
 def _settings(config: DictConfig, overrides: list[str]) -> Settings:
+    """Return the settings of a job. Raises one of USER_ERRORS if they are wrong."""
     plain = config.copy()
     with open_dict(plain):
         plain.pop("hydra")
@@ -129,21 +134,25 @@ def _settings(config: DictConfig, overrides: list[str]) -> Settings:
 
 
 def _append(config: DictConfig, line: dict) -> None:
+    """Append a line to the manifest."""
     folder = Path(config.runs) / config.study
     folder.mkdir(parents=True, exist_ok=True)
     with append_to(folder / MANIFEST) as file:
-        file.write("\n" + json.dumps({"time": time.time()} | line) + "\n")  # apart from a line that a kill cut short
+        file.write(
+            "\n" + json.dumps({"time": time.time()} | line) + "\n"
+        )  # after a line that a kill may have cut short
 
 
 def private(folder: Path) -> None:
-    """The folder of submitit's pickles, made for this user alone: each job runs what it finds in there. Raises
-    ValueError where another user could put something there."""
+    """Make the folder of submitit's pickles for this user alone, because a job runs what it finds there.
+
+    Raises ValueError if another user could put a file there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (folder.absolute(), *folder.resolve().parents):
         found, above = place.lstat(), place != folder.absolute()
         mode, owners = found.st_mode, (os.geteuid(), 0) if above else (os.geteuid(),)
         others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and shared_group(found.st_gid))
-        if above and mode & stat.S_ISVTX:  # as /tmp: nobody can rename what is another's
+        if above and mode & stat.S_ISVTX:  # as in /tmp, nobody can rename another user's entries
             others = False
         if others or found.st_uid not in owners or stat.S_ISLNK(mode):
             raise ValueError(
@@ -154,7 +163,8 @@ def private(folder: Path) -> None:
 
 
 def shared_group(number: int) -> bool:
-    """Whether a group has, or may have, other members than this user: many systems give each user one of his own."""
+    """Return whether a group has, or may have, other members than this user. Many systems give each user a group of
+    his own."""
     try:
         group, me = grp.getgrgid(number), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -163,7 +173,7 @@ def shared_group(number: int) -> bool:
 
 
 def expanded(overrides: list[str]) -> list[list[str]]:
-    """A sweep's jobs as lists of plain overrides; of one key given twice the later counts, as in Hydra."""
+    """Return a sweep's jobs as lists of plain overrides. If a key is given twice, the later one counts, as in Hydra."""
     choices: dict[str, list[str]] = {}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.get_key_element()

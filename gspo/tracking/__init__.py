@@ -1,1 +1,1 @@
-"""What is shown of a run: the registry of metrics, the collapse rule, monitor, W&B, dashboards, reports. No torch."""
+"""How a run is recorded and shown: registry of metrics, collapse rule, monitor, W&B, dashboards, page. No torch."""

@@ -1,8 +1,8 @@
-"""W&B's saved views, made from gspo.tracking.views: built, checked, written as the JSON that W&B is sent, published.
+"""Makes W&B's saved views from gspo.tracking.views, writes them as the JSON that W&B is sent, and publishes them.
 
-A view's address is a function of entity, project and name, so publishing again replaces it and makes no second one.
-wandb_workspaces is W&B's own library for this (docs.wandb.ai, "Programmatic workspaces"); the parts with an underscore
-are private to it, so its version is pinned and tests/unit/tracking/test_dashboard.py holds what is used of it.
+A view's address is a function of entity, project, name and study, so publishing it again replaces it. wandb_workspaces
+is W&B's own library for this (docs.wandb.ai, "Programmatic workspaces"). Names with an underscore are private to it, so
+its version is pinned, and tests/unit/tracking/test_dashboard.py tests what is used of it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from gspo.core.files import replace_text
 from gspo.tracking.views import STEP, Panel, View
 from gspo.tracking.wandb_run import account
 
-GROUP_BY = ("objective.name", "policy.routing_replay")  # the arms of the paper: GRPO with replay is one of its own
-LINES = 50  # groups or runs that a panel draws at most
-PREFIX = "GSPO: "  # of the saved views' names, to tell them from those that people make
+GROUP_BY = ("objective.name", "policy.routing_replay")  # GRPO with and without replay are two arms of the paper
+LINES = 50  # the largest number of groups or runs that a panel draws
+PREFIX = "GSPO: "  # begins the saved views' names, to tell them from views that people make by hand
 
 
 def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP_BY, study: str = "") -> ws.Workspace:
-    """A saved view of a study's runs, or of all of the project: grouped by the settings `by`, each group drawn as its
-    mean and the range of its runs; W&B knows no 95 % interval, and everything else here that has a ± means that."""
+    """Return the saved view of a study's runs, or without `study` of all runs of the project.
+
+    Runs are grouped by the settings `by`. A group is drawn as its mean and the range of its runs, because W&B has no
+    95 % intervals, which a ± means everywhere else in this project."""
     by = (view.by,) if view.by else by
     sections = []
     for name, panels in view.sections:
@@ -53,22 +55,23 @@ def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP
 
 
 def _filters(view: View, study: str) -> expr.And:
-    """Of the view and the study; runs that hold a report's pictures are none to look at."""
+    """Return the filter for the view's and the study's runs; it leaves out runs that only hold a report's pictures."""
     chosen = [ws.Metric("JobType") == "train"]
     if study:
-        chosen.append(ws.Metric("Group") == study)  # or what WANDB_RUN_GROUP put in its place
+        chosen.append(ws.Metric("Group") == study)  # or the value of WANDB_RUN_GROUP
     if view.only:
         chosen.append(expr.Tags().isin([view.only]))
     return expr.And(*chosen)
 
 
 def _lines(panel: Panel) -> str:
-    """The description as W&B's Markdown: a line each, stars as they are."""
+    """Return a panel's description in W&B's Markdown, one line per metric, with stars kept as they are."""
     return panel.description().replace("*", r"\*").replace("\n", "  \n")
 
 
 def _line_plot(panel: Panel) -> wr.LinePlot:
-    """Its lines are the groups of the view's runs: a panel's own grouping would take one key alone."""
+    """Return W&B's line plot of a panel. Its lines are the groups of the view's runs, because a panel's own grouping
+    would allow one key only."""
     family = [name for name in panel.metrics if "*" in name]
     return wr.LinePlot(
         title=panel.title(),
@@ -85,18 +88,18 @@ def _line_plot(panel: Panel) -> wr.LinePlot:
 
 
 def pattern(family: str) -> str:
-    """The regular expression of a family's names."""
+    """Return the regular expression that matches a family's names."""
     return "^" + ".+".join(re.escape(part) for part in family.split("*")) + "$"
 
 
 def spec(made: ws.Workspace) -> dict:
-    """What W&B is sent of a view, without the panels' random ids: the same view gives the same text."""
+    """Return what W&B is sent of a view, without the panels' random ids, so that equal views give equal text."""
     text = made._to_model().model_dump_json(by_alias=True, exclude_none=True)
     return json.loads(text, object_hook=lambda node: {key: value for key, value in node.items() if key != "__id__"})
 
 
 def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
-    """One JSON file per view."""
+    """Write one JSON file per view, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (each.name.removeprefix(PREFIX).lower() for each in made)
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '_', name).strip('_')}.json" for name in names]
@@ -106,8 +109,9 @@ def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
 
 
 def home(entity: str) -> str | None:
-    """The entity to publish under: the one asked for, or the account's default; None without an account. Raises
-    ValueError if W&B does not say which."""
+    """Return the entity to publish under: the one asked for, else the account's default; None without an account.
+
+    Raises ValueError if W&B does not name a default."""
     if not account():
         return None
     if entity:
@@ -122,14 +126,15 @@ def home(entity: str) -> str | None:
 
 
 def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:
-    """Save the views of one project, each over the one of its address if there is one; yields names and where they are
-    to be seen. Raises ValueError with W&B's words when it refuses."""
+    """Save the views of one project, replacing those of the same address; yield each view's name and URL.
+
+    Raises ValueError with W&B's message if it refuses."""
     try:
         create_project(made[0].entity, made[0].project)
         for each in made:
             try:
                 each._internal_id = internal.View.from_name(each.entity, each.project, each._internal_name).id
-            except ValueError:  # what wandb_workspaces raises when there is none of that name
+            except ValueError:  # wandb_workspaces raises this if there is no view of that name
                 each._internal_id = ""
             yield each.name, each.save().url
     except (wandb.Error, WandbApiFailedError) as error:
@@ -137,7 +142,7 @@ def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:
 
 
 def create_project(entity: str, project: str) -> None:
-    """Views need a project that is there; no run may have made it yet."""
+    """Create the project if it is not there: views need it, and it may have no run yet."""
     api = wandb.Api()
     if project not in {each.name for each in api.projects(entity)}:
         api.create_project(project, entity)

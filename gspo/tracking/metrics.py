@@ -1,10 +1,10 @@
-"""The registry of metrics: name, unit, meaning. Dashboards and figures read it; the tracker refuses any other name.
+"""The registry of metrics: name, unit and meaning of each. The tracker refuses a metric that is not in it.
 
     python -m gspo.tracking.metrics > docs/metrics.md          writes the page of the documentation anew
 
-A name with `*` stands for a family (`reward/*`: one per task). Each is computed by a tested function of
-gspo.train.diagnostics, gspo.evaluation.evaluate or the trainer. All averages over a step are weighted by what they
-count (tokens, responses), over all mini-batches of the step.
+Dashboards, figures and documentation read the registry. A name with `*` stands for a family: `reward/*` has one member
+per task. Each metric is computed by a tested function of gspo.train.diagnostics, gspo.evaluation.evaluate or the
+trainer. All averages over a step are weighted by what they count (tokens, responses), over all its mini-batches.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the metrics table. `summary` is what W&B's summary of a run keeps beside the last value: "recent", the
-    mean over the last ten batches; "max", the largest value; "last", nothing."""
+    """The definition of one metric, or of a family of metrics.
+
+    `summary` says what W&B's summary of a run keeps beside the last value: "recent": the mean over the last ten
+    batches; "max": the largest value; "last": nothing more."""
 
     name: str
     unit: str
@@ -83,7 +85,8 @@ METRICS = [
     Metric(
         "eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior", "last"
     ),
-    # clipping: active = the clip removed the gradient (sign-aware); outside = the ratio left the band
+    # clipping; active: the clip removed the gradient, which depends on the advantage's sign; outside: the ratio left
+    # the clip range
     Metric("clip/token_active", TOKEN, "tokens whose gradient the clip removed (Fig 2 of the paper)"),
     Metric("clip/token_outside", TOKEN, "tokens whose ratio lies outside the clip range"),
     Metric("clip/sequence_active", SEQUENCE, "mean over responses of the share of their tokens that are clipped"),
@@ -126,7 +129,7 @@ METRICS = [
     Metric("kl/ref", "nats", "the same with the KL term's own estimator and bounds: what its coefficient follows"),
     Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step", "last"),
     Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
-    # the gap: l = the trainer's old log-prob - the one that the engine reported, of the tokens that it sampled
+    # the gap between engine and trainer; l = the trainer's old log-prob - the engine's, of the sampled tokens
     Metric("mismatch/k1", "nats", "mean over tokens of -l (can be negative)"),
     Metric("mismatch/k3", "nats", "mean over tokens of exp(l) - 1 - l"),
     Metric("mismatch/logp_abs", "nats", "mean |l|"),
@@ -162,7 +165,7 @@ METRICS = [
         "updates of the step that were left out: too few groups could be graded to make every mini-batch",
         "max",
     ),
-    # what the monitor says
+    # the monitor
     Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
     Metric("monitor/fallen", "0 or 1", "whether the smoothed reward has been below 0.7 x its peak for 20 steps", "max"),
     # responses
@@ -173,7 +176,7 @@ METRICS = [
     Metric(
         "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
     ),
-    # expert routing, against the record of the old policy: of the step's start, or kept from when it sampled
+    # expert routing, compared with that of the old policy at the step's start, or when it sampled
     Metric(
         "routing/consistency",
         "share of experts",
@@ -228,7 +231,7 @@ METRICS = [
 
 
 def lookup(name: str) -> Metric:
-    """The registry entry that a metric name falls under: its own, else its family's. Raises KeyError if it has none."""
+    """Return the definition of a metric: its own, else its family's. Raises KeyError if the registry has neither."""
     for metric in METRICS:
         if metric.name == name:
             return metric

@@ -1,8 +1,8 @@
-"""The report of a run: one HTML page that opens from disk without a network.
+"""Makes the page of a run: report.html, one HTML file that opens from disk without a network.
 
-What happened in words, the three questions of stability, curves, warnings, the best and worst responses that were saved
-last, time and cost, settings. Everything comes from the run directory's files, so it can be made of a run under way, of
-one that was killed, and again at any time.
+It says in words what happened, answers the three questions of stability, and shows curves, warnings, the best and worst
+responses of the batch that was saved last, time and cost, and the settings. Everything comes from the run directory's
+files, so the page can be made of a run under way, of one that was killed, and again at any time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gspo.tracking.metrics import lookup
 from gspo.tracking.monitor import stability_report
 
 PAGE = "report.html"
-CURVES = (  # metric, and whether its axis is logarithmic; those that a run has not reported are left out
+CURVES = (  # each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
     ("reward/mean", False), ("policy/entropy", False), ("optim/grad_norm", True), ("clip/token_active", True),
     ("routing/consistency", False), ("length/mean", False), ("length/truncated", False), ("mismatch/k3", True),
     ("ratio/ess_token", False), ("group/zero_variance", False),
 )  # fmt: skip
-RESPONSES = 3  # best ones, and as many worst ones
+RESPONSES = 3  # how many of the best responses are shown, and of the worst
 SECONDS = {
     "time/rollout_s": "sampling",
     "time/score_s": "grading",
@@ -37,7 +37,7 @@ SECONDS = {
     "time/checkpoint_s": "checkpoints",
     "time/monitor_s": "monitor",
 }
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 330, 170, 56, 24, 18  # of a curve, in SVG's units
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 330, 170, 56, 24, 18  # sizes of a curve, in SVG's units
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid #ddd }
@@ -52,7 +52,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: .82r
 
 
 def write_page(folder: Path) -> Path:
-    """Make the page of a run directory. Raises ValueError if it is none."""
+    """Write the page of a run directory, and return its path. Raises ValueError if `folder` is no run directory."""
     if not (folder / "settings.yaml").exists():
         raise ValueError(f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN")
     replace_text(folder / PAGE, page(folder))
@@ -60,7 +60,8 @@ def write_page(folder: Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    """Raises ValueError for settings that are none. Of other files, what cannot be read is named in the page."""
+    """Return the page's HTML. Raises ValueError if the settings cannot be read; other files that cannot be read are
+    named on the page."""
     settings, amiss = untrusted.read_yaml(folder / "settings.yaml"), []
     rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
     status, title = read_status(folder), f"{_value(settings, 'study')}: {folder.name}"
@@ -83,7 +84,7 @@ def page(folder: Path) -> str:
 
 
 def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
-    """What a file of the run holds; None if it is not there, and where it cannot be read, which is noted."""
+    """Read a file of the run with `how`; None if it is not there or cannot be read. The latter is noted in `amiss`."""
     try:
         return how(path)
     except FileNotFoundError:
@@ -94,35 +95,38 @@ def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
 
 
 def _value(tree: object, key: str, unknown: object = "unknown") -> object:
-    """A nested mapping's value by its dotted key."""
+    """Return a nested mapping's value by its dotted key, `unknown` if there is none."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return unknown if tree is None else tree
 
 
 def _list(lines: list[str]) -> str:
+    """Return lines as an HTML list."""
     return "<ul>" + "".join(f"<li>{in_html(line)}</li>" for line in lines) + "</ul>"
 
 
 def _table(rows: list[list[object]], names: tuple[str, ...] = ()) -> str:
+    """Return rows as an HTML table; `names` are its column heads."""
     top = "<tr>" + "".join(f"<th>{in_html(name)}</th>" for name in names) + "</tr>" if names else ""
     lines = ("".join(f"<td>{in_html(cell)}</td>" for cell in row) for row in rows)
     return "<table>" + top + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
+    """Return study, objective, model, seed, commit and versions in one line."""
     code = _read(untrusted.read_json, folder / "code.json", amiss) or {}
     changed = ", with changed files" if code.get("changed_files") else ""
     objective = _value(settings, "options.objective", _value(settings, "objective.name"))
-    parts = [f"study {_value(settings, 'study')}", f"objective {objective}", f"model {_value(settings, 'model.name')}"]
-    parts += [f"seed {_value(settings, 'seed')}", f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}"]
+    words = [f"study {_value(settings, 'study')}", f"objective {objective}", f"model {_value(settings, 'model.name')}"]
+    words += [f"seed {_value(settings, 'seed')}", f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}"]
     versions = {name: _value(code, f"versions.{name}", "") for name in ("torch", "transformers")}
-    return ", ".join([*parts, *(f"{name} {version}" for name, version in versions.items() if version)])
+    return ", ".join([*words, *(f"{name} {version}" for name, version in versions.items() if version)])
 
 
 # ------------------------------------------------------------------------------------------------------------ words
 def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
-    """What happened, in sentences."""
+    """Return what happened, in sentences."""
     batches = [row for row in rows if row["step"] > 0]
     step = rows[-1]["step"] if rows else 0
     reason = f": {status['reason']}" if status.get("reason") else ""
@@ -144,7 +148,7 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
 
 
 def _went_on(folder: Path, amiss: list[str]) -> list[str]:
-    """Continuations and rollbacks, as they were recorded when they happened."""
+    """Return sentences about continuations and rollbacks, as they were recorded when they happened."""
     lines, at = [], [str(row["step"]) for row in _read(read_rows, folder / CONTINUED, amiss) or []]
     if at:
         times = "once" if len(at) == 1 else f"{len(at)} times"
@@ -160,6 +164,7 @@ def _went_on(folder: Path, amiss: list[str]) -> list[str]:
 
 
 def _ended(how: str) -> str:
+    """Return a run's status as the predicate of a sentence."""
     words = {
         "finished": "finished",
         "stopped": "was stopped",
@@ -170,7 +175,8 @@ def _ended(how: str) -> str:
 
 
 def _held_out(rows: list[dict], name: str) -> str:
-    """First and last score of a set, with its 95 % interval over the problems: ±1.96 standard errors."""
+    """Return the first and last score of a held-out set, the latter with its 95 % interval over the problems, which is
+    ±1.96 standard errors."""
     scored = [row for row in rows if is_finite(row.get(name))]
     if not scored:
         return f"{name}: no score"
@@ -181,13 +187,14 @@ def _held_out(rows: list[dict], name: str) -> str:
 
 
 def _warnings(events: list[dict]) -> str:
+    """Return the monitor's events as a table."""
     if not events:
         return "<p>none</p>"
     return _table([[event["step"], event["kind"], event["text"]] for event in events], ("step", "", ""))
 
 
 def _responses(folder: Path, amiss: list[str]) -> str:
-    """Of the rollout batch that was saved last."""
+    """Return the best and worst responses of the rollout batch that was saved last."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     if not files:
         return "<p>none was saved</p>"
@@ -201,7 +208,7 @@ def _responses(folder: Path, amiss: list[str]) -> str:
 
 
 def _graded(path: Path) -> list[dict]:
-    """The responses of a saved batch that have a reward; lines that are none are left out."""
+    """Return the responses of a saved batch that have a reward; lines that cannot be read are left out."""
     found = []
     for line in untrusted.lines(path):
         try:
@@ -218,7 +225,7 @@ def _graded(path: Path) -> list[dict]:
 
 
 def _of_different_problems(responses: list[dict]) -> list[dict]:
-    """The first of each problem, RESPONSES at most."""
+    """Return the first response to each problem, at most RESPONSES of them."""
     first: dict[tuple, dict] = {}
     for response in responses:
         first.setdefault((str(response.get("task")), str(response.get("prompt"))), response)
@@ -226,13 +233,15 @@ def _of_different_problems(responses: list[dict]) -> list[dict]:
 
 
 def _response(kind: str, response: dict) -> str:
+    """Return a response with its prompt, reward and verdict; `kind` is "good" or "bad"."""
     about = f"{response.get('verdict', '')}, {response.get('length', '?')} tokens, {response.get('finish_reason', '')}"
-    prompt = response.get("rendered") or response.get("prompt")  # what the policy saw; older runs did not keep it
+    prompt = response.get("rendered") or response.get("prompt")  # the rendered prompt, if the file has it
     texts = f'<pre class="muted">{in_html(prompt)}</pre><pre>{in_html(response.get("response"))}</pre>'
     return f'<div class="{kind}"><b>{in_html(response["reward"])}</b> {in_html(about)}{texts}</div>'
 
 
 def _cost(rows: list[dict]) -> str:
+    """Return a table of seconds, tokens and FLOPs."""
     sums = {name: sum(row.get(key) or 0.0 for row in rows) for key, name in SECONDS.items()}
     lines: list[list[object]] = [[name, f"{value:.1f} s"] for name, value in sums.items() if value]
     last = rows[-1] if rows else {}
@@ -244,6 +253,7 @@ def _cost(rows: list[dict]) -> str:
 
 
 def _settings(settings: dict) -> str:
+    """Return all settings, folded away."""
     return (
         "<details><summary>all of them</summary>"
         f"<pre>{in_html(yaml.safe_dump(settings, sort_keys=False))}</pre></details>"
@@ -252,14 +262,15 @@ def _settings(settings: dict) -> str:
 
 # ----------------------------------------------------------------------------------------------------------- curves
 def curves(rows: list[dict]) -> list[str]:
-    """SVG, one per metric that the run has, held-out scores last."""
+    """Return one SVG curve per metric that the run has, held-out scores last."""
     names = [(name, log) for name, log in CURVES if any(is_finite(row.get(name)) for row in rows)]
     sets = {name for row in rows for name in row if fnmatchcase(name, "eval/*/avg@*")}
     return [curve(rows, name, log) for name, log in [*names, *((name, False) for name in sorted(sets))]]
 
 
 def curve(rows: list[dict], name: str, log: bool) -> str:
-    """One metric over the steps; of the reward the smoothed curve too, and the collapse as a dashed line."""
+    """Return the SVG curve of one metric over the steps. That of the reward also has the smoothed curve, and a dashed
+    line at the collapse."""
     points = [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
     steps, values = [step for step, _ in points], [value for _, value in points]
     log = log and min(values) > 0

@@ -1,4 +1,4 @@
-"""Where a run is shown: the settings under `tracking`."""
+"""The settings under `tracking`: where a run is shown."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ MODES = ("auto", "online", "offline", "disabled")
 
 @dataclass
 class TrackingSettings(Ranged, key="tracking"):
-    """Where a run is shown. Changes nothing in its results. What is said here goes before W&B's own variables of the
-    environment, those before the defaults. WANDB_RUN_GROUP and WANDB_NAME replace the study and the directory's name,
-    WANDB_NOTES is added. A run that W&B's server has stays in the project where it began."""
+    """Where a run is shown. These settings change nothing in its results.
+
+    They take precedence over W&B's own environment variables, and those over the defaults. WANDB_RUN_GROUP and
+    WANDB_NAME replace the study and the directory's name; WANDB_NOTES is added. A run that W&B's server has stays in
+    the project where it began."""
 
     wandb: str = "auto"  # auto: online if an account is configured, else offline | online | offline | disabled
     project: str = ""  # empty: WANDB_PROJECT, else gspo
     entity: str = ""  # W&B user or team; empty: WANDB_ENTITY, else the account's default
-    tags: list[str] = field(default_factory=list)  # beside the run's own; empty: WANDB_TAGS
-    # seconds that the end of a run waits for W&B's upload; the rest is for `wandb sync`
+    tags: list[str] = field(default_factory=list)  # tags beside the run's own; empty: WANDB_TAGS
+    # seconds that a run waits at its end for W&B's upload; what is left then, `wandb sync` uploads
     finish_timeout: float = ranged(300.0, least=0)
     # steps between saved rollout batches; the first and the last are always saved
     rollouts_every: int = ranged(10, least=1)

@@ -1,5 +1,6 @@
-"""Tracking: metrics.jsonl first, then Weights & Biases with the same numbers (wandb_run.py); rollouts; progress on
-the terminal. Files are the truth, trackers are views.
+"""Writes a run's rows to metrics.jsonl and sends the same numbers to Weights & Biases; saves rollouts; shows progress.
+
+The files are the truth: they are written first, and everything that W&B shows can be made from them again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_run import WandbRun, chosen_mode
 
 log = logging.getLogger(__name__)
-OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # a run's folders whose entries are named after a step
+OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # folders of a run whose entries are named after steps
 
 
 class Tracker:
@@ -32,17 +33,18 @@ class Tracker:
 
     def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
         self.run, self.settings, self.wandb = run, settings, None
-        self.rows = append_to(run / "metrics.jsonl")  # closed by `finish`
+        self.rows = append_to(run / "metrics.jsonl")  # `finish` closes it
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
             self.wandb = WandbRun(run, settings, mode, config, group, tags)
-            for row in read_rows(run / "metrics.jsonl"):  # of a resumed run: what this segment or the server lacks
+            for row in read_rows(run / "metrics.jsonl"):  # a resumed run's: `send` leaves out what W&B has
                 self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
-        """One step: a row in metrics.jsonl, the same numbers to W&B, and the step's rollouts if given."""
+        """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if they are given. Raises
+        KeyError for a metric that the registry lacks."""
         for name in metrics:
-            lookup(name)  # raises for a metric that nobody defined
+            lookup(name)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row = {"step": step} | finite
         if responses:
@@ -54,18 +56,18 @@ class Tracker:
             self.wandb.send(row, [rollout_row(response) for response in responses or []])
 
     def alert(self, title: str, text: str, kind: str) -> None:
-        """A W&B alert: mail or Slack, as the account has it."""
+        """Send a W&B alert, which the account passes on by mail or Slack. `kind` is the kind of a monitor's event."""
         if self.wandb and kind != "cleared":
             self.wandb.alert(title, text, fallen=kind == "fallen")
 
     def finish(self, exit_code: int) -> str | None:
-        """Close everything; returns the command that uploads an offline run, if there is one."""
+        """Close file and W&B run; return the command that uploads what W&B's server lacks, None if it lacks nothing."""
         self.rows.close()
         return self.wandb.finish(exit_code) if self.wandb else None
 
 
 def rollout_row(response: Response) -> dict:
-    """What is kept of a response: enough to read it and to see why it got its reward."""
+    """Return what is saved of a response: enough to read it, and to see why it got its reward."""
     return {
         "task": response.problem.task,
         "family": response.problem.family,
@@ -84,13 +86,13 @@ def rollout_row(response: Response) -> dict:
 
 
 def write_rollouts(path: Path, responses: list[Response]) -> None:
-    """One JSON object per response."""
+    """Write responses to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
 
 
 def read_rollouts(path: Path) -> list[dict]:
-    """What `write_rollouts` wrote; empty if it is not there or damaged."""
+    """Read what `write_rollouts` wrote; empty if the file is not there or damaged."""
     try:
         rows = [untrusted.parse_json(row) for row in untrusted.lines(path)]
     except (OSError, ValueError):
@@ -99,10 +101,10 @@ def read_rollouts(path: Path) -> list[dict]:
 
 
 def supersede(run: Path, step: int) -> list[str]:
-    """Move what belongs to later steps than `step` to superseded/<n>/: a run that resumes there will make it again.
+    """Move what a run wrote after `step` to superseded/<n>/, because a run that resumes at `step` will write it again.
 
-    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines go there too; says in words
-    which rows are lost by that.
+    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines of metrics.jsonl are moved
+    too. Returns a warning that names the rows which are lost by that, if there are any.
     """
     attic, metrics = run / "superseded", run / "metrics.jsonl"
     files = [path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step]
@@ -123,7 +125,7 @@ def supersede(run: Path, step: int) -> list[str]:
 
 
 def _step(path: Path) -> int:
-    """The step that a file or folder of a run is named after; -1 if it is none that the run wrote whole.
+    """Return the step that a file or folder of a run is named after; -1 for another name, such as an unfinished one's.
 
     step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation of it).
     """
@@ -132,7 +134,7 @@ def _step(path: Path) -> int:
 
 
 def _spans(numbers: list[int]) -> str:
-    """3, 7-9"""
+    """Return ascending numbers as text, with spans joined: "3, 7-9"."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][1] + 1:
@@ -143,28 +145,32 @@ def _spans(numbers: list[int]) -> str:
 
 
 class Progress:
-    """Step, reward and time left: a bar on a terminal, a line now and then elsewhere or beside other jobs."""
+    """Shows step, reward and time left: as a bar on a terminal, else as a line every few seconds.
+
+    `alone` says that no other job writes to the same terminal."""
 
     def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = 10.0):
         self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
-        self.started, self.spoken = time.perf_counter(), 0.0
+        self.started, self.printed = time.perf_counter(), 0.0
         bar = alone and sys.stderr.isatty()
         self.bar = tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True) if bar else None
 
     def __call__(self, step: int, **figures: float) -> None:
+        """Show that a step is done, with some of its numbers; log it too."""
         text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         now = time.perf_counter()
         pace = (now - self.started) / max(step - self.first, 1)
         left = round(pace * (self.steps - step))
-        said = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
-        log.info(said)
+        shown = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
+        log.info(shown)
         if self.bar:
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
-        elif now - self.spoken > self.pause or step == self.steps:
-            print(line(said), flush=True)
-            self.spoken = now
+        elif now - self.printed > self.pause or step == self.steps:
+            print(line(shown), flush=True)
+            self.printed = now
 
     def close(self) -> None:
+        """End the bar."""
         if self.bar:
             self.bar.close()

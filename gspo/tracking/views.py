@@ -1,7 +1,7 @@
-"""What one looks at, and where: the registry's metrics arranged as views of panels.
+"""Arranges the registry's metrics as views: pages of panels, each page for one question.
 
-W&B's saved views (dashboard.py) follow this arrangement; titles, units and descriptions come from the registry.
-Every metric of the registry is on a panel, or in LEFT_OUT with the reason.
+W&B's saved views (dashboard.py) follow this arrangement. Titles, units and descriptions come from the registry. Every
+metric of the registry is on a panel, or in LEFT_OUT with a reason.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share one pair of axes. `metrics` are names of the registry, families with their `*`."""
+    """Curves that share one pair of axes. `metrics` are names in the registry, for families with their `*`."""
 
     metrics: tuple[str, ...]
     x: str = STEP
-    log: bool = False  # logarithmic y axis
+    log: bool = False  # whether the y axis is logarithmic
 
     def entries(self) -> list[Metric]:
-        """The registry's entries. Raises KeyError for a name that it lacks: a family counts under its own name only."""
-        known = {metric.name: metric for metric in METRICS}
-        return [known[name] for name in (*self.metrics, self.x)][:-1]
+        """Return the definitions of the metrics. Raises KeyError if the registry lacks one of them or the x axis; a
+        family must be named by its own name, not by a member's."""
+        by_name = {metric.name: metric for metric in METRICS}
+        return [by_name[name] for name in (*self.metrics, self.x)][:-1]
 
     def title(self) -> str:
-        """The metrics' names, what they begin with written once; the x axis where it is not the step."""
+        """Return the metrics' names, with a common prefix written once, and the x axis if it is not the step."""
         head, slash, _ = self.metrics[0].partition("/")
         same = all(name.startswith(head + slash) for name in self.metrics)
         rest = [name.removeprefix(head + slash) for name in self.metrics] if same else list(self.metrics)
@@ -36,35 +37,39 @@ class Panel:
         return names if self.x == STEP else f"{names} against {self.x}"
 
     def unit(self) -> str:
+        """Return the unit of the first metric."""
         return self.entries()[0].unit
 
     def description(self) -> str:
-        """A line per metric: name [unit]: meaning."""
+        """Return one line per metric: name [unit]: meaning."""
         return "\n".join(f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries())
 
 
 @dataclass(frozen=True)
 class View:
-    """One page: a question, sections of panels; of all runs, or of those alone that carry a tag (train.py tags a run
-    with its objective, its replay and its model)."""
+    """One page: a question, and sections of panels that answer it.
+
+    With `only` it shows the runs that carry this tag; a run is tagged with its objective, its replay and its model."""
 
     name: str
     question: str
     sections: tuple[tuple[str, tuple[Panel, ...]], ...]
     only: str = ""
-    by: str = ""  # the setting that runs are grouped by, where the question asks for one
+    by: str = ""  # the setting that runs are grouped by, if the question asks for a particular one
 
     def panels(self) -> list[Panel]:
+        """Return the panels of all sections."""
         return [panel for _, panels in self.sections for panel in panels]
 
 
 def _panel(names: str, x: str = STEP, log: bool = False) -> Panel:
-    """ "clip/: token_active token_outside" -> both with the prefix."""
+    """Make a panel from names in short form: "clip/: a b" stands for "clip/a" and "clip/b"."""
     prefix, _, rest = names.rpartition(": ")
     return Panel(tuple(prefix + name for name in rest.split()), x, log)
 
 
 def _against(names: str) -> tuple[Panel, ...]:
+    """Return panels of the same metrics against each of the three measures of cost."""
     return tuple(_panel(names, x=x) for x in ("compute/tokens", "compute/flops", "compute/seconds"))
 
 
@@ -204,18 +209,19 @@ LEFT_OUT = {STEP: "the x axis of every panel that names no other"}
 
 
 def unplaced() -> list[str]:
-    """Metrics of the registry that are on no panel and not in LEFT_OUT: there should be none."""
+    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT: there should be none."""
     placed = {name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)}
     return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
 
 
 def unknown(names: list[str]) -> list[str]:
-    """Those of the names that the registry lacks."""
+    """Return those of the names that the registry lacks."""
     return [name for name in names if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)]
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
-    """The views with the metrics alone that runs have recorded (`names`), and the registry's names of the others.
+    """Return the views with only the metrics that runs have recorded (`names`), and the names of the other metrics.
+
     Raises KeyError for a name that the registry lacks."""
     seen = {lookup(name).name for name in names if name != STEP} | {STEP}
     missing = []

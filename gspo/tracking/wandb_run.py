@@ -1,14 +1,14 @@
-"""A run as Weights & Biases has it: under which id, what of it is sent again, its tables and summary.
+"""Sends a run to Weights & Biases: its id there, which rows are sent when it is resumed, its tables and its summary.
 
-W&B is online where an account is configured and offline otherwise. An offline file loses what was not flushed at a
-kill, so it is flushed every second, and a resumed run opens a new offline segment under the same run id and writes the
-whole history into it: the newest segment alone is always complete, and the older ones are marked as uploaded for
-`wandb sync`. A run resumed online sends the rows that the server lacks; those that a killed process had sent after its
-last checkpoint stay as it sent them. A run that the server has and that goes on offline becomes a new one for W&B, with
-all its rows, for an upload would append to those that the server has.
+W&B is online if an account is configured, else offline. A killed process loses what its offline file had not flushed,
+so the file is flushed every second. A resumed run opens a new offline segment under the same run id and writes its
+whole history into it. So the newest segment is always complete; the older ones are marked as uploaded, which makes
+`wandb sync` skip them. A run that is resumed online sends the rows that the server lacks; rows that a killed process
+had sent after its last checkpoint stay as it sent them. If the server has a run that then goes on offline, W&B gets a
+new run with all its rows, because an upload would append to the rows that the server has.
 
-A sweep's agent names its runs: W&B then takes its id, project and entity and drops ours. What W&B gave is kept in the
-run directory, and from then on counts wherever the run goes on.
+The agent of a W&B sweep gives its runs an id, project and entity, which W&B uses in place of ours. What W&B used is
+kept in the run directory and is used again wherever the run goes on.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import MODES, TrackingSettings
 
 log = logging.getLogger(__name__)
-NOTES = ("wandb_id", "wandb_online")  # under which id W&B has the run, and where its server has it
-AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # what `wandb agent` sets for the runs that it starts
-STOPPED = 130  # the exit code that W&B is told of a run that was stopped by a signal and can go on
-STAGING = "staging"  # of a segment: the tables' files, until they are uploaded; in the home directory nothing is kept
-RECENT = 10  # batches that a summary's means go over
-PART = 100  # rollout batches in a table: W&B shows no more of one, and names all of them in each of its rows
+NOTES = ("wandb_id", "wandb_online")  # files that hold W&B's id of the run, and its entity/project/id on the server
+AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # the variables that `wandb agent` sets for the runs that it starts
+STOPPED = 130  # the exit code that W&B gets for a run that a signal stopped and that can go on
+# A segment\'s folder for the files of tables until they are uploaded; W&B would put them into the home folder.
+STAGING = "staging"
+RECENT = 10  # how many batches the means in the summary go over
+PART = 100  # rollout batches per table: W&B shows no more of one, and each of its rows names all of them
 
 
 class WandbRun:
-    """W&B's side of a run directory. `mode`: online or offline."""
+    """The W&B run of a run directory. `mode` is "online" or "offline"."""
 
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
-        self.folder, self.settings, self.known = folder, settings, set()
+        self.folder, self.settings = folder, settings
+        self.defined: set[str] = set()  # metrics that W&B has a definition of
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
         if Path("settings.yaml").exists() and Path("wandb", "settings").exists():
             raise ValueError(
@@ -54,20 +56,21 @@ class WandbRun:
                 "another folder, or remove it"
             )
         self._clear("cache", "artifacts")
-        os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # its core reads it when it starts
-        if others := self._of_others():
-            say(f"{others} {doubt()}; for W&B this is a new run")
+        os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # W&B's core reads it when it starts
+        if others := self._foreign_notes():
+            warn(f"{others} {doubt()}; for W&B this is a new run")
         self.run = self._open(mode, config, group, tags)
 
     def _open(self, mode: str, config: dict, group: str, tags: list[str]):
+        """Start the W&B run, offline if W&B cannot be reached, and note its id."""
         try:
             run = self._init(mode, self._identity(mode), config, group, tags)
         except wandb.Error as error:
             if mode == "offline":
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            say(f"W&B cannot be reached or refuses, tracking goes on offline: {reason}")
-            wandb.teardown()  # it still holds the run's id
+            warn(f"W&B cannot be reached or refuses, tracking goes on offline: {reason}")
+            wandb.teardown()  # else W&B would still hold the run's id
             run = self._init("offline", self._identity("offline"), config, group, tags)
         write_signed(self.folder / "wandb_id", run.id)
         if not run.offline:
@@ -75,51 +78,53 @@ class WandbRun:
         segment = Path(run.dir).parent
         staging = str(segment.absolute() / STAGING)
         if not HALVES.search(staging):
-            os.environ["WANDB_DATA_DIR"] = staging  # read at each table; names that are not UTF-8 stop W&B
+            os.environ["WANDB_DATA_DIR"] = staging  # W&B reads it at each table; a path that is not UTF-8 would stop it
         self._mark_older_segments(segment)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
 
     def _identity(self, mode: str) -> str:
-        """W&B's id of this run: the agent's, or made at its first start. A run that has another id already, or was
-        rolled back, is no longer the agent's: W&B would open a second run, or take no step twice."""
-        noted, (*_, known) = self._noted("wandb_id"), self._known()
+        """Return W&B's id of this run: the noted one, else the agent's, else a new one.
+
+        A run that has another id already, or was rolled back, is no longer the agent's: with the agent's id W&B would
+        open a second run, or refuse the steps that it has already."""
+        noted, (*_, on_server) = self._noted("wandb_id"), self._server_run()
         sweep, agents = (os.environ.get(name) for name in AGENT)
-        first = not noted and not known
-        if not noted or (mode == "offline" and (noted == known or self._uploaded())):
+        first = not noted and not on_server
+        if not noted or (mode == "offline" and (noted == on_server or self._uploaded())):
             noted = agents if first and sweep and agents else secrets.token_hex(6)
             write_signed(self.folder / "wandb_id", noted)
         if sweep and not first and noted != agents:
             for name in AGENT:
                 os.environ.pop(name, None)
-            wandb.teardown()  # it has read them
+            wandb.teardown()  # W&B has read the variables already
         return noted
 
     def _noted(self, name: str) -> str:
-        """What this user's processes wrote there; "" if nothing, or if somebody else did."""
+        """Return what a note holds; "" if it is not there, or if another user wrote it."""
         file = self.folder / name
         return file.read_text(encoding="utf-8") if own(file) else ""
 
-    def _of_others(self) -> str:
-        """The notes that are not taken over, in words; "" for none."""
+    def _foreign_notes(self) -> str:
+        """Return, in words, the notes that another user wrote and that are ignored; "" if there are none."""
         there = [file for name in NOTES if (file := self.folder / name).exists() and not own(file)]
         return " and ".join(map(str, there))
 
     def _uploaded(self) -> bool:
-        """Whether `wandb sync` has uploaded the newest offline segment: the server has this run since."""
+        """Return whether `wandb sync` has uploaded the newest offline segment, so that the server has this run."""
         files = sorted(self.folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
         return bool(files) and files[-1].with_name(f"{files[-1].name}.synced").exists()
 
-    def _known(self) -> list[str]:
-        """Entity, project and id under which the server has this run; empty where it does not, or nobody wrote it."""
+    def _server_run(self) -> list[str]:
+        """Return entity, project and id under which the server has this run; three times "" if it is not noted."""
         noted = self._noted("wandb_online")
-        parts = noted.split("/") if noted else []
-        return [""] * (3 - len(parts)) + parts
+        names = noted.split("/") if noted else []
+        return [""] * (3 - len(names)) + names
 
     def _mark_older_segments(self, newest: Path) -> None:
-        """What they hold is in the new segment too, or has been sent: W&B's mark keeps `wandb sync` from them, and what
-        they staged for it goes."""
+        """Mark older segments as uploaded, so that `wandb sync` skips them, and remove their staged files: what they
+        hold is in the new segment too, or has been sent."""
         for segment in self.folder.glob("wandb/*run-*"):
             if segment.name != newest.name:
                 self._clear(segment.name, STAGING)
@@ -128,15 +133,16 @@ class WandbRun:
                 append_to(file.with_name(f"{file.name}.synced")).close()
 
     def _clear(self, *names: str) -> None:
-        """Remove a folder of W&B's in this run directory, unless a link leads to it."""
+        """Remove a folder of W&B's in this run directory, unless its path goes through a link."""
         place = (self.folder.resolve() / "wandb").joinpath(*names)
         if place.resolve() == place:
             shutil.rmtree(place, ignore_errors=True)
 
     def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
-        asked, environment, (entity, project, _) = self.settings, os.environ, self._known()
+        """Call wandb.init: what the server has counts first, then the settings, then the environment."""
+        asked, environment, (entity, project, _) = self.settings, os.environ, self._server_run()
         if project and asked.project not in ("", project):
-            say(f"tracking.project={asked.project}: W&B has this run in {entity}/{project}, where it stays")
+            warn(f"tracking.project={asked.project}: W&B has this run in {entity}/{project}, where it stays")
         return wandb.init(
             project=project or asked.project or default_project(),
             entity=entity or asked.entity or environment.get("WANDB_ENTITY") or None,
@@ -159,13 +165,13 @@ class WandbRun:
         )
 
     def _record(self) -> dict:
-        """Which run directory and which code: stands beside the settings in W&B's configuration."""
+        """Return which run directory and which code this is, for W&B's configuration."""
         file = self.folder / "code.json"
         code = read_json(file) if file.exists() else {}
         return {"run": self.folder.name, "commit": code.get("commit"), "changed_files": code.get("changed_files", [])}
 
     def send(self, row: dict, rollouts: list[dict]) -> None:
-        """A row and a saved rollout batch, unless the server has them from a killed process."""
+        """Send a row and a saved rollout batch, unless the server has them from a killed process."""
         self._define(row)
         self.recent.append(row)
         self.batches += bool(rollouts)
@@ -174,23 +180,27 @@ class WandbRun:
             self.run.summary.update({f"mean_of_last_{RECENT}": self._means()})
 
     def _define(self, row: dict) -> None:
-        for name in row.keys() - self.known:
-            with suppress(KeyError):  # a resumed run's, of another version
+        """Define the metrics of a row that W&B has no definition of."""
+        for name in row.keys() - self.defined:
+            with suppress(KeyError):  # a resumed run may have metrics of another version of this program
                 summary = "last,max" if lookup(name).summary == "max" else "last"
                 self.run.define_metric(name, step_metric="step", summary=summary)
-                self.known.add(name)
+                self.defined.add(name)
 
     def _means(self) -> dict[str, float]:
-        """Over the last batches, of the metrics that are noise in a single one."""
-        names = {name for row in self.recent for name in row if name in self.known and lookup(name).summary == "recent"}
+        """Return the means over the last batches of those metrics that are too noisy in a single batch."""
+        names = {name for row in self.recent for name in row if name in self.defined}
+        names = {name for name in names if lookup(name).summary == "recent"}
         values = {name: [row[name] for row in self.recent if row.get(name) is not None] for name in sorted(names)}
         return {name: sum(each) / len(each) for name, each in values.items() if each}
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
+        """Send an alert: an error if the reward has fallen, else a warning."""
         self.run.alert(title=title, text=text, level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN)
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
-        """The table of the saved batches with some rows of this one added: W&B is sent these and joins them to it."""
+        """Add some responses of this batch to the table of saved batches, and return it under its name. Only the new
+        rows are sent to W&B, which appends them."""
         if not rollouts:
             return {}
         part, place = divmod(self.batches - 1, PART)
@@ -201,10 +211,10 @@ class WandbRun:
         return {f"rollouts_{part + 1}" if part else "rollouts": self.table}
 
     def finish(self, exit_code: int) -> str | None:
-        """Close it; returns the command that uploads what the server lacks, if it lacks anything."""
+        """Close the W&B run; return the command that uploads what the server lacks, None if it lacks nothing."""
         upload, folder = "wandb sync" if self.run.offline else None, Path(self.run.dir).parent
         if under_agent() and exit_code == STOPPED:
-            self.run.mark_preempting()  # the sweep gives it to an agent again
+            self.run.mark_preempting()  # the sweep then gives the run to an agent again
         try:
             self.run.finish(exit_code=exit_code)
         except TimeoutError:
@@ -217,29 +227,33 @@ class WandbRun:
 
 
 def default_project() -> str:
+    """Return the project of runs that name none."""
     return os.environ.get("WANDB_PROJECT") or "gspo"
 
 
 def under_agent() -> bool:
-    """Whether a sweep's `wandb agent` started this process."""
+    """Return whether the agent of a W&B sweep (`wandb agent`) started this process."""
     return bool(os.environ.get(AGENT[0]))
 
 
 def own_arguments(arguments: list[str]) -> list[str]:
-    """A command line of `wandb agent` as it was at the run's first start. The agent that takes over a run passes the
-    whole recorded configuration too: its blocks ("optim={'lr': ...}") are what the other arguments compose."""
+    """Return the arguments of `wandb agent` as they were at the run's first start.
+
+    An agent that takes over a run also passes the whole recorded configuration. Its blocks, such as
+    "optim={'lr': ...}", are left out here: the other arguments compose them."""
     pairs = [argument.partition("=") for argument in arguments]
     return ["".join(pair) for pair in pairs if "." in pair[0] or not pair[2].startswith("{")]
 
 
-def say(text: str) -> None:
-    """A warning, on the terminal and in the run's train.log."""
+def warn(text: str) -> None:
+    """Print a warning on the terminal, and write it to the run's train.log."""
     log.warning(text)
     print(f"warning: {text}", file=sys.stderr)
 
 
 def chosen_mode(wanted: str) -> str:
-    """online if an account is configured (an API key in the environment or in the netrc file), else offline."""
+    """Return the mode that W&B runs in; for "auto" that of WANDB_MODE, else online if an account is configured, else
+    offline."""
     if wanted != "auto":
         return wanted
     if os.environ.get("WANDB_MODE") in MODES[1:]:
@@ -248,5 +262,5 @@ def chosen_mode(wanted: str) -> str:
 
 
 def account() -> bool:
-    """Whether a W&B account is configured: an API key in the environment or in the netrc file."""
+    """Return whether a W&B account is configured: an API key in the environment or in the netrc file."""
     return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
