@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 NOTES = ("wandb_id", "wandb_online")  # files that hold W&B's id of the run, and its entity/project/id on the server
 AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # the variables that `wandb agent` sets for the runs that it starts
 STOPPED = 130  # the exit code that W&B gets for a run that a signal stopped and that can go on
-# A segment\'s folder for the files of tables until they are uploaded; W&B would put them into the home folder.
+# A segment's folder for the files of tables until they are uploaded; W&B would put them into the home folder.
 STAGING = "staging"
 RECENT = 10  # how many batches the means in the summary go over
 PART = 100  # rollout batches per table: W&B shows no more of one, and each of its rows names all of them
