@@ -10,6 +10,7 @@ import signal
 import sys
 from contextlib import closing, suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -88,15 +89,8 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     checkpoint = directory.newest_checkpoint(settings)
     if checkpoint is None:
         rollbacks.forget()
-    if has_reached(checkpoint, settings.steps):
-        print(f"{folder} has reached step {settings.steps} already")
-        if directory.status().get("how") not in ENDED:  # it was killed between its last checkpoint and its end
-            directory.write_stability_report("finished")
-            directory.write_status("finished", settings.steps)
-        return "finished"
-    if not alone and directory.status().get("how") == "collapsed":
-        print(f"{folder} has collapsed; it goes on with resume={folder} only")
-        return "collapsed"
+    if how := ended_before(settings, directory, checkpoint, alone):
+        return how
     lowered = rollbacks.lowered(settings)
     with directory.removed_if_refused(lowered, made):
         trainer = build_trainer(lowered, checkpoint, alone)
@@ -130,6 +124,21 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
         print(directory.stability_report(), end="")
         print(f"more in {folder / PAGE}")
     return how
+
+
+def ended_before(settings: Settings, directory: RunDirectory, checkpoint: Path | None, alone: bool) -> str:
+    """Return how the run has ended already, "" if there is something left to do."""
+    folder = directory.path
+    if has_reached(checkpoint, settings.steps):
+        print(f"{folder} has reached step {settings.steps} already")
+        if directory.status().get("how") not in ENDED:  # it was killed between its last checkpoint and its end
+            directory.write_stability_report("finished")
+            directory.write_status("finished", settings.steps)
+        return "finished"
+    if not alone and directory.status().get("how") == "collapsed":
+        print(f"{folder} has collapsed; it goes on with resume={folder} only")
+        return "collapsed"
+    return ""
 
 
 def leave(directory: RunDirectory, how: str, step: int, reason: str, tracker: Tracker) -> str | None:

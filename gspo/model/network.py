@@ -194,10 +194,12 @@ def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor,
 
 
 def _norm(own: nn.Module, x: Tensor) -> Tensor:
+    """Apply a norm layer of transformers with our kernel."""
     return rms_norm(x, own.weight, own.variance_epsilon)
 
 
 def _sparse(layer: nn.Module) -> bool:
+    """Return whether a layer is an MoE layer."""
     return hasattr(layer.mlp, "experts")
 
 

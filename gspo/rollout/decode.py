@@ -144,6 +144,7 @@ class PlainDecoder:
         self.attention = self.attention[rows]
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Step:
+        """Feed tokens to the model, and return the last logits of each row and the experts that were used."""
         with self.routing.recording():
             logits = self.model(
                 input_ids=tokens,

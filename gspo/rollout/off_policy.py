@@ -56,6 +56,7 @@ class PartialSource(OnPolicySource):
         return False
 
     def sample(self, step: int) -> Rollout:
+        """Continue and begin responses until enough groups have ended, and return those."""
         rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
         begun = self._begin(self.settings.in_flight - len(self.unfinished), rollout)
         while True:
@@ -218,6 +219,7 @@ class StaleSource:
         self.sampled = due
 
     def _sample(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> Rollout:
+        """Load new weights into the engine if there are any, and sample the batch of step `due`."""
         if new:
             step, weights = new
             self.inner.engine.policy.load_tensors(weights.items())
@@ -260,6 +262,7 @@ class StaleSource:
 
 
 def _result(rollout: Rollout | Future[Rollout]) -> Rollout:
+    """Wait for a batch that is being sampled. Raises what sampling it raised."""
     return rollout.result() if isinstance(rollout, Future) else rollout
 
 

@@ -81,6 +81,7 @@ class OnPolicySource:
             raise
 
     def _next(self, step: int) -> Rollout:
+        """Do what `next` does, but leave the source as it is when the engine's process ends."""
         rollout = self.sample(step)
         if not rollout.groups:
             verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))
@@ -173,6 +174,7 @@ class OnPolicySource:
         """Restore what `pending` returned."""
 
     def close(self) -> None:
+        """Close the engine."""
         self.engine.close()
 
 
@@ -190,6 +192,7 @@ class DynamicSource(OnPolicySource):
     """
 
     def sample(self, step: int) -> Rollout:
+        """Sample the step's groups, and replace those without signal by groups of further rounds."""
         rollout = self.sample_round(step)
         groups = rollout.groups
         places = [i for i, group in enumerate(groups) if not has_signal(group)]
