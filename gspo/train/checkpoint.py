@@ -106,9 +106,9 @@ class CheckpointWriter:
     ) -> None:
         """Copy weights, optimizer state, counters and the hash of the settings, and begin to write them.
 
-        `reference` is given if the reference policy is no longer the one that the run started from, `pending` if there are
-        responses that wait for later steps. Beside the `keep` newest checkpoints, the newest one of step `spared` or
-        before is kept.
+        `reference` is given if the reference policy is no longer the one that the run started from, `pending` if there
+        are responses that wait for later steps. Beside the `keep` newest checkpoints, the newest one of step `spared`
+        or before is kept.
         """
         self.wait()
         unfinished = self.folder / f"step_{state.step:06d}.unfinished"
