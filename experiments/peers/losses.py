@@ -125,6 +125,14 @@ def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
 
 def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
     options.take("mode", "loss_agg_mode"), options.take("clip_ratio_low"), options.take("clip_ratio_high")  # all unread
+    return PolicyLoss(
+        row="sapo",
+        objective=sapo(options, bound=20.0),
+        aggregation=verl_hard_wired(options),
+        totals=verl_totals(options),
+        bound="same",
+        epsilon=Epsilon(tokens=True),
+    )
 
 
 def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
