@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def _serve() -> None:
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str]) -> int:
     """This process runs the script, as if it had been started so; its exit code."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     for descriptor, path in enumerate([os.devnull, *files]):
         opened = os.open(path, os.O_RDWR | os.O_APPEND)
         os.dup2(opened, descriptor)
