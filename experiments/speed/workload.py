@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo.core.arguments import nearest
 from gspo.core.ranges import Ranged, ranged
 from gspo.core.types import Problem, Score
 from gspo.model.loading import save
@@ -24,6 +25,7 @@ from gspo.tasks.chain_arithmetic import ChainArithmetic
 
 TESTBED = ("experiment=tiny_moe", "task=math", "task.max_operands=6", "task.largest=5", "model.layers=6")
 RANDOM = ("model=hf", "task=math", "objective=gspo_tiny")
+OF_BATCH = ("prompts", "group_size", "new_tokens", "micro_batch_size", "batch_rows")
 MIXED = (*RANDOM, "policy.precision=bfloat16", "policy.checkpointing=true", "rollout.dtype=bfloat16")
 
 
@@ -73,11 +75,15 @@ class Workload(Ranged, key="size"):
     def resized(self, sizes: dict[str, int]) -> Workload:
         """Return the workload with other sizes, of the model or of the batch. Raises ValueError for one that it does
         not have."""
-        shape = {key: value for key, value in sizes.items() if self.shape and hasattr(self.shape, key)}
-        batch = {key: value for key, value in sizes.items() if key not in shape}
-        for key in batch:
-            if key not in ("prompts", "group_size", "new_tokens", "micro_batch_size", "batch_rows"):
-                raise ValueError(f"size.{key}={batch[key]}: this workload has no such size")
+        of_model = [f.name for f in fields(self.shape)] if self.shape else []
+        for key in sizes:
+            if key not in (available := [*of_model, *OF_BATCH]):
+                raise ValueError(
+                    f"size.{key}={sizes[key]}: this workload has no such size; the nearest is "
+                    f"size.{nearest(key, available)} (of {', '.join(available)})"
+                )
+        shape = {key: value for key, value in sizes.items() if key in of_model}
+        batch = {key: value for key, value in sizes.items() if key not in of_model}
         return replace(self, shape=replace(self.shape, **shape) if self.shape else None, **batch)
 
     def overrides(self) -> list[str]:

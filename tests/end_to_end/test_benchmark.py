@@ -51,6 +51,8 @@ def test_sizes_can_be_changed_and_unknown_ones_are_refused():
     for workload, key in (("long", "depth"), ("tiny", "hidden")):
         with pytest.raises(ValueError, match=f"size.{key}=3"):
             WORKLOADS[workload].resized({key: 3})
+    with pytest.raises(ValueError, match=r"size.hiden=3: .*the nearest is size.hidden"):
+        WORKLOADS["long"].resized({"hiden": 3})
 
 
 def test_ratios_are_pair_by_pair_and_their_median_is_shown():
