@@ -150,7 +150,9 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet]
                 bar.initial += problems
             bar.update(problems)
 
-        return evaluate_into(folder, subject.engine, sets, command.k, sampling, command.seed, subject.step, report)
+        return evaluate_into(
+            folder, subject.engine, sets, command.k, sampling, seed=command.seed, step=subject.step, on_progress=report
+        )
 
 
 def of_run(command: EvaluateCommand) -> Subject:

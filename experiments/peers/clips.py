@@ -45,11 +45,11 @@ class Counts:
             self.high_BT = none_BT
 
     def tokens(self, counted_BT: Tensor) -> float:
-        """Return the share of the response tokens."""
+        """Return the share of the response tokens that are counted, in 0..1."""
         return int((counted_BT & self.mask_BT).sum()) / max(int(self.mask_BT.sum()), 1)
 
     def rows(self, counted_BT: Tensor) -> Tensor:
-        """Return the share of each response's tokens. [B]"""
+        """Return, for each response, the share of its tokens that are counted. Its shape is [B]."""
         return masked_mean(counted_BT.double(), self.mask_BT)
 
 

@@ -185,7 +185,7 @@ class Pair:
 
     @property
     def numeric(self) -> Tensor:
-        """Where the peer gives a number."""
+        """The mask of the positions that are compared: those where the peer gives a finite number."""
         return self.where & self.expected.isfinite()
 
 

@@ -99,7 +99,9 @@ def evaluate(
     for whole in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(whole, engine, max_new_tokens)
         position = (SEED, "evaluation", evaluation_set.name)
-        groups, _ = sample_and_score(engine, task, evaluation_set.problems, settings.samples, sampling, position, step)
+        groups, _ = sample_and_score(
+            engine, task, evaluation_set.problems, settings.samples, sampling, position, policy_step=step
+        )
         metrics |= as_metrics(evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples]))
         metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
         everything += groups

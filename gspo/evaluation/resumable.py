@@ -106,6 +106,7 @@ def evaluate_into(
     sets: list[EvaluationSet],
     samples: int,
     sampling: Sampling,
+    *,
     seed: int,
     step: int,
     on_progress: Callable[[str, int, bool], None],
@@ -134,7 +135,7 @@ def new_chunks(
     position = (seed, "evaluation", evaluation_set.name)
     problems = evaluation_set.problems[first:]
     sampling = replace(sampling, max_new_tokens=evaluation_set.limit or sampling.max_new_tokens)
-    for groups in scored_chunks(engine, evaluation_set.task, problems, samples, sampling, position, step):
+    for groups in scored_chunks(engine, evaluation_set.task, problems, samples, sampling, position, policy_step=step):
         yield [rows(group) for group in groups]
 
 

@@ -43,6 +43,7 @@ class Policy:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         temperature: float = 1.0,
+        *,
         value_head: ValueHead | None = None,
         prompts: PromptFormat | None = None,
         precision: torch.dtype = torch.float32,

@@ -66,6 +66,7 @@ class Engine(ABC):
         sampling: Sampling,
         seed: tuple[int | str, ...],
         policy_step: int = 0,
+        *,
         record_experts: bool = False,
         finished: Callable[[list[Response]], None] | None = None,
     ) -> list[list[Response]]:

@@ -36,6 +36,7 @@ def sample_and_score(
     samples: int,
     sampling: Sampling,
     seed: tuple[int | str, ...],
+    *,
     policy_step: int = 0,
     chunk: int | None = None,
     record_experts: bool = False,
@@ -67,6 +68,7 @@ def scored_chunks(
     samples: int,
     sampling: Sampling,
     seed: tuple[int | str, ...],
+    *,
     policy_step: int = 0,
     chunk: int | None = None,
     seconds: Seconds | None = None,
@@ -83,7 +85,9 @@ def scored_chunks(
         for start in range(0, len(problems), chunk):
             started, grading = time.perf_counter(), Grading(thread, task, seconds)
             some = problems[start : start + chunk]
-            groups = engine.generate(some, samples, sampling, seed, policy_step, record_experts, grading.add)
+            groups = engine.generate(
+                some, samples, sampling, seed, policy_step, record_experts=record_experts, finished=grading.add
+            )
             seconds.sampling += time.perf_counter() - started
             if before:
                 before.wait()

@@ -96,7 +96,7 @@ class VLLMEngine(Engine):
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
 
     def rest(self) -> None:
-        """With rollout.sleep=true, give the GPU's memory to the trainer; the weights wait in the host's memory."""
+        """Give the GPU's memory to the trainer if rollout.sleep=true; the weights then wait in the host's memory."""
         if self.settings.sleep:
             self._ask("sleep")
             self.asleep = True

@@ -80,11 +80,11 @@ def trainer_on_engine(
         policy,
         source,
         settings.algorithm(),
-        settings.optim,
-        settings.trainer,
-        settings.policy,
-        settings.seed,
-        reference,
+        optim=settings.optim,
+        settings=settings.trainer,
+        policy_settings=settings.policy,
+        seed=settings.seed,
+        reference=reference,
     )
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
@@ -111,10 +111,10 @@ def open_policy(settings: Settings, checkpoint: Path | None, on_cold_start_step:
         model,
         tokenizer,
         settings.rollout.temperature,
-        ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None,
-        settings.prompt,
-        training_precision(settings),
-        settings.policy.checkpointing,
+        value_head=ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None,
+        prompts=settings.prompt,
+        precision=training_precision(settings),
+        checkpointing=settings.policy.checkpointing,
     )
 
 

@@ -88,7 +88,7 @@ class StopSignal:
             self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
-        """In a worker of a sweep: when the parent process has ended, finish the step, save, and exit."""
+        """Make a worker of a sweep finish its step, save and exit when its parent process has ended."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
             self._watcher.start()

@@ -38,6 +38,7 @@ def assign_credit(
     batch: TrainBatch,
     rewards_B: Tensor,
     groups_B: Tensor,
+    *,
     limit: int,
     algorithm: Algorithm,
     coefficient: KLCoefficient | None,

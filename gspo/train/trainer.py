@@ -40,6 +40,7 @@ class Trainer:
         policy: Policy,
         source: RolloutSource,
         algorithm: Algorithm,
+        *,
         optim: OptimSettings,
         settings: TrainerSettings,
         policy_settings: PolicySettings,

@@ -189,7 +189,7 @@ def test_files_and_modules_that_are_named_exist(page):
 def test_metrics_that_are_named_are_in_the_registry(page):
     for span in spans(page):
         if re.fullmatch(rf"(?:{'|'.join(FAMILIES)})/[\w@]+(?:/[\w@]+)?", span):
-            lookup(span)
+            assert lookup(span).meaning, span
 
 
 def known_settings() -> set[str]:

@@ -13,6 +13,7 @@ import pytest
 from gspo.rollout import engine_folder
 from gspo.rollout.engine_folder import EngineFolder, remove_left_behind
 from gspo.rollout.engine_process import EngineEnded, EngineProcess
+from processes import alive
 from small_engine import Small
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -31,14 +32,6 @@ def start(tmp_path, monkeypatch):
     yield begin
     for process in started:
         process.close()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; who has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def end_soon(*pids: int) -> bool:

@@ -16,7 +16,7 @@ class Demonstrator:
     slips: float = 0.2
     batch_rows: int = 40
 
-    def generate(self, problems, group_size, sampling, seed, policy_step=0, record_experts=False, finished=None):
+    def generate(self, problems, group_size, sampling, seed, policy_step=0, *, record_experts=False, finished=None):
         groups = [
             [self.respond(p, i, (*seed, p.task, p.index, i), policy_step) for i in range(group_size)] for p in problems
         ]

@@ -36,7 +36,7 @@ import time
 from typing import Any, NoReturn
 
 LIBRARY = list(sys.path)  # programs may import the standard library, to which the command line limits this list
-sys.path.insert(0, os.path.abspath(__file__).removesuffix("/gspo/verifiers/sandbox/server.py"))
+sys.path.insert(0, os.path.normpath(os.path.join(os.path.abspath(__file__), *[os.pardir] * 4)))  # above gspo
 
 from gspo.verifiers.sandbox import child as code_child  # noqa: E402
 from gspo.verifiers.sandbox import confine  # noqa: E402

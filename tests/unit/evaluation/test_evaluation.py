@@ -203,7 +203,9 @@ def evaluated(path, engine, settings=None, problems=10, samples=4):
     told = []
     folder = Folder(path, settings or {"samples": samples})
     sets = load_evaluation_sets(engine.task, ["math_easy", "rated"], problems)
-    results = evaluate_into(folder, engine, sets, samples, Sampling(), 0, 7, lambda *what: told.append(what))
+    results = evaluate_into(
+        folder, engine, sets, samples, Sampling(), seed=0, step=7, on_progress=lambda *what: told.append(what)
+    )
     return folder.finish(results, {}).read_bytes(), told
 
 

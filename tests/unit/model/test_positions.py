@@ -109,7 +109,9 @@ def test_an_evaluation_with_left_out_problems_goes_on_after_a_stop(tmp_path):
     def run(path):
         engine = Short(LONG, batch_rows=8)
         sets = [with_room(s, engine, 14) for s in load_evaluation_sets(LONG, ["rated"], 20)]
-        results = evaluate_into(Folder(path, {}), engine, sets, 4, Sampling(), 0, 0, lambda *what: None)
+        results = evaluate_into(
+            Folder(path, {}), engine, sets, 4, Sampling(), seed=0, step=0, on_progress=lambda *what: None
+        )
         return results, (path / "responses" / "rated.jsonl").read_bytes()
 
     results, whole = run(tmp_path / "whole")

@@ -95,7 +95,15 @@ def flat_steps(t, count: int) -> list[dict]:
 def test_a_kl_term_without_reference_log_probs_is_refused():
     t = trainer(parts={"kl": KLInLoss(coef=0.25, **KL)})
     with pytest.raises(ValueError, match=r"kl.coef=0.25 without reference policy"):
-        Trainer(t.policy, t.source, t.algorithm, t.optim, t.settings, PolicySettings(), seed=1)
+        Trainer(
+            t.policy,
+            t.source,
+            t.algorithm,
+            optim=t.optim,
+            settings=t.settings,
+            policy_settings=PolicySettings(),
+            seed=1,
+        )
     term = next(term for term in t.terms if isinstance(term, KLTerm))
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match=r"kl.coef=0.25 without reference policy"):

@@ -18,6 +18,7 @@ from gspo.verifiers.sandbox.frames import Channel, Decoder, ProtocolError, TooLo
 from gspo.verifiers.sandbox.launch import Server
 from gspo.verifiers.sandbox.runner import CodeRunner, Ended, Limits
 from gspo.verifiers.sandbox.session import Session
+from processes import alive, gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LIMITS = Limits(cpu_seconds=0.5, total_cpu_seconds=1, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16)
@@ -32,21 +33,6 @@ def runner():
 
 def run(runner: CodeRunner, *programs: tuple[str, str]):
     return runner.each(lambda slot, program: slot.run_program(*program), list(programs))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not alive(pid)
 
 
 def children(pid: int) -> list[int]:

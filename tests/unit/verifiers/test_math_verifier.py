@@ -14,6 +14,7 @@ import pytest
 
 from gspo.verifiers.math.verifier import MathVerdict, MathVerifier
 from math_pairs import PAIRS
+from processes import alive, gone
 
 ROOT = Path(__file__).parents[3]
 ENDLESS = "10^{10^{9^9}}+x"  # a gold is trusted: it reaches the worker, which computes it without end
@@ -28,20 +29,6 @@ def verifier():
 
 def verdicts(verifier: MathVerifier, *items: tuple[str, str]) -> list[str]:
     return [verdict.verdict for verdict in verifier.verify(list(items))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_hand_made_pairs(verifier):
