@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gspo.core import untrusted
 from gspo.core.escaping import head, in_html
 from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
 from gspo.tracking.collapse import collapse, is_finite, levels
-from gspo.tracking.metrics import lookup
+from gspo.tracking.metrics import Metric, custom_metrics, lookup
 from gspo.tracking.monitor import stability_report
 
 PAGE = "report.html"
@@ -67,11 +68,14 @@ def page(folder: Path) -> str:
     status, title = read_status(folder), f"{_value(settings, 'study')}: {folder.name}"
     subtitle, events = _subtitle(folder, settings, amiss), _read(read_events, folder / "monitor.jsonl", amiss) or []
     story = _story(settings, rows, status) + _went_on(folder, amiss)
-    responses = _responses(folder, amiss)
+    responses, custom = _responses(folder, amiss), _read(custom_metrics, folder, amiss) or {}
     sections = [
         ("What happened", _list([*story, *(f"A file is left out: {what}" for what in amiss)])),
         ("Is it stable?", _list(stability_report(rows, status.get("how", "")).splitlines())),
-        ("Curves", f'<div class="curves">{"".join(curves(rows))}</div>' if len(rows) > 2 else "<p>too few rows</p>"),
+        (
+            "Curves",
+            f'<div class="curves">{"".join(curves(rows, custom))}</div>' if len(rows) > 2 else "<p>too few rows</p>",
+        ),
         ("Warnings", _warnings(events)),
         ("Responses", responses),
         ("Time and cost", _cost(rows)),
@@ -261,16 +265,20 @@ def _settings(settings: dict) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- curves
-def curves(rows: list[dict]) -> list[str]:
-    """Return one SVG curve per metric that the run has, held-out scores last."""
+def curves(rows: list[dict], custom: dict[str, Metric]) -> list[str]:
+    """Return one SVG curve per metric that the run has, held-out scores and the user's own metrics last. `custom` has
+    the definitions of the latter."""
     names = [(name, log) for name, log in CURVES if any(is_finite(row.get(name)) for row in rows)]
-    sets = {name for row in rows for name in row if fnmatchcase(name, "eval/*/avg@*")}
-    return [curve(rows, name, log) for name, log in [*names, *((name, False) for name in sorted(sets))]]
+    for family in ("eval/*/avg@*", "custom/*"):
+        found = {name for row in rows for name in row if fnmatchcase(name, family) and is_finite(row[name])}
+        names += [(name, False) for name in sorted(found)]
+    return [curve(rows, custom.get(name) or replace(lookup(name), name=name), log) for name, log in names]
 
 
-def curve(rows: list[dict], name: str, log: bool) -> str:
+def curve(rows: list[dict], metric: Metric, log: bool) -> str:
     """Return the SVG curve of one metric over the steps. That of the reward also has the smoothed curve, and a dashed
     line at the collapse."""
+    name, unit = metric.name, f" [{metric.unit}]" * bool(metric.unit)
     points = [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
     steps, values = [step for step, _ in points], [value for _, value in points]
     log = log and min(values) > 0
@@ -306,5 +314,5 @@ def curve(rows: list[dict], name: str, log: bool) -> str:
             parts.append(
                 f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#D55E00" stroke-dasharray="4 3"/>'
             )
-    about = f"<title>{in_html(name)}: {in_html(lookup(name).meaning)} [{in_html(lookup(name).unit)}]</title>"
+    about = f"<title>{in_html(f'{name}: {metric.meaning}{unit}')}</title>"
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="10" fill="#333">{about}{"".join(parts)}</svg>'

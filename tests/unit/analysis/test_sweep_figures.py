@@ -1,5 +1,6 @@
 """analysis/fig_sweep.py, fig_clip_range.py and early_warning.py on runs whose numbers are known."""
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -167,6 +168,18 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     ):
         with pytest.raises(load.Refused, match=said):
             fig_curves.draw(data, tmp_path, metrics=metrics)
+
+
+def test_a_metric_of_ones_own_has_the_unit_that_a_run_directory_gives(tmp_path, monkeypatch):
+    folder = write(tmp_path / "runs", "gspo", HEALTHY)
+    rows = [json.loads(line) | {"custom/answers": 0.5} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = []
+    monkeypatch.setattr(style, "save", lambda figure, *_: labels.append(figure.axes[0].get_ylabel()) or [])
+    for text in ('{"custom/answers": {"unit": "share", "meaning": "m"}}', "damaged", None):
+        (folder / "custom_metrics.json").write_text(text) if text else (folder / "custom_metrics.json").unlink()
+        fig_curves.draw(load.load([tmp_path]), tmp_path, metrics=["custom/answers"])
+    assert labels == ["share", "", ""]
 
 
 def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
