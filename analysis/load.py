@@ -45,6 +45,8 @@ NOT_THE_ARM = (
     "study",
     "options",
     "tracking",
+    "metrics",
+    "allow_outside_code",
     "checkpoint",
     "monitor",
     "runs",
@@ -55,7 +57,7 @@ NOT_THE_ARM = (
     "prompt_used",
 )
 # Arms differ in these on purpose; any other difference between compared arms is stated in the caption.
-MAKES_THE_ARM = ("objective", "policy.routing_replay")
+MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str]) -> Data:

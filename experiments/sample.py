@@ -26,7 +26,9 @@ register_schemas()
 @one_line
 def main(config: DictConfig) -> None:
     command: SampleCommand = to_dataclass(config)
-    settings, checkpoint = settings_and_checkpoint(command.run, command.step, command.allow_weak_sandbox)
+    settings, checkpoint = settings_and_checkpoint(
+        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code
+    )
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")

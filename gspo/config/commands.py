@@ -35,6 +35,8 @@ class EvaluateCommand(Ranged):
     device: str = "auto"  # auto | cpu | cuda
     # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of its own
     allow_weak_sandbox: bool = False
+    # consent to import the code that the run directory names if this user did not make the run
+    allow_outside_code: bool = False
     out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
 
     def __post_init__(self):
@@ -90,6 +92,7 @@ class SampleCommand(Ranged):
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
     allow_weak_sandbox: bool = False
+    allow_outside_code: bool = False  # import the code that the run names, although this user did not make the run
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:

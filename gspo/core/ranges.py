@@ -88,6 +88,14 @@ def cost_only(default: Any) -> Any:
     return dataclasses.field(default=default, metadata=CHANGEABLE)
 
 
+def outside_code(default: str = "") -> Any:
+    """Declare a field that names code from outside this package, for example my_pkg.rewards:score.
+
+    The SHA-256 of its source becomes part of a run's settings (gspo.config.outside).
+    """
+    return dataclasses.field(default=default, metadata={"outside_code": True})
+
+
 class Ranged:
     """The base of settings dataclasses: constructing one refuses numbers that lie outside their ranges.
 

@@ -111,6 +111,7 @@ class Session:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
         self.warn_of_long_prompts(step, metrics)
+        self.warn_of_outside_code(rollout)
         if rollout and step == 1:
             warn([f"{settings.label()}, step 1: {line}" for line in nothing_to_learn(settings, metrics)])
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
@@ -128,6 +129,17 @@ class Session:
                 what = f"{count:g} problems have prompts that are too long for {room} and are "
                 what += "left out" if name.startswith("eval/") else "replaced by others; more may follow"
                 warn([f"{self.settings.label()}, step {step}: {name}: {what}"])
+
+    def warn_of_outside_code(self, rollout: Rollout | None) -> None:
+        """Warn of the user's metrics that failed, and once of why responses could not be graded."""
+        found = self.trainer.extensions.warnings
+        warn([f"{self.settings.label()}, {text}" for text in found])
+        found.clear()
+        reasons = [r.score.reason for r in rollout.ungraded if r.score.reason] if rollout else []
+        if reasons and "ungraded" not in self.warned:
+            self.warned.add("ungraded")
+            text = f"{len(reasons)} responses could not be graded and are left out; the first: {reasons[0]}"
+            warn([f"{self.settings.label()}: {text}"])
 
     def apply_monitor_action(self, step: int) -> None:
         """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a rollback."""
@@ -155,6 +167,7 @@ class Session:
             return
         trainer = self.trainer
         trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
+        trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
         refreshed = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
         self.writer.save(trainer.state, refreshed, pending, self.step_to_keep())

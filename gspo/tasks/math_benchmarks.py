@@ -81,9 +81,6 @@ class MathBenchmark(Benchmark):
                 scores.append(Score(0.0, "truncated"))
         return scores
 
-    def ready(self) -> dict[str, str]:
-        return {}
-
     def close(self) -> None:
         """End the processes that compare formulas."""
         self._verifier.close()
