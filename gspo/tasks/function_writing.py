@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gspo.core.ranges import ranged
+from gspo.core.ranges import SPEED_ONLY, ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
 from gspo.tasks.base import Task, check_split, draw_prompt
@@ -39,7 +39,7 @@ class FunctionWriting(Task):
     """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes."""
 
     name: str = "code"
-    slots: int = ranged(1, least=1, most=64)
+    slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(0.5, least=0.01, most=60)
     wall_seconds: float = ranged(2.0, least=0.01, most=600)
     memory_mb: int = ranged(256, least=64, most=65536)

@@ -5,6 +5,7 @@ one shell, in a temporary folder, with few steps.
 """
 
 import argparse
+import importlib
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
 import audit_rewards
+import check_objective
 import dashboard
 import evaluate
 import parity
@@ -70,6 +72,17 @@ def scripts(page: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
+def write_modules(folder: Path) -> list[str]:
+    """Write the Python of the pages whose first line names a file, `# my_losses.py`; return the modules' names."""
+    names = []
+    for page in PAGES:
+        for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if block["language"] == "python" and (name := re.match(r"# (\w+)\.py\b", block["text"])):
+                (folder / f"{name[1]}.py").write_text(block["text"])
+                names.append(name[1])
+    return names
+
+
 CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(page)})
 
 
@@ -119,6 +132,7 @@ OTHERS = {
     "benchmark": lambda words: composes("benchmark", words),
     "audit_rewards": audit_rewards.parse,
     "parity": parity.parse,
+    "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": dashboard.options,
     "view": lambda words: key_values(words, view.OPTIONS, paths=True),
     "report": lambda words: key_values(words, {"run": ""}, empty=False),
@@ -131,6 +145,9 @@ OTHERS = {
 def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
     script, *words = call
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in write_modules(tmp_path):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert (ROOT / script).is_file(), script
     if script.startswith("analysis/"):
         understood_by_figure(script, words, monkeypatch)
@@ -182,7 +199,8 @@ def test_files_and_modules_that_are_named_exist(page):
             assert (ROOT / span).exists(), span
     for name in re.findall(r"(?<![\w/])gspo(?:\.\w+)+", page.read_text(encoding="utf-8")):
         path = ROOT.joinpath(*name.split("."))
-        assert path.is_dir() or path.with_suffix(".py").is_file(), name
+        if not (path.is_dir() or path.with_suffix(".py").is_file()):
+            assert hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]), name
 
 
 @every_page
@@ -256,6 +274,7 @@ python() {{
 def test_the_marked_blocks_of_a_page_run(page, tmp_path):
     for name in ("experiments", "analysis", "conf", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
+    write_modules(tmp_path)
     there = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     script = "\n".join(["set -euo pipefail", SHORTER, *blocks(page, marked=True)])
     done = subprocess.run(

@@ -19,6 +19,8 @@ from gspo.rollout.engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import sample_and_score, scored_chunks
 from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.function_writing import FunctionWriting
+from gspo.tasks.math_benchmarks import GSM8K
 from gspo.tasks.mixture import Mixture
 from gspo.tracking.metrics import lookup
 
@@ -255,9 +257,10 @@ def test_a_folder_with_other_settings_or_damage_is_refused(tmp_path):
 
 
 def test_what_makes_an_evaluation_another_one():
-    assert without_speed_settings({"slots": 2, "path": "x", "math": {"workers": 3, "form": "boxed"}}) == {
-        "path": "x", "math": {"form": "boxed"}
-    }  # fmt: skip
+    mixture = without_speed_settings(Mixture(code=FunctionWriting(slots=3)))
+    assert "slots" not in mixture["code"] and mixture["code"]["cpu_seconds"] == 0.5 and mixture["code_share"] == 0.5
+    assert mixture == without_speed_settings(Mixture()) != without_speed_settings(Mixture(code_share=0.4))
+    assert "workers" not in without_speed_settings(GSM8K(workers=2))
     one, other, seeded = (
         describe(load_evaluation_sets(task, ["rated"], 5, seed)[0])
         for task, seed in ((Graded(), 0), (Graded(largest=7), 0), (Graded(), 1))
