@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -135,11 +136,13 @@ class Session:
         found = self.trainer.extensions.warnings
         warn([f"{self.settings.label()}, {text}" for text in found])
         found.clear()
-        reasons = [r.score.reason for r in rollout.ungraded if r.score.reason] if rollout else []
+        reasons = Counter(r.score.reason for r in rollout.ungraded if r.score.reason) if rollout else Counter()
+        for reason, count in reasons.most_common():
+            LOG.info("%d responses could not be graded: %s", count, reason)
         if reasons and "ungraded" not in self.warned:
             self.warned.add("ungraded")
-            text = f"{len(reasons)} responses could not be graded and are left out; the first: {reasons[0]}"
-            warn([f"{self.settings.label()}: {text}"])
+            text = f"{reasons.total()} responses could not be graded and are left out; the first: {next(iter(reasons))}"
+            warn([f"{self.settings.label()}: {text} (train.log has the reasons of later steps)"])
 
     def apply_monitor_action(self, step: int) -> None:
         """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a rollback."""
