@@ -172,7 +172,7 @@ class Session:
         trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
         trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
-        refreshed = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
+        refreshed = trainer.reference if self.settings.kl.refresh_every else None
         self.writer.save(trainer.state, refreshed, pending, self.step_to_keep())
         self.saved = step
         if last:
