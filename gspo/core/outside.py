@@ -24,6 +24,7 @@ from gspo.core.arguments import nearest
 NAME = r"[A-Za-z_]\w*"
 PATH = re.compile(rf"{NAME}(\.{NAME})*:{NAME}|{NAME}(\.{NAME})+")
 INSTALLED = ("site-packages", "dist-packages")  # folders that many packages share
+OURS = __name__.partition(".")[0]
 EXAMPLE = "name it as MODULE:NAME, for example my_pkg.losses:Mine"
 
 
@@ -117,8 +118,9 @@ def _has_source(spec: ModuleSpec) -> bool:
 
 
 def _is_near(module: str, root: Path) -> bool:
-    """Tell whether a module's outermost package lies in the folder `root`, and not among installed packages in it."""
-    spec = _spec(module.partition(".")[0])
+    """Tell whether a module's outermost package lies in the folder `root`. This package itself is never near."""
+    top = module.partition(".")[0]
+    spec = None if top == OURS else _spec(top)
     if spec is None or not _has_source(spec):
         return False
     folder = Path(spec.origin).resolve().parents[spec.submodule_search_locations is not None]

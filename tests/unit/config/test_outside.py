@@ -20,6 +20,7 @@ from gspo.config.load import (
     write_settings,
 )
 from gspo.config.settings import Settings, run_directory, same_result, settings_hash
+from gspo.core import outside
 from gspo.core.outside import source_files
 from gspo.run.cli import explain
 
@@ -164,6 +165,10 @@ def test_imports_of_every_form_are_followed_and_installed_packages_are_not(tmp_p
     }
     assert set(source_files("yaml:x", "a")) >= {"yaml/__init__.py", "yaml/loader.py"}
     assert {name.partition("/")[0] for name in source_files("yaml:x", "a")} == {"yaml"}
+
+
+def test_this_package_is_never_a_part_of_code_that_lies_beside_it():
+    assert not outside._is_near("gspo.core.types", CONF.parent) and outside._is_near("analysis.stats", CONF.parent)
 
 
 # ---- recorded runs ----------------------------------------------------------------------------------------------
