@@ -105,6 +105,15 @@ def _in_cell(cell: str | Link) -> str:
     return f"[{in_markdown(cell.text)}]({cell.address})" if isinstance(cell, Link) else in_markdown(cell)
 
 
+def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return rows of cells, the first of which is the head, as the lines of a Markdown table with aligned columns. It
+    reads well on a terminal too."""
+    cells = [[in_markdown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
 def address(file: Path, folder: Path) -> str:
     """Return the relative address of a file for a page that lies in `folder`, also where its name is not UTF-8."""
     return quote(os.fsencode(os.path.relpath(file, folder)))
