@@ -92,7 +92,7 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
         how = view if len(table) >= SPARSE else replace(view, smooth=0)
         panels.curve(ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf)
     ax.set_title(metric)
-    ax.set_ylabel(data.definition(metric).unit)
+    ax.set_ylabel(data.definition(metric).unit or "unit not recorded")
     style.training_axis(ax, 0, view)
     if log:
         ax.set_yscale("log")

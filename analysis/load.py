@@ -179,12 +179,6 @@ def not_compared(data: Data, arms: tuple[str, ...]) -> str:
     return f"left out: {'; '.join(texts)}" if texts else ""
 
 
-def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:
-    """Raise Refused, in one line, if the figure's arms are not there."""
-    if (why := lacking(data, arms)) is not None:
-        die(f"{figure} {why}")
-
-
 def describe(data: Data, arms: list[str]) -> str:
     """Return what was run, for captions: model, batches, seeds, unfinished runs, and differences that do not make the
     arms."""
