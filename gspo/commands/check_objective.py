@@ -1,6 +1,6 @@
 """Checks an objective of your own by the invariances that every objective here must pass, and says in words what holds.
 
-    gspo check-objective my_pkg.losses:Mine clip_high=0.3
+gspo check-objective my_pkg.losses:Mine clip_high=0.3
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gspo.config.load import register_schemas
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder conf or sweeps of this installation (setup.py says where it is installed)."""
+    """Return the folder conf or sweeps of this installation (pyproject.toml says where it is installed)."""
     package = Path(__file__).parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -27,12 +26,11 @@ CONF, SWEEPS = folder_of("conf"), folder_of("sweeps")
 class SweepFiles(SearchPathPlugin):
     """Lets `gspo train -cn paper_figures -m` find the sweeps that come with the program, in any folder.
 
-    A folder that the user names with -cd takes their place, so that an edited copy of such a file is the one that
-    counts."""
+    They are looked for last, so that an edited copy in a folder that the user names with -cd is the one that counts:
+    Hydra puts that folder right before the first entry with the name "schema", which is why they have this name."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if not any(word.startswith(("-cd", "--config-d")) for word in sys.argv[1:]):
-            search_path.append("sweeps", f"file://{SWEEPS}")
+        search_path.append("schema", f"file://{SWEEPS}")
 
 
 def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], None]:

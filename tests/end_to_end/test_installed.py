@@ -16,6 +16,16 @@ from gspo.tracking.tracker import read_rows
 pytestmark = pytest.mark.slow
 SOURCES = ("gspo", "analysis", "conf", "sweeps", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+MINE = """
+from dataclasses import dataclass
+
+from gspo.algorithm.objectives import GRPO
+
+
+@dataclass
+class Mine(GRPO):
+    pass
+"""
 TWO_JOBS = [o for o in SMALL if not o.startswith("study=")]
 
 
@@ -119,6 +129,15 @@ def test_the_sweeps_that_come_with_it_and_those_of_the_users_own(gspo, folder):
     (folder / "mine").mkdir()
     (folder / "mine" / "paper_figures.yaml").write_text("defaults: [train, _self_]\nstudy: an_edited_copy\n")
     assert "runs/an_edited_copy/" in gspo("train", "-cd", "mine", "-cn", "paper_figures", "dry_run=true")
+    assert "24 jobs: " in gspo("train", "-cd", "mine", "-cn", "seeds", "-m", "dry_run=true"), "which is not in mine"
+
+
+def test_a_loss_of_the_users_own_in_worker_processes(gspo, folder):
+    (folder / "my_losses.py").write_text(MINE)
+    assert "all " in gspo("check-objective", "my_losses:Mine")
+    losses = ["objective=gspo,my_losses:Mine", "study=own", "steps=2"]
+    gspo("train", "-m", *TWO_JOBS, *losses, "hydra/launcher=two_jobs")
+    assert "2 runs: 2 finished" in gspo("sweep-status", "runs/own")
 
 
 def test_the_modules_are_those_of_the_wheel(site, folder):

@@ -1,12 +1,10 @@
 """Where the commands look for conf/ and sweeps/."""
 
+import subprocess
 import sys
 
-import pytest
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-
 from gspo.commands import option_files
-from gspo.commands.option_files import CONF, SWEEPS, SweepFiles
+from gspo.commands.option_files import CONF, SWEEPS
 
 
 def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
@@ -18,18 +16,16 @@ def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
     assert option_files.folder_of("conf") == package / "conf"
 
 
-@pytest.mark.parametrize(
-    "words, found",
-    [
-        (["-cn", "seeds", "-m"], True),
-        (["-cd", "sweeps", "-cn", "seeds"], False),
-        (["-cdsweeps"], False),
-        (["--config-dir=sweeps"], False),
-        (["--config-dir", "sweeps"], False),
-    ],
-)
-def test_a_folder_that_the_user_names_takes_the_place_of_sweeps(monkeypatch, words, found):
-    monkeypatch.setattr(sys, "argv", ["gspo train", *words])
-    path = ConfigSearchPathImpl()
-    SweepFiles().manipulate_search_path(path)
-    assert [element.path for element in path.get_path()] == [f"file://{SWEEPS}"] * found
+def test_a_folder_that_the_user_names_comes_before_the_sweeps(tmp_path):
+    script = f"""
+import sys
+from hydra.core.plugins import Plugins
+from gspo.commands.option_files import SweepFiles, composed
+Plugins.instance().register(SweepFiles)
+sys.argv = {["gspo train", "-cd", str(tmp_path), "--info", "searchpath"]!r}
+composed("train", print)()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
+    assert places == sorted(places)
