@@ -69,7 +69,7 @@ class RunDirectory:
 
         Raises ValueError if it holds results that may not be continued. With on_existing=auto the same command
         continues a run that was interrupted or has failed. One that has ended is refused; in a sweep
-        experiments/train.py passes over it.
+        `gspo train` passes over it.
         """
         directory = cls(folder_of(settings))
         folder = directory.path
