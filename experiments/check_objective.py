@@ -1,50 +1,10 @@
-"""Check an objective of your own by the invariances that every objective here must pass, and say in words what holds.
-
-python experiments/check_objective.py my_pkg.losses:Mine clip_high=0.3
-"""
-
-from __future__ import annotations
+"""The command `gspo check-objective`, as the repository has it; `--help` says what it does."""
 
 import gspo.core.interrupt  # noqa: F401
 
 # isort: split
 
-import sys
-
-from omegaconf import OmegaConf
-
-from gspo.algorithm.invariances import check_objective
-from gspo.algorithm.objectives import OBJECTIVES, Objective
-from gspo.config.outside import filled, load_class
-from gspo.config.schema import to_dataclass
-from gspo.core.arguments import nearest
-from gspo.core.outside import is_path
-from gspo.run.cli import command_line
-
-BUILT_IN = {kind.name: kind for kind in OBJECTIVES}
-
-
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
-        sys.exit(0 if sys.argv[1:] else 2)
-    objective = chosen(sys.argv[1], sys.argv[2:])
-    findings = check_objective(objective)
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{'holds' if finding.holds else 'FAILS':<6} {finding.name:<{width}}  {finding.text}")
-    failed = sum(not finding.holds for finding in findings)
-    print(f"{sys.argv[1]}: {f'{failed} of {len(findings)} do not hold' if failed else f'all {len(findings)} hold'}")
-    sys.exit(1 if failed else 0)
-
-
-def chosen(name: str, values: list[str]) -> Objective:
-    """Return the objective that the command names, with these settings. Raises ValueError for wrong ones."""
-    if not is_path(name) and name not in BUILT_IN:
-        raise ValueError(f"{name}: say MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}")
-    kind = BUILT_IN.get(name) or load_class(name, "objective", "objective")
-    return to_dataclass(filled(kind, OmegaConf.from_dotlist(values), "objective"))
-
+from gspo.commands.check_objective import main
 
 if __name__ == "__main__":
-    command_line(main)
+    main()

@@ -13,7 +13,7 @@ from gspo.model.prompts import PromptFormat
 
 @dataclass
 class EvaluateCommand(Ranged):
-    """The settings of experiments/evaluate.py, which evaluates either a `run` or a `model`."""
+    """The settings of `gspo evaluate`, which evaluates either a `run` or a `model`."""
 
     run: str = ""  # the run directory to evaluate
     step: int = ranged(-1, least=-1)  # the step of the run's checkpoint; -1: the newest one
@@ -71,7 +71,7 @@ class BenchmarkCommand(Ranged):
     out: str = ""  # the file of the result; empty: RUNS/benchmarks/<workload>.json
 
     def overrides(self) -> list[str]:
-        """Write `set` as a command line of experiments/train.py."""
+        """Write `set` as a command line of `gspo train`."""
         return flat(self.set)
 
     def __post_init__(self):
@@ -82,7 +82,7 @@ class BenchmarkCommand(Ranged):
 
 @dataclass
 class SampleCommand(Ranged):
-    """The settings of experiments/sample.py."""
+    """The settings of `gspo sample`."""
 
     run: str = MISSING
     step: int = ranged(-1, least=-1)  # the step of the checkpoint; -1: the newest one

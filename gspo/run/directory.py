@@ -69,7 +69,7 @@ class RunDirectory:
 
         Raises ValueError if it holds results that may not be continued. With on_existing=auto the same command
         continues a run that was interrupted or has failed. One that has ended is refused; in a sweep
-        experiments/train.py passes over it.
+        `gspo train` passes over it.
         """
         directory = cls(folder_of(settings))
         folder = directory.path
@@ -286,10 +286,13 @@ def git(*words: str) -> str:
 
 
 def code_state() -> dict:
-    """Return which code runs on which machine: commit, changed files, versions, threads, GPUs, command line."""
+    """Return which code runs on which machine: commit, changed files, versions, threads, GPUs, command line.
+
+    An installed copy of this code may lie inside another repository, whose commit says nothing about it."""
+    tracked = git("ls-files", "--", Path(__file__).name) != ""
     return {
-        "commit": git("rev-parse", "HEAD").strip() or None,
-        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()],
+        "commit": (tracked and git("rev-parse", "HEAD").strip()) or None,
+        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()] if tracked else [],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
         "machine": platform.machine(),

@@ -20,13 +20,10 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
 import audit_rewards
-import check_objective
-import dashboard
-import evaluate
 import parity
-import view
 from commands import environment
 from composing import CONF, options, settings
+from gspo.commands import check_objective, dashboard, evaluate, main, view
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
@@ -39,6 +36,7 @@ BLOCK = re.compile(r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.
 SHELL = ("sh", "bash")
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+FIGURES = main.figure_files()
 FILES = ("jsonl", "yaml", "py")  # what a name with a dot ends with that is no setting
 PLACES = re.compile(r"(?:gspo|analysis|conf|sweeps|tests|experiments|docs)/[\w./-]*")
 
@@ -62,13 +60,16 @@ def spans(page: Path) -> list[str]:
 
 
 def scripts(page: Path) -> list[tuple[str, list[str]]]:
-    """The scripts that a page calls, with their arguments: in blocks of commands and between backticks."""
+    """The scripts that a page calls, with their arguments: in blocks of commands and between backticks. For
+    `gspo train ...` that is experiments/train.py, which does the same; `gspo train` alone only names the command."""
     lines = [line for text in blocks(page) for line in text.replace("\\\n", " ").splitlines()]
     found = []
-    for line in lines + [span for span in spans(page) if span.startswith("python ")]:
+    for line in lines + [span for span in spans(page) if re.match("python |gspo .*[=/]", span)]:
         program, *words = shlex.split(line.replace("$RUN", "runs/STUDY/RUN"), comments=True) or [""]
         if program.endswith("python") and words and words[0].startswith(("experiments/", "analysis/")):
             found.append((words[0], words[1:]))
+        elif program == "gspo" and "--help" not in words:
+            found.append(called_by_gspo(*words))
     return found
 
 
@@ -81,6 +82,15 @@ def write_modules(folder: Path) -> list[str]:
                 (folder / f"{name[1]}.py").write_text(block["text"])
                 names.append(name[1])
     return names
+
+
+def called_by_gspo(name: str, *words: str) -> tuple[str, list[str]]:
+    """The script that does what a command of the console script does, and its arguments."""
+    module = main.COMMANDS[name].module
+    if name == "figure":
+        module, words = f"analysis.{FIGURES[words[0]].stem}", words[1:]
+    path = f"{module.replace('.', '/')}.py".replace("gspo/commands/", "experiments/")
+    return path, list(words)
 
 
 CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(page)})
@@ -113,8 +123,8 @@ def composes_for_training(words: list[str]) -> None:
     if any(word.startswith("resume=") for word in given.overrides):
         keys = {word.split("=")[0] for word in given.overrides} - {"resume"}
         assert all({key, key.split(".")[0]} & set(changeable_on_resume()) for key in keys), keys
-    folder = ROOT / given.config_dir if given.config_dir else CONF
-    search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_dir else []
+    folder = ROOT / (given.config_dir or "sweeps") if given.config_name else CONF
+    search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_name else []
     jobs = expanded(given.overrides) if given.multirun else [given.overrides]
     assert given.multirun or len(jobs) == 1
     for job in {tuple(jobs[0]), tuple(jobs[-1])}:
@@ -257,15 +267,17 @@ FEW_STEPS = (
     "evaluation.problems=4 evaluation.every=3 checkpoint.every=3"
 )
 SHORTER = f"""
-python() {{
+shortened() {{
     local few=()
     case "$*" in
-        experiments/train.py*resume=*) few=(steps=5) ;;
-        experiments/train.py*) few=({FEW_STEPS}) ;;
-        experiments/evaluate.py*) few=(problems=2 k=1) ;;
+        *train.py*resume=* | *"main train"*resume=*) few=(steps=5) ;;
+        *train.py* | *"main train"*) few=({FEW_STEPS}) ;;
+        *evaluate.py* | *"main evaluate"*) few=(problems=2 k=1) ;;
     esac
     command python "$@" "${{few[@]}}"
 }}
+python() {{ shortened "$@"; }}
+gspo() {{ shortened -m gspo.commands.main "$@"; }}
 """
 
 

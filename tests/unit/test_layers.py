@@ -8,6 +8,7 @@ import gspo
 
 ROOT = Path(__file__).parents[2]
 FLOORS = {
+    "commands": 7,
     "run": 6,
     "config": 5,
     "train": 4,
@@ -26,8 +27,9 @@ ONLY_IN = {
     "vllm": ("rollout",),
     "wandb": ("tracking",),
     "wandb_workspaces": ("tracking",),
-    "hydra": ("config", "run"),
-    "omegaconf": ("config", "run"),
+    "hydra": ("config", "run", "commands"),
+    "omegaconf": ("config", "run", "commands"),
+    "analysis": ("commands",),
 }
 NO_TORCH = ("tasks", "tracking", "verifiers", "core", "evaluation/estimates.py", "evaluation/elo.py")
 TENSORS = ("core/batch.py", "core/masked.py")
@@ -105,7 +107,7 @@ def test_heavy_packages_stay_in_their_rooms():
 
 def test_analysis_needs_neither_torch_nor_the_trainer():
     allowed = {"gspo.tracking.metrics", "gspo.tracking.collapse", "gspo.core.files", "gspo.core.untrusted"}
-    allowed |= {"gspo.core.escaping", "gspo.tracking.pages"}
+    allowed |= {"gspo.core.escaping", "gspo.core.arguments", "gspo.tracking.pages"}
     for path in sorted((ROOT / "analysis").glob("*.py")):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, path
         assert imported_modules(path) <= allowed, f"{path} imports {imported_modules(path) - allowed}"
