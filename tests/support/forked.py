@@ -10,6 +10,7 @@ while it is, are for `subprocess.run`.
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -22,6 +23,20 @@ import traceback
 from functools import cache
 from pathlib import Path
 
+MODULES = (  # what the scripts import, at their top or later
+    "gspo.core.interrupt",  # the first, as in every script
+    "pandas",  # for W&B's tables
+    "transformers",
+    "wandb.sdk.launch.inputs.internal",  # wandb.init imports it
+    "gspo.evaluation.resumable",
+    "gspo.run.build",
+    "gspo.run.loop",
+    "gspo.run.sweeps",
+    "gspo.tracking.dashboard",
+    "gspo.tracking.run_report",
+)
+# transformers imports a class, and with it much else, when its name is first read.
+CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "DynamicCache", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _one_at_a_time = threading.Lock()
 
 
@@ -53,7 +68,10 @@ def _server() -> subprocess.Popen:
 
 
 def _serve() -> None:
-
+    for module in MODULES:
+        importlib.import_module(module)
+    for name in CLASSES:
+        getattr(sys.modules["transformers"], name)
     folders = [kept.name for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]
     gc.freeze()  # else a child's first collection copies every page
     while line := sys.stdin.readline():
