@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
+import forked
 from analysis import load
 from gspo.core.escaping import ODD
 from gspo.run.sweep_state import jobs
@@ -38,13 +39,8 @@ def call(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProc
     """A tool, on runs that nothing was kept of; what it prints is checked for what acts on a terminal."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     there = os.environ | {"XDG_CACHE_HOME": str(cwd / "cache"), "PYTHONPATH": str(ROOT), "NETRC": "/nonexistent"}
-    process = subprocess.Popen(command, cwd=cwd, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        raise
-    done = subprocess.CompletedProcess(command, process.returncode, out.decode(), err.decode())
+    done = forked.run(command, cwd, there, seconds=SECONDS)
+    assert done.returncode != -signal.SIGALRM, "it hangs"
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert not ODD.search(done.stdout + done.stderr), ODD.search(done.stdout + done.stderr)
     return done

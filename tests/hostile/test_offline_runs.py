@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, command, environment, only_run
 from recorded_wandb import TABLES, pause, with_rollouts
 from wandb_server import serving
@@ -162,7 +163,7 @@ def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
         (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {server.address}\n")
         words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='online'"), ".", "0", "1"]
         where = environment() | {"WANDB_API_KEY": "a" * 40}
-        done = subprocess.run(words, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+        done = forked.run(words, cwd=tmp_path, env=where)
         assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
 
 
