@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,22 @@ def test_paper_clip_ranges_are_what_the_option_files_say():
     assert (ranges["grpo"].clip_low, ranges["grpo"].clip_high) == (0.2, 0.27)
 
 
+def test_an_experiment_keeps_an_objectives_own_values():
+    """Every objective once, in the experiments in turn; the slow test takes every pair."""
+    for experiment, objective in zip(cycle(options("experiment")), options("objective"), strict=False):
+        keeps_its_values(experiment, objective)
+
+
+@pytest.mark.slow
 def test_every_experiment_keeps_every_objectives_own_values():
     for experiment in options("experiment"):
         for objective in options("objective"):
-            alone = settings(f"objective={objective}").objective
-            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
+            keeps_its_values(experiment, objective)
+
+
+def keeps_its_values(experiment: str, objective: str) -> None:
+    alone = settings(f"objective={objective}").objective
+    assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
 
 
 def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
