@@ -27,7 +27,7 @@ from typing import TextIO
 
 MODULES = (  # what the scripts import, at their top or later
     "gspo.core.interrupt",  # the first, as in every script
-    "wandb.sdk.launch.inputs.internal",  # wandb.init imports it; it looks through all modules, of which there are few yet
+    "wandb.sdk.launch.inputs.internal",  # by wandb.init; it searches all modules: there are few yet
     "pandas",  # for W&B's tables
     "transformers",
     "gspo.evaluation.resumable",
