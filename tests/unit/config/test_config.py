@@ -145,18 +145,26 @@ def test_auto_settles_to_what_the_objectives_paper_uses():
     assert settings("objective=drgrpo", "rollout.extend={5: 120}").trainer.aggregation.length == 120
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+
+
+def of_sweep(path: Path, *overrides: str):
+    return settings(f"hydra.searchpath=[file://{CONF}]", *overrides, name=path.stem, folder=path.parent)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_every_sweep_composes(path):
+    assert of_sweep(path).on_existing == "resume"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_every_sweep_composes_with_each_of_its_options(path):
-    searchpath = f"hydra.searchpath=[file://{CONF}]"
-    assert settings(searchpath, name=path.stem, folder=path.parent).on_existing == "resume"
     swept = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
     for key, values in swept.items():
         if key.startswith("+") or (CONF / key).is_dir():
-            runs = [
-                settings(searchpath, f"{key}={value}", name=path.stem, folder=path.parent)
-                for value in values.split(",")
-                if value != "vllm"  # composes where vLLM is installed
-            ]
+            runs = [of_sweep(path, f"{key}={value}") for value in values.split(",") if value != "vllm"]
+            # vllm composes where vLLM is installed
             assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
 
 
