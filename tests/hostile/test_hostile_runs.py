@@ -104,6 +104,7 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
     assert_inert(words)
 
 
+@pytest.mark.slow
 def test_reproduce_and_its_summary(spoiled, tmp_path):
     done = call("analysis/reproduce.py", "runs", "--out", tmp_path, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr

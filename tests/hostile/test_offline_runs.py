@@ -121,6 +121,7 @@ def test_the_watcher_sees_what_is_tried(tmp_path):
     assert done.returncode == 0 and tried == ["192.0.2.1:4", "192.0.2.2:5", "[2001:db8::1]:6"] * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_an_offline_run_tries_no_connection(tmp_path):
     told = {"WANDB_ERROR_REPORTING": "true", "GRADIO_ANALYTICS_ENABLED": "True"}
     done, tried = watched(command(*SMALL, *FEW), tmp_path, environment() | told)
