@@ -92,6 +92,7 @@ def test_report_of_every_run(spoiled):
     assert "A file is left out: " in page and "is no plain file" in page
 
 
+@pytest.mark.slow
 def test_study_report_and_its_markdown(spoiled, tmp_path):
     folder = spoiled["whole"].parents[2]
     done = call("analysis/study_report.py", "runs", "--out", tmp_path, cwd=folder)
