@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
+# The tests start many processes, each of which would compile our files anew where bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE :=
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make constraints"
 
@@ -92,7 +94,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 test-cpus: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \

@@ -1,15 +1,14 @@
-"""What every test runs with."""
+"""What every test runs with. PyTorch is imported by the fixtures: the process that hands out the tests needs none."""
+
+from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from builders import small_policy
-from gspo.model.loading import TinyDense
-from gspo.model.policy import Policy
-
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+if TYPE_CHECKING:
+    from gspo.model.policy import Policy
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,11 +19,23 @@ def state_of_the_user(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def threads():
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
 @pytest.fixture
 def moe() -> Policy:
+    from builders import small_policy
+
     return small_policy()
 
 
 @pytest.fixture
 def dense() -> Policy:
+    from builders import small_policy
+    from gspo.model.loading import TinyDense
+
     return small_policy(TinyDense(hidden=32, layers=3, heads=2, width=48))

@@ -7,14 +7,14 @@ modules do not fit together the count is None: no number is better than a wrong 
 
 from __future__ import annotations
 
+import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
-def active_parameters(model: PreTrainedModel) -> int | None:
+def active_parameters(model: transformers.PreTrainedModel) -> int | None:
     """Return the number of parameters that one token passes through, None if it cannot be determined.
 
     Of E routed experts K count; shared experts count in full; the look-up in the input embedding does not count."""
@@ -35,7 +35,7 @@ def active_parameters(model: PreTrainedModel) -> int | None:
     return total - parameters // experts * (experts - top_k)
 
 
-def number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+def number(config: transformers.PretrainedConfig, names: tuple[str, ...]) -> int | None:
     """Return the whole number that the configuration has under any of these names: 0 if it has none of them, None if
     they disagree or are no whole numbers."""
     found = [value for name in names if (value := getattr(config, name, None)) is not None]
@@ -52,7 +52,7 @@ def is_of(module: nn.Module, experts: int) -> bool:
     return all(p.shape[0] == experts for p in module.parameters())
 
 
-def _others(model: PreTrainedModel, routed: dict[str, nn.Module]) -> bool:
+def _others(model: transformers.PreTrainedModel, routed: dict[str, nn.Module]) -> bool:
     """Return whether the model has experts that are neither in the `routed` modules nor shared ones."""
     prefixes = tuple(f"{name}." for name in routed)
     names = (name for name, _ in model.named_parameters() if not name.startswith(prefixes))

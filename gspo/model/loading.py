@@ -10,27 +10,17 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from transformers.utils import logging
+import transformers
 
 from gspo.core.files import errors_of_the_disk
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.tokenizer import character_tokenizer
 
 POSITIONS = 2048  # how many tokens of prompt and response the tiny models can take
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+# In quotes: transformers imports a class, and with it much else, when its name is first read.
+Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
 
-logging.disable_progress_bar()  # else every checkpoint would draw a progress bar over the run's own
+transformers.utils.logging.disable_progress_bar()  # else every checkpoint would draw a progress bar over the run's own
 
 
 @dataclass
@@ -86,7 +76,7 @@ class TinyMoE(Tiny):
 
     def make(self) -> Loaded:
         tokenizer = character_tokenizer()
-        config = Qwen3MoeConfig(
+        config = transformers.Qwen3MoeConfig(
             **_shared_config(self, tokenizer),
             num_experts=self.experts,
             num_experts_per_tok=self.experts_per_token,
@@ -95,7 +85,7 @@ class TinyMoE(Tiny):
             decoder_sparse_step=1,
             norm_topk_prob=True,
         )
-        return _random_model(Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
+        return _random_model(transformers.Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
 
 
 @dataclass
@@ -110,8 +100,8 @@ class TinyDense(Tiny):
 
     def make(self) -> Loaded:
         tokenizer = character_tokenizer()
-        config = Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
-        return _random_model(Qwen3ForCausalLM, config, self.init_seed), tokenizer
+        config = transformers.Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
+        return _random_model(transformers.Qwen3ForCausalLM, config, self.init_seed), tokenizer
 
 
 @dataclass
@@ -149,10 +139,10 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
         raise ValueError(f"model.path={path!r}: there is no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         config._attn_implementation = attention  # must be set here: config.json may name code on the hub
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
@@ -181,7 +171,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     return model, tokenizer
 
 
-def positions(model: PreTrainedModel) -> int | None:
+def positions(model: transformers.PreTrainedModel) -> int | None:
     """Return how many tokens of prompt and response together a model can take, None if its configuration has no
     bound."""
     config = model.config.get_text_config()
@@ -191,8 +181,8 @@ def positions(model: PreTrainedModel) -> int | None:
 
 
 def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
@@ -203,7 +193,7 @@ def save(
         tokenizer.save_pretrained(folder)
 
 
-def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
+def _shared_config(settings: Tiny, tokenizer: transformers.PreTrainedTokenizerBase) -> dict:
     """Return the configuration that both kinds of tiny model share."""
     return {
         "vocab_size": len(tokenizer),
@@ -220,7 +210,9 @@ def _shared_config(settings: Tiny, tokenizer: PreTrainedTokenizerBase) -> dict:
     }
 
 
-def _random_model(kind: type[PreTrainedModel], config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
+def _random_model(
+    kind: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, seed: int
+) -> transformers.PreTrainedModel:
     """Return a float32 model with random weights that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

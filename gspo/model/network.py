@@ -21,9 +21,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from gspo.core.batch import NOT_RECORDED
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
@@ -48,7 +48,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD
 class Network:
     """Our forward over the layers of a model for which `is_supported` is true."""
 
-    def __init__(self, model: PreTrainedModel, checkpointing: bool = False):
+    def __init__(self, model: transformers.PreTrainedModel, checkpointing: bool = False):
         self.body, self.head = model.model, model.lm_head.weight
         self.checkpointing = checkpointing  # keep only the layers' inputs, and compute the rest again in the backward
         self._frozen: list[LayerWeights] | None = None  # set within `frozen`
@@ -208,7 +208,7 @@ def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
     return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
 
 
-def is_supported(model: PreTrainedModel) -> bool:
+def is_supported(model: transformers.PreTrainedModel) -> bool:
     """Return whether `Network` computes what this model does: its family is one of FAMILIES, no setting changes the
     family's arithmetic, and both give the same logits on a few tokens."""
     config = model.config
@@ -227,7 +227,7 @@ def is_supported(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _same_logits(model: PreTrainedModel) -> bool:
+def _same_logits(model: transformers.PreTrainedModel) -> bool:
     """Return whether both forwards give the same logits on most tokens. On single ones they may differ, because
     rounding may swap two experts of nearly equal weight."""
     tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
 from gspo.model.cost import active_parameters
@@ -40,8 +40,8 @@ class Policy:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         temperature: float = 1.0,
         *,
         value_head: ValueHead | None = None,
@@ -100,7 +100,9 @@ class Policy:
         """
         config = self.model.config
         attention = config._attn_implementation
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, trust_remote_code=False
+        )
         model.to(self.device, torch.float32)  # like ours its parameters require a gradient: kernels depend on that
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype or self.model.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 
 @dataclass
@@ -24,18 +24,18 @@ class PromptFormat:
         if self.format == "plain" and self.system:
             raise ValueError(f"prompt.system={self.system!r} with prompt.format=plain: a plain text has no system turn")
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         """Raise ValueError if the tokenizer has no chat template and these settings need one."""
         if tokenizer.chat_template is None and self.format == "chat":
             raise ValueError("prompt.format=chat: this model's tokenizer has no chat template; use prompt.format=plain")
         if tokenizer.chat_template is None and self.system:
             raise ValueError(f"prompt.system={self.system!r}: this model's tokenizer has no chat template to put it in")
 
-    def used(self, tokenizer: PreTrainedTokenizerBase) -> str:
+    def used(self, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
         """Return the format that is used with this tokenizer: "chat" or "plain", also where `format` is auto."""
         return "plain" if self.format == "plain" or tokenizer.chat_template is None else "chat"
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    def encode(self, tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
         """Return the token ids of a prompt.
 
         A plain text begins with the begin-of-sequence token if the tokenizer adds one, and has no end-of-sequence

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import string
 
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer with one token per printable ASCII character and newline, and three special tokens.
 
     The special tokens are padding, begin of sequence and end of sequence.
@@ -24,7 +24,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 FILE = "value_head.pt"
 
@@ -30,7 +30,7 @@ class ValueHead(torch.nn.Module):
         self._hidden_BTH: Tensor | None = None
 
     @contextmanager
-    def recording(self, model: PreTrainedModel) -> Iterator[None]:
+    def recording(self, model: transformers.PreTrainedModel) -> Iterator[None]:
         """Within this context the model's forward pass leaves its last hidden states here."""
 
         def keep(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
@@ -53,7 +53,7 @@ class ValueHead(torch.nn.Module):
         return self(hidden_BTH[:, :-1])
 
     @staticmethod
-    def open(model: PreTrainedModel, folder: Path | None) -> ValueHead:
+    def open(model: transformers.PreTrainedModel, folder: Path | None) -> ValueHead:
         """Load a checkpoint's head; without `folder`, make a new one for the model."""
         head = ValueHead(model.config.hidden_size)
         if folder:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import DynamicCache
 
 from gspo.model.packing import attention
 from gspo.model.policy import Policy
@@ -114,7 +114,7 @@ class PlainDecoder:
     def __init__(self, policy: Policy):
         self.model, self.routing = policy.model, policy.routing
         self.pad_id = policy.tokenizer.pad_token_id
-        self.cache = DynamicCache(config=policy.model.config)
+        self.cache = transformers.DynamicCache(config=policy.model.config)
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""

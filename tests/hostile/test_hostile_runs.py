@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
+import forked
 from analysis import load
 from gspo.core.escaping import ODD
 from gspo.run.sweep_state import jobs
@@ -34,17 +35,17 @@ def spoiled(real, tmp_path_factory):
     return study(real, folder)
 
 
+@pytest.fixture(scope="module")
+def known_jobs(spoiled) -> set[str]:
+    return {job.run for job in jobs(spoiled["whole"].parent)}
+
+
 def call(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """A tool, on runs that nothing was kept of; what it prints is checked for what acts on a terminal."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     there = os.environ | {"XDG_CACHE_HOME": str(cwd / "cache"), "PYTHONPATH": str(ROOT), "NETRC": "/nonexistent"}
-    process = subprocess.Popen(command, cwd=cwd, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        raise
-    done = subprocess.CompletedProcess(command, process.returncode, out.decode(), err.decode())
+    done = forked.run(command, cwd, there, seconds=SECONDS)
+    assert done.returncode != -signal.SIGALRM, "it hangs"
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert not ODD.search(done.stdout + done.stderr), ODD.search(done.stdout + done.stderr)
     return done
@@ -91,6 +92,7 @@ def test_report_of_every_run(spoiled):
     assert "A file is left out: " in page and "is no plain file" in page
 
 
+@pytest.mark.slow
 def test_study_report_and_its_markdown(spoiled, tmp_path):
     folder = spoiled["whole"].parents[2]
     done = call("analysis/study_report.py", "runs", "--out", tmp_path, cwd=folder)
@@ -103,6 +105,7 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
     assert_inert(words)
 
 
+@pytest.mark.slow
 def test_reproduce_and_its_summary(spoiled, tmp_path):
     done = call("analysis/reproduce.py", "runs", "--out", tmp_path, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
@@ -141,7 +144,7 @@ def test_dashboard(spoiled, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*UNREADABLE, *READABLE])
-def test_one_bad_run_beside_a_good_one(real, spoiled, name, tmp_path, monkeypatch):
+def test_one_bad_run_beside_a_good_one(spoiled, known_jobs, name, tmp_path, monkeypatch):
     """In this process, so that it is seen which file does the harm."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = load.load([spoiled["whole"], spoiled[name]])
@@ -150,7 +153,7 @@ def test_one_bad_run_beside_a_good_one(real, spoiled, name, tmp_path, monkeypatc
     assert all(run.ended for run in data.runs)
     if name in READABLE:
         assert MARKUP not in run_report.page(spoiled[name])
-    assert {job.run for job in jobs(spoiled[name].parent)} >= {spoiled["whole"].name, spoiled[name].name}
+    assert known_jobs >= {spoiled["whole"].name, spoiled[name].name}
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 9000])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forked
 from gspo.core.telemetry import OFF
 from gspo.model.loading import HFModel, TinyDense, load, save
 
@@ -36,7 +37,7 @@ def refused(folder: Path) -> str:
     """Why a folder is not loaded, in a process whose user would say yes to everything."""
     script = f"from gspo.model.loading import load\ntry: load({str(folder)!r})\nexcept ValueError as e: print(e)"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    done = forked.run(command, input="y\n" * 9, cwd=ROOT, seconds=120)
     assert not (folder.parent / "ran").exists(), "the folder's code was run"
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout + done.stderr[-2000:]
     return done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, command, environment, only_run
 from recorded_wandb import TABLES, pause, with_rollouts
 from wandb_server import serving
@@ -120,6 +121,7 @@ def test_the_watcher_sees_what_is_tried(tmp_path):
     assert done.returncode == 0 and tried == ["192.0.2.1:4", "192.0.2.2:5", "[2001:db8::1]:6"] * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_an_offline_run_tries_no_connection(tmp_path):
     told = {"WANDB_ERROR_REPORTING": "true", "GRADIO_ANALYTICS_ENABLED": "True"}
     done, tried = watched(command(*SMALL, *FEW), tmp_path, environment() | told)
@@ -162,7 +164,7 @@ def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
         (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {server.address}\n")
         words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='online'"), ".", "0", "1"]
         where = environment() | {"WANDB_API_KEY": "a" * 40}
-        done = subprocess.run(words, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+        done = forked.run(words, cwd=tmp_path, env=where)
         assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
 
 

@@ -1,7 +1,6 @@
 """Runs that the real W&B client has recorded, offline or with the stand-in for its server."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+import forked
 from commands import environment
 
 LOG = """
@@ -49,7 +49,7 @@ def log(folder: Path, made: list[dict], **account: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
     command = [sys.executable, "-c", LOG, str(folder), json.dumps(SETTINGS)]
-    subprocess.run(command, input=json.dumps(made), text=True, check=True, env=environment() | account, cwd=folder)
+    forked.run(command, folder, environment() | account, input=json.dumps(made)).check_returncode()
 
 
 def same(a: pd.DataFrame, b: pd.DataFrame) -> None:
@@ -85,4 +85,4 @@ tracker.finish(0)
 def with_rollouts(folder: Path, first: int, last: int, **account: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", TABLES, str(folder), str(first), str(last)]
-    subprocess.run(command, env=environment() | account, check=True)
+    forked.run(command, env=environment() | account).check_returncode()

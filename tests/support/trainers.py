@@ -68,7 +68,7 @@ def trainer(
         source,
         algorithm,
         optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps),
-        settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 5, "aggregation": aggregation} | settings),
+        settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings),
         policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass),
         seed=seed,
         reference=small_policy(model) if algorithm.kl.name != "none" else None,
@@ -104,14 +104,14 @@ def gap_trainer(
     sampled = policy.copy() if settings.overlap else policy
     engine = LocalEngine(sampled, settings.batch_rows, getattr(torch, settings.dtype))
     later = settings.staleness or settings.token_budget
-    keep = BehaviourLogprobs(sampled, 5, replay == "r3") if later and old != "step_start" else None
+    keep = BehaviourLogprobs(sampled, 8, replay == "r3") if later and old != "step_start" else None
     mean = Aggregation("seq-mean-token-mean")
     return Trainer(
         policy,
         make_source(engine, FirstCharacter(), settings, Uniform(), 1, keep, policy),
         Algorithm(objective or GRPO(), **parts or {}),
         optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps),
-        settings=TrainerSettings(minibatches=minibatches, micro_batch_size=5, aggregation=mean),
+        settings=TrainerSettings(minibatches=minibatches, micro_batch_size=8, aggregation=mean),
         policy_settings=PolicySettings(routing_replay=replay, old_logprobs=old, old_pass=old_pass),
         seed=1,
         reference=small_policy(model) if parts else None,

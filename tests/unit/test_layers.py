@@ -1,6 +1,7 @@
 """The rooms of the house: which floor each is on, and what each may know. The map is in gspo/__init__.py."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -47,15 +48,21 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """What a file imports, wherever it stands in it: modules, and modules with the name that is taken from them."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+    return frozenset(found)
 
 
 def imported_modules(path: Path) -> set[str]:

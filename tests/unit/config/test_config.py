@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,22 @@ def test_paper_clip_ranges_are_what_the_option_files_say():
     assert (ranges["grpo"].clip_low, ranges["grpo"].clip_high) == (0.2, 0.27)
 
 
+def test_an_experiment_keeps_an_objectives_own_values():
+    """Every objective once, in the experiments in turn; the slow test takes every pair."""
+    for experiment, objective in zip(cycle(options("experiment")), options("objective"), strict=False):
+        keeps_its_values(experiment, objective)
+
+
+@pytest.mark.slow
 def test_every_experiment_keeps_every_objectives_own_values():
     for experiment in options("experiment"):
         for objective in options("objective"):
-            alone = settings(f"objective={objective}").objective
-            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
+            keeps_its_values(experiment, objective)
+
+
+def keeps_its_values(experiment: str, objective: str) -> None:
+    alone = settings(f"objective={objective}").objective
+    assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
 
 
 def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
@@ -134,18 +146,26 @@ def test_auto_settles_to_what_the_objectives_paper_uses():
     assert settings("objective=drgrpo", "rollout.extend={5: 120}").trainer.aggregation.length == 120
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+
+
+def of_sweep(path: Path, *overrides: str):
+    return settings(f"hydra.searchpath=[file://{CONF}]", *overrides, name=path.stem, folder=path.parent)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_every_sweep_composes(path):
+    assert of_sweep(path).on_existing == "resume"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_every_sweep_composes_with_each_of_its_options(path):
-    searchpath = f"hydra.searchpath=[file://{CONF}]"
-    assert settings(searchpath, name=path.stem, folder=path.parent).on_existing == "resume"
     swept = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
     for key, values in swept.items():
         if key.startswith("+") or (CONF / key).is_dir():
-            runs = [
-                settings(searchpath, f"{key}={value}", name=path.stem, folder=path.parent)
-                for value in values.split(",")
-                if value != "vllm"  # composes where vLLM is installed
-            ]
+            runs = [of_sweep(path, f"{key}={value}") for value in values.split(",") if value != "vllm"]
+            # vllm composes where vLLM is installed
             assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
 
 

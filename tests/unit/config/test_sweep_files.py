@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from composing import settings
 
@@ -41,6 +40,8 @@ def flat(tree: object, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize("path", WANDB, ids=lambda path: path.stem)
 def test_what_an_agent_of_wandb_would_start_composes(path):
     """The commands as W&B's own agent writes them, for values drawn from the file."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args  # takes seconds, in no other test
+
     sweep, draw = yaml.safe_load(path.read_text()), random.Random(0)
     assert (ROOT / sweep["program"]).exists()
     blocks = {name for name, value in vars(settings()).items() if hasattr(value, "__dataclass_fields__")}

@@ -68,6 +68,7 @@ def test_simulated_players(true, spread):
         assert np.mean([r.stderr for r in found]) == pytest.approx(spread, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike():
     """A player whose chance also depends on the problem: the curvature's error is too small, the bootstrap's is not."""
     rng, true = np.random.default_rng(5), 1600

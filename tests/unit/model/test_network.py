@@ -101,22 +101,30 @@ def test_log_probs_entropy_experts_and_every_gradient_are_those_of_the_model_its
         torch.testing.assert_close(ours_grad[name], grad, atol=2e-5 * float(grad.abs().max()) + 1e-9, rtol=1e-3)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_sampling_and_scoring_are_those_of_the_model_itself(policy, blocks, monkeypatch):
-    """Prompts of several lengths, responses that end at different steps: cache growth, dropped rows, masks. With
-    `blocks` every matrix is prepared as large ones are."""
-    if blocks:
-        monkeypatch.setattr(packed_weights, "LARGE", 1)
-        monkeypatch.setattr(packed_weights, "ALL_EXPERTS_BELOW", 0)
-        with policy.network.frozen(copy_experts=True):
-            assert all(own.experts if hasattr(layer.mlp, "experts") else own.down for layer, own in layers(policy))
+def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch):
+    """Prompts of several lengths, responses that end at different steps: cache growth, dropped rows, masks."""
     engine, sampling = LocalEngine(policy), Sampling(1.0, 60)
     record = policy.routing.layers > 0
     ours = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    batch = batch_of(policy, flat(ours))
     own, policy.network = policy.network, None
     theirs = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    logp = policy.score(batch, 4).logp_BT[batch.mask_BT]
+    policy.network = own
+    same_responses(ours, theirs, record)
+    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5)
+
+    monkeypatch.setattr(packed_weights, "LARGE", 1)  # every matrix is prepared as large ones are
+    monkeypatch.setattr(packed_weights, "ALL_EXPERTS_BELOW", 0)
+    with policy.network.frozen(copy_experts=True):
+        assert all(own.experts if hasattr(layer.mlp, "experts") else own.down for layer, own in layers(policy))
+    same_responses(engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record), theirs, record)
+    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5)
+
+
+def same_responses(ours, theirs, record: bool) -> None:
     lengths = set()
-    for a, b in zip((r for g in ours for r in g), (r for g in theirs for r in g), strict=True):
+    for a, b in zip(flat(ours), flat(theirs), strict=True):
         assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
         assert abs(a.logprobs - b.logprobs).max() < 1e-5
         lengths.add(len(a.token_ids))
@@ -124,10 +132,10 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, blocks, monk
             assert a.experts.shape == (len(a.prompt_ids) + len(a.token_ids) - 1, *b.experts.shape[1:])
             assert (a.experts == b.experts).all()
     assert len(lengths) > 3, "responses should end at different steps"
-    batch = batch_of(policy, [r for group in ours for r in group])
-    theirs = policy.score(batch, 4).logp_BT[batch.mask_BT]
-    policy.network = own
-    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], theirs, atol=1e-5, rtol=1e-5)
+
+
+def flat(groups) -> list:
+    return [response for group in groups for response in group]
 
 
 def layers(policy: Policy):

@@ -104,10 +104,10 @@ def test_a_step_without_a_number_neither_crashes_nor_counts(hole):
 
 
 def test_it_costs_little_in_a_long_run():
-    monitor, started = Monitor(MonitorSettings()), time.perf_counter()
+    monitor, started = Monitor(MonitorSettings()), time.process_time()
     for step in range(1, 5001):
         monitor.observe(step, HEALTHY)
-    assert time.perf_counter() - started < 10, "2 ms a step; a resume observes all steps at once"
+    assert time.process_time() - started < 10, "2 ms a step; a resume observes all steps at once"
 
 
 def test_what_it_knows_is_a_function_of_the_rows():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 import gspo.core.seeding
 import gspo.model.tokenizer
 import gspo.train.diagnostics
@@ -34,7 +35,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_logged_seconds_before_a_kill_is_on_disk(tmp_path):
-    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], env=environment(), check=False)
+    done = forked.run([sys.executable, "-c", DIES, str(tmp_path)], env=environment())
     assert done.returncode == -9
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(6))
     assert [row["step"] for row in wandb_rows(tmp_path)] == list(range(6))
@@ -153,9 +154,7 @@ for last in (12, 14):  # and resumed
 
 
 def test_a_summary_by_hand(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SUMMARISED, str(tmp_path)], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = forked.run([sys.executable, "-c", SUMMARISED, str(tmp_path)], env=environment())
     first, resumed = (json.loads(line) for line in done.stdout.splitlines())
     assert first == {"recent": {"reward/mean": pytest.approx(0.75)}, "best": {"last": 0.1, "max": 0.9}}  # .3 to 1.2
     assert resumed == {"recent": {"reward/mean": pytest.approx(0.95)}, "best": {"last": 0.1, "max": 0.9}}

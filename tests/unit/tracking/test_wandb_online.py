@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from analysis import fig_curves, load, notebooks, sources
 from commands import environment
 from gspo.run.sweep_state import upload
@@ -224,7 +225,7 @@ def test_wandbs_own_variables_count_where_no_setting_is_given(tmp_path):
     with serving() as server:
         (tmp_path / "other").mkdir()
         command = [sys.executable, "-c", script, str(tmp_path / "other"), "0", "2"]
-        subprocess.run(command, env=environment() | server.environment | theirs, check=True)
+        forked.run(command, env=environment() | server.environment | theirs).check_returncode()
         (run,) = server.runs.values()
         assert run.about["project"] == "own" and run.about["tags"] == ["own", "z"]
 

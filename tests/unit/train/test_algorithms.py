@@ -164,6 +164,7 @@ def test_the_reference_is_held_or_refreshed_on_its_schedule():
     assert a[2]["kl/ref_k3"] > 1e-5 and b[2]["kl/ref_k3"] < 1e-8, "refreshed after step 2"
 
 
+@pytest.mark.slow
 def test_a_critic_that_sees_the_same_responses_again_and_again_learns_their_rewards():
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
     t = trainer(PPO(), lr=3e-3, rollout=rollout, parts={"advantage": GAE()}, aggregation=Aggregation("token-mean"))

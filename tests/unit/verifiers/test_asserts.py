@@ -256,6 +256,7 @@ def test_waiting_for_the_other_is_not_charged():
         assert time.monotonic() - start > 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval here")
 def test_humaneval_references_pass():
     records = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]

@@ -246,6 +246,7 @@ def test_forked_and_pickled_copies_start_servers_of_their_own(runner):
         assert copy == runner and run(copy, ("print(5)", ""))[0][0] == b"5\n"
 
 
+@pytest.mark.slow
 def test_verdicts_do_not_depend_on_the_load():
     """Beside eight busy processes the child gets a share of a core: time in the queue is not waiting, nor CPU time."""
     work = "t = 0\nend = time.process_time() + 0.4\nwhile time.process_time() < end: t += 1\nprint('done')"

@@ -164,6 +164,7 @@ def test_math500_golds_agree_only_with_themselves(verifier):
     assert "timeout" not in {verdict.verdict for verdict in found}
 
 
+@pytest.mark.slow
 def test_math500_rewritten(verifier):
     _, golds = math500()
     pairs = [(gold, answer) for gold in golds for answer in rewrites(gold)]
