@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
 import user_code
-from composing import CONF, settings
+from composing import CONF, composed_anew
 from gspo.algorithm.objectives import GRPO
 from gspo.config.load import (
     read_settings,
@@ -33,6 +33,10 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield user_code.write(tmp_path)
     user_code.forget()
+
+
+def settings(*overrides: str) -> Settings:
+    return to_settings(composed_anew(*overrides))
 
 
 def chosen(*overrides: str) -> Settings:
