@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,10 @@ import pytest
 
 if TYPE_CHECKING:
     from gspo.model.policy import Policy
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the garbage collector need not look again and again at what the imports have made
 
 
 @pytest.fixture(autouse=True, scope="session")

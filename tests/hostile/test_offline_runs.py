@@ -174,7 +174,9 @@ def homeless(home: str | None) -> dict[str, str]:
     return {key: value for key, value in kept.items() if key != "XDG_STATE_HOME"} | {"HOME": home} if home else kept
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "/proc/nothing", None])
+@pytest.mark.parametrize(
+    "home", ["/dev/null", *(pytest.param(home, marks=pytest.mark.slow) for home in ("/proc/nothing", None))]
+)
 def test_tracking_needs_no_home_directory(home, tmp_path):
     words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='offline'"), str(tmp_path), "0", "3"]
     done = subprocess.run(words, env=homeless(home), capture_output=True, text=True, check=False)

@@ -264,8 +264,9 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     batch = pack(rollout.responses, 0)
     accumulator = MetricAccumulator()
     t.remember_old_policy(batch, accumulator)
-    by_hand = t.policy.score(replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), 5).logp_BT
-    free = t.policy.score(pack(rollout.responses, 0), 5).logp_BT
+    size = t.settings.micro_batch_size
+    by_hand = t.policy.score(replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size).logp_BT
+    free = t.policy.score(pack(rollout.responses, 0), size).logp_BT
     assert torch.equal(batch.old_logp_BT, by_hand) and not torch.allclose(by_hand, free, atol=1e-5)
     assert torch.equal(batch.replay_BSLK, batch.engine_experts_BSLK)
 
