@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from gspo.commands.option_files import CONF, composed
 from gspo.config.commands import EvaluateCommand
 from gspo.config.schema import to_dataclass
 from gspo.core.files import refuse_links
+from gspo.core.outside import is_path
 from gspo.evaluation.evaluate import EvaluationSet, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
 from gspo.model.policy import Policy
@@ -221,7 +223,7 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONG
 def with_benchmarks(arguments: list[str]) -> list[str]:
     """Return the command line with one option file for each name of benchmark=[...]. `+task@tasks.NAME=NAME` makes
     Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes, types and refuses tasks.NAME.KEY=... like any
-    setting.
+    setting. A name may also be the place of a task of the user's own, my_pkg.tasks:Mine, which becomes tasks.Mine.
 
     Raises ValueError for a name without an option file.
     """
@@ -233,7 +235,9 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
         value = OverridesParser.create().parse_override(argument).value()
         names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
         for name in names:
-            if name not in options:
+            if name not in options and not is_path(name):
                 raise ValueError(f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}")
-        result += [f"benchmark=[{','.join(names)}]", *(f"+task@tasks.{name}={name}" for name in names)]
+        keys = [re.split("[.:]", name)[-1] for name in names]  # of a class of the user's own, the class's name
+        result += [f"benchmark=[{','.join(keys)}]"]
+        result += [f"+task@tasks.{key}={name}" for key, name in zip(keys, names, strict=True)]
     return result

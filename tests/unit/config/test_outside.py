@@ -11,6 +11,7 @@ from omegaconf import open_dict
 import user_code
 from composing import CONF, composed_anew
 from gspo.algorithm.objectives import GRPO
+from gspo.commands.evaluate import with_benchmarks
 from gspo.config.load import (
     read_settings,
     recorded_config,
@@ -19,6 +20,7 @@ from gspo.config.load import (
     to_settings,
     write_settings,
 )
+from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, run_directory, same_result, settings_hash
 from gspo.core import outside
 from gspo.core.outside import source_files
@@ -63,6 +65,12 @@ def test_a_class_of_ones_own_is_an_option_with_typed_fields():
     assert run_directory(s).name.startswith("Copy-seed1-")
     assert type(settings("objective=own_package.losses.Copy").objective).__name__ == "Copy"  # all dots, as _target_ has
     assert settings("task=own_package.extras:Letters", "cold_start.steps=0").task.evaluation_sets() == ["held"]
+
+
+def test_a_task_of_ones_own_is_a_benchmark_of_the_command_that_evaluates():
+    words = with_benchmarks(["model=tiny_dense", "benchmark=[math,own_package.extras:Letters]"])
+    command = to_dataclass(composed_anew(*words, name="evaluate"))
+    assert command.benchmark == ["math", "Letters"] and command.tasks["Letters"].evaluation_sets() == ["held"]
 
 
 def test_an_option_file_of_ones_own_may_begin_with_the_class(package, tmp_path):
