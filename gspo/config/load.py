@@ -195,7 +195,8 @@ def recorded_places(content: dict[str, Any]) -> dict[str, str]:
             found[f"{group}.{name}"] = str(part.get("path")) if isinstance(part, dict) else str(part)
     for group, options in CHOICES.items():
         chosen = content.get(group)
-        kind = options.get(chosen.get("name")) if isinstance(chosen, dict) else None
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        kind = options.get(name) if isinstance(name, str) else None
         for name in fields_with(kind, "outside_code") if kind else ():
             if chosen.get(name):
                 found[f"{group}.{name}"] = str(chosen[name])
