@@ -72,7 +72,7 @@ $(PEER_VENV)/.installed: constraints-peer.txt
 constraints: setup
 	$(BIN)/$(INSTALL) uv
 	echo "torch ; python_version < '0'" >$(VENV)/no_torch.txt
-	printf 'jinja2\nnetworkx\nsetuptools\n' >$(VENV)/of_torch.in
+	printf 'networkx\nsetuptools\n' >$(VENV)/of_torch.in
 	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev -o constraints.txt
 	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml --extra view --extra browser \
 		$(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' constraints.txt)) -o constraints-view.txt

@@ -1,27 +1,23 @@
 """The blocks that a report is made of, and how they are written as one self-contained HTML file and as Markdown.
 
-analysis/wandb_report.py writes the same blocks as a W&B Report.
+templates/blocks.html.j2 is the HTML; analysis/wandb_report.py writes the same blocks as a W&B Report.
 """
 
 from __future__ import annotations
 
-import base64
+import html
 import os
 import re
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from gspo.core.escaping import head, in_html, in_markdown, shown
+from gspo.core.escaping import in_markdown, shown
+from gspo.tracking.pages import fill
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem }
-td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #eee }
-img { max-width: 100%; margin: .8rem 0 } pre { font-size: .8rem; overflow-x: auto }
-"""
+TEMPLATE = Path(__file__).parent / "templates" / "blocks.html.j2"
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,9 @@ class Figure:
     png: Path
     about: str
 
+    def base64(self) -> str:
+        return b64encode(self.png.read_bytes()).decode()
+
 
 @dataclass(frozen=True)
 class Folded:
@@ -72,34 +71,9 @@ class Folded:
 Block = Heading | Text | Items | Table | Figure | Folded
 
 
-# ---------------------------------------------------------------------------------------------------------------- HTML
 def to_html(title: str, blocks: Sequence[Block]) -> str:
     """Return the whole page, which needs no other file."""
-    body = "\n".join(map(_html, blocks))
-    return f"{head(title, STYLE)}<h1>{in_html(title)}</h1>\n{body}\n</html>\n"
-
-
-def _html(block: Block) -> str:
-    match block:
-        case Heading(text):
-            return f"<h2>{in_html(text)}</h2>"
-        case Text(text):
-            return f"<p>{in_html(text)}</p>"
-        case Items(texts):
-            return "<ul>" + "".join(f"<li>{in_html(text)}</li>" for text in texts) + "</ul>"
-        case Table(names, rows):
-            lines = ["".join(f"<th>{in_html(cell)}</th>" for cell in names)]
-            lines += ["".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows]
-            return '<div class="wide"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
-        case Figure(png, about):
-            data = base64.b64encode(png.read_bytes()).decode()
-            return f'<img alt="{in_html(about)}" src="data:image/png;base64,{data}">'
-        case Folded(title, text):
-            return f"<details><summary>{in_html(title)}</summary><pre>{in_html(text)}</pre></details>"
-
-
-def _cell(cell: str | Link) -> str:
-    return f'<a href="{in_html(cell.address)}">{in_html(cell.text)}</a>' if isinstance(cell, Link) else in_html(cell)
+    return fill(TEMPLATE, title, {"blocks": [(type(block).__name__, block) for block in blocks]})
 
 
 # ------------------------------------------------------------------------------------------------------------ Markdown
@@ -123,11 +97,21 @@ def _markdown(block: Block, folder: Path) -> str:
             return f"![{in_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            return f"<details><summary>{in_html(title)}</summary>\n\n{fence}\n{shown(text)}\n{fence}\n\n</details>"
+            summary = html.escape(shown(title))
+            return f"<details><summary>{summary}</summary>\n\n{fence}\n{shown(text)}\n{fence}\n\n</details>"
 
 
 def _in_cell(cell: str | Link) -> str:
     return f"[{in_markdown(cell.text)}]({cell.address})" if isinstance(cell, Link) else in_markdown(cell)
+
+
+def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return rows of cells, the first of which is the head, as the lines of a Markdown table with aligned columns. It
+    reads well on a terminal too."""
+    cells = [[in_markdown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def address(file: Path, folder: Path) -> str:

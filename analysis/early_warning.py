@@ -23,6 +23,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import foresight, load, script, style
+from analysis.blocks import aligned_table
 from analysis.foresight import LR, Alarm, History, Value
 from analysis.looks import tint
 from analysis.style import View
@@ -147,7 +148,8 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
     counted = each.groupby(["stress", "arm", "lr"])["fell"].agg(["sum", "count"])
     words = (counted["sum"].astype(int).astype(str) + " of " + counted["count"].astype(str)).unstack("lr").fillna("-")
     lines = [f"{sum(fell.values())} of {len(runs)} runs collapsed, by learning rate:", ""]
-    lines += markdown(["stress", "objective", *(f"{lr:g}" for lr in words)], [[*i, *r] for i, r in words.iterrows()])
+    head = ["stress", "objective", *(f"{lr:g}" for lr in words)]
+    lines += aligned_table([head, *([*i, *r] for i, r in words.iterrows())])
     first = sorted(run.collapsed + 1 for run in runs if run.collapsed is not None)
     dips = sum(fallen(rows) for name, rows in frame.groupby("run") if not fell[name])
     said = f"Healthy runs that were below 0.7 x their peak for {STEPS_FALLEN} steps: {dips}."
@@ -186,17 +188,12 @@ def table(results: list[Result], together: Alarm) -> list[str]:
     head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]
     head += ["as shipped: seen", "lead", "per healthy run"]
     rows = [[r.name, *(a.text() for a in r.areas), r.same_lr.text(), *cells(r.fit), *cells(r.own)] for r in results]
-    return markdown(head, [*rows, [MONITOR, *["-"] * 7, *cells(together)]])
+    return aligned_table([head, *rows, [MONITOR, *["-"] * 7, *cells(together)]])
 
 
 def cells(alarm: Alarm) -> list[str]:
     """Return the cells for one alarm: collapses seen, lead and false alarms."""
     return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---"] * len(head)
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows)]
 
 
 # ----------------------------------------------------------------------------------------------------------- figure

@@ -121,5 +121,9 @@ def paper_row(row, view: View) -> None:
         ax.set_ylabel(unit)
 
 
+def main() -> None:
+    script.run(__doc__, draw, judged)
+
+
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged))
+    script.command(main)

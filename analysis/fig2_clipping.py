@@ -146,5 +146,9 @@ def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
     ax.set_title("Clipped, by mini-batch")
 
 
+def main() -> None:
+    script.run(__doc__, draw, judged, REFUSED)
+
+
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))
+    script.command(main)

@@ -66,5 +66,9 @@ def consistency(ax: Axes, data: Data, view: View) -> None:
     style.label_ends(ax, ends, letter=0.11)
 
 
+def main() -> None:
+    script.run(__doc__, draw, judged)
+
+
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged))
+    script.command(main)

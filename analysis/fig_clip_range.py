@@ -16,6 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import load, script, style
+from analysis.blocks import aligned_table
 from analysis.fig2_clipping import PAPER_RANGES
 from analysis.load import GRPO, GSPO, OBJECTIVES, Data
 from analysis.looks import look, tint
@@ -84,7 +85,7 @@ def table(numbers: pd.DataFrame) -> list[str]:
         clipped = [f"{means.get(arm, np.nan):.2g}" for arm in (GSPO, GRPO)]
         reward = [t_interval(ends.get_group(arm).to_numpy()).text() if arm in means else "-" for arm in (GSPO, GRPO)]
         rows.append([f"{low:g} / {high:g}", *clipped, compared(numbers, low, low), *reward])
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return aligned_table([head, *rows])
 
 
 def disparity(numbers: pd.DataFrame) -> str:

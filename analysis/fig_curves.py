@@ -3,8 +3,8 @@
     python analysis/fig_curves.py runs/objectives
     python analysis/fig_curves.py runs/learning_rate --metrics reward/mean optim/grad_norm
 
-Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names); metrics that the runs
-have not recorded are left out. Writes fig_curves_<study>.pdf and .png.
+Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and metrics of your own,
+such as custom/answers; metrics that the runs have not recorded are left out. Writes fig_curves_<study>.pdf and .png.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from analysis.load import Data, Run
 from analysis.looks import Look, looks
 from analysis.runs import nearest
 from analysis.style import View
-from gspo.tracking.metrics import lookup
 
 METRICS = (
     "reward/mean",
@@ -73,7 +72,7 @@ def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
     """Return the metrics of this list that the runs have recorded."""
     for metric in metrics:
         try:
-            lookup(metric)
+            data.definition(metric)
         except KeyError as error:
             load.die(str(error.args[0]))
     missing = [metric for metric in metrics if not data.metrics(metric)]
@@ -93,7 +92,7 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
         how = view if len(table) >= SPARSE else replace(view, smooth=0)
         panels.curve(ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf)
     ax.set_title(metric)
-    ax.set_ylabel(lookup(metric).unit)
+    ax.set_ylabel(data.definition(metric).unit or "unit not recorded")
     style.training_axis(ax, 0, view)
     if log:
         ax.set_yscale("log")

@@ -104,5 +104,9 @@ def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
     ax.set_title("Ratio (over 1: GSPO cheaper)")
 
 
+def main() -> None:
+    script.run(__doc__, draw, judged, REFUSED)
+
+
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged, REFUSED))
+    script.command(main)

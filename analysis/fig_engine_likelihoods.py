@@ -23,9 +23,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from analysis import load, script, style
+from analysis.blocks import aligned_table
 from analysis.load import GRPO, GSPO, Data
 from analysis.looks import look, tint
-from analysis.stats import START, WINDOW, Interval, estimate, paired_difference, ratio, sign_flip_p
+from analysis.stats import START, WINDOW, Interval, estimate, number, paired_difference, ratio, sign_flip_p
 from analysis.style import View
 from analysis.verdicts import LEVEL
 
@@ -212,7 +213,7 @@ def routing_words(data: Data, objective: str) -> list[str]:
 
 
 def share(value: float, form: str = ".2g") -> str:
-    return "-" if np.isnan(value) else "0" if value == 0 else f"{value:{form}}"
+    return "0" if value == 0 else number(value, form)
 
 
 def arm_table(data: Data) -> list[str]:
@@ -224,7 +225,7 @@ def arm_table(data: Data) -> list[str]:
         line = [arm, ", ".join(map(str, own.index.get_level_values("seed"))), f"{mean['start']:.3f}"]
         line += [f"{mean['last']:.3f}", f"{mean['gain']:+.3f}{spread}"]
         cells.append(line + [share(mean[c], ".4f" if c == "agreement" else ".2g") for c in MEANS])
-    return markdown(cells)
+    return aligned_table(cells)
 
 
 def effect_table(data: Data) -> list[str]:
@@ -234,13 +235,7 @@ def effect_table(data: Data) -> list[str]:
         if found := effect(data, dtype, objective, replay):
             seeds = ", ".join(f"{seed}: {value:+.3f}" for seed, value in found[1].items())
             cells.append([name(dtype, objective, replay), found[0].text("+.3f"), found[0].kind, seeds])
-    return markdown(cells)
-
-
-def markdown(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]
+    return aligned_table(cells)
 
 
 # ---------------------------------------------------------------------------------------------------------- figure

@@ -20,9 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis import load, script, style
+from analysis.blocks import aligned_table
 from analysis.load import Data
 from analysis.looks import look, tint
-from analysis.stats import START, WINDOW
+from analysis.stats import START, WINDOW, number
 from analysis.style import STRIP, View
 
 MEANS = {  # the metrics that are averaged over the batches of a run
@@ -84,17 +85,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
         line = [arm, ", ".join(map(str, own.index)), f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
         line += [f"{mean['gain']:+.3f}{spread}", share(mean["active"]), share(mean["outside"])]
         cells.append(line + [number(mean[name], form) for name, form in WRITTEN.items()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]
+    return aligned_table(cells)
 
 
 def share(value: float) -> str:
     return "never" if value == 0 else number(value, ".2g")
-
-
-def number(value: float, form: str) -> str:
-    return "-" if np.isnan(value) else f"{value:{form}}"
 
 
 # ---------------------------------------------------------------------------------------------------------- figure

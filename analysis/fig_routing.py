@@ -103,5 +103,9 @@ def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
     ax.set_xticks(layers if len(layers) <= 8 else layers[:: len(layers) // 6])
 
 
+def main() -> None:
+    script.run(__doc__, draw, judged)
+
+
 if __name__ == "__main__":
-    script.command(lambda: script.run(__doc__, draw, judged))
+    script.command(main)

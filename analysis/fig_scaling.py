@@ -19,6 +19,7 @@ from pathlib import Path
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from analysis import script, style
+from analysis.blocks import aligned_table
 from analysis.looks import BLUE, VERMILION
 from analysis.style import View
 
@@ -52,18 +53,15 @@ def exponent(points: list[dict], key: str) -> float:
 
 def table(records: list[dict]) -> list[str]:
     """Return the numbers as a Markdown table."""
-    rows = [
-        "| curve | threads | x | s/step | rollout | update | microseconds/token | MiB | exponent of s/step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("curve", "threads", "x", "s/step", "rollout", "update", "microseconds/token", "MiB", "exponent of s/step")
+    rows = [head]
     for (curve, threads), points in lines(records).items():
         for i, p in enumerate(points):
             slope = f"{exponent(points[: i + 1], 'total_s'):.2f}" if i else ""
-            rows.append(
-                f"| {curve} | {threads} | {p['x']:,} | {p['total_s']:.2f} | {p['rollout_s']:.2f} | {p['update_s']:.2f} "
-                f"| {p['total_s'] / p['tokens'] * 1e6:.0f} | {p['peak_memory_mib']:,.0f} | {slope} |"
-            )
-    return rows
+            seconds = [f"{p[name]:.2f}" for name in ("total_s", "rollout_s", "update_s")]
+            token, memory = f"{p['total_s'] / p['tokens'] * 1e6:.0f}", f"{p['peak_memory_mib']:,.0f}"
+            rows.append((curve, threads, f"{p['x']:,}", *seconds, token, memory, slope))
+    return aligned_table(rows)
 
 
 def draw(records: list[dict], out: Path, view: View) -> list[Path]:

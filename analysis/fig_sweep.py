@@ -19,6 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import load, script, style
+from analysis.blocks import aligned_table
 from analysis.load import GRPO, GSPO, OBJECTIVES, Data, Run
 from analysis.looks import Look, looks, tint
 from analysis.stats import START, WINDOW, t_interval
@@ -159,7 +160,7 @@ def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
             row += [f"{runs['end'].min():.2f}-{runs['end'].max():.2f}", f"{runs['collapsed'].sum()} of {len(runs)}"]
             row += [f"{runs['clipped'].mean():.2g}", f"{runs['length'].mean():.0f}", difference(cell) * (name == GSPO)]
             rows.append(row)
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return aligned_table([head, *rows])
 
 
 def difference(cell: pd.DataFrame) -> str:

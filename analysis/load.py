@@ -45,6 +45,8 @@ NOT_THE_ARM = (
     "study",
     "options",
     "tracking",
+    "metrics",
+    "allow_outside_code",
     "checkpoint",
     "monitor",
     "runs",
@@ -55,7 +57,7 @@ NOT_THE_ARM = (
     "prompt_used",
 )
 # Arms differ in these on purpose; any other difference between compared arms is stated in the caption.
-MAKES_THE_ARM = ("objective", "policy.routing_replay")
+MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str]) -> Data:
@@ -175,12 +177,6 @@ def not_compared(data: Data, arms: tuple[str, ...]) -> str:
             why = "its other run is unfinished" if run.seed in seeds else "no run of that seed to compare with"
         texts.append(f"{run.arm}, seed {run.seed} ({why})")
     return f"left out: {'; '.join(texts)}" if texts else ""
-
-
-def require(data: Data, figure: str, arms: tuple[str, ...]) -> None:
-    """Raise Refused, in one line, if the figure's arms are not there."""
-    if (why := lacking(data, arms)) is not None:
-        die(f"{figure} {why}")
 
 
 def describe(data: Data, arms: list[str]) -> str:

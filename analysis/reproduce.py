@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis import (
@@ -23,8 +22,9 @@ from analysis import (
     load,
     script,
 )
+from analysis.blocks import aligned_table
 from analysis.load import Data
-from analysis.stats import START, WINDOW
+from analysis.stats import START, WINDOW, number
 from analysis.style import View
 from gspo.core.escaping import in_markdown
 from gspo.core.files import replace_text
@@ -83,10 +83,7 @@ def table(data: Data) -> list[str]:
     """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
     cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
-    cells = [[in_markdown(cell) for cell in row] for row in cells]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    rows = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    return [rows[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *rows[1:]]
+    return aligned_table(cells)
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
@@ -121,11 +118,6 @@ def mean(values: pd.DataFrame) -> float:
 def total(cumulative: pd.DataFrame) -> float:
     """Return the last value of a running total, averaged over seeds."""
     return float(cumulative.max().mean())
-
-
-def number(value: float, form: str) -> str:
-    """Return the number in this format, or "-" for NaN."""
-    return "-" if np.isnan(value) else f"{value:{form}}"
 
 
 if __name__ == "__main__":

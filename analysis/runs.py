@@ -17,7 +17,7 @@ import pandas as pd
 
 from gspo.core import untrusted
 from gspo.tracking.collapse import collapse
-from gspo.tracking.metrics import lookup
+from gspo.tracking.metrics import Metric, custom_metrics, lookup
 
 GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
@@ -79,6 +79,14 @@ class Run:
         rewards = self.column("reward/mean")
         at = collapse(rewards.tolist())
         return None if at is None else int(rewards.index[at])
+
+    @cached_property
+    def custom(self) -> dict[str, Metric]:
+        """The metrics of the user's own that the run's directory defines; none if its file cannot be read."""
+        try:
+            return custom_metrics(self.path)
+        except (OSError, ValueError):
+            return {}
 
     def column(self, metric: str, first_step: int = 1) -> pd.Series:
         """Return a metric by step without its NaN values; empty where it was not reported."""
@@ -144,6 +152,11 @@ class Data:
             rows = rows.assign(**{metric: float("nan")})
         steps = pd.RangeIndex(first_step, rows["step"].max() + 1, name="step")
         return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
+
+    def definition(self, metric: str) -> Metric:
+        """Return a metric's definition: that of the first run which defines it itself, else the registry's. Raises
+        KeyError if there is none."""
+        return next((run.custom[metric] for run in self.runs if metric in run.custom), None) or lookup(metric)
 
     def check_metric(self, metric: str) -> None:
         """Raise Refused for a metric that no run has recorded and that is not in the registry either."""

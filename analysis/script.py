@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from analysis import load, sources
 from analysis.claims import Claim
 from analysis.style import FORMATS, View
 from gspo.core import escaping
+from gspo.core.arguments import typed
 
 # The reasons why a figure refuses options for curves: --seeds, --smooth and --log-x.
 DOTS = {"seeds": "the seeds stand there as dots already"}
@@ -27,6 +29,7 @@ class DoesNothing(argparse.Action):
 def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts of this folder share; the script's docstring is its help.
     `refused` names the options that can have no effect in this figure, with the reasons."""
+    doc = re.sub(r"python (analysis/\w+\.py)", lambda example: typed(example[1]), doc)
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
@@ -122,7 +125,7 @@ def one_study(path: str) -> None:
     if len(studies) > 1:
         name, folder = sorted(studies.items())[0]
         address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
-        command = f"python {sys.argv[0]} {address}"
+        command = f"{typed(sys.argv[0])} {address}"
         load.die(f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}")
 
 

@@ -57,6 +57,11 @@ class Interval:
         return sign_flip_p(np.log(values_S / line) if self.logarithmic else values_S - line)
 
 
+def number(value: float, form: str) -> str:
+    """Return a number in this format, or "-" for NaN."""
+    return "-" if math.isnan(value) else f"{value:{form}}"
+
+
 def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
     """Return the exponential moving average, m_t = decay m_{t-1} + (1 - decay) x_t, started at the first value. NaN is
     skipped."""

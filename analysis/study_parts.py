@@ -10,7 +10,7 @@ from collections.abc import Callable
 from analysis import claims, load, reproduce
 from analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text
 from analysis.load import GRPO, Data, Run
-from analysis.stats import START, WINDOW, paired_difference
+from analysis.stats import START, WINDOW, number, paired_difference
 
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
@@ -100,6 +100,6 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
     rows = []
     for run in data.of(*data.arms):
         how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")
-        end = reproduce.number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
+        end = number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
         rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
     return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))

@@ -1,34 +1,6 @@
-"""How far a sweep is: `python experiments/sweep_status.py runs/STUDY`. Reads files only; safe while the sweep runs.
+"""The command `gspo sweep-status`, as the repository has it; `--help` says what it does."""
 
-States: finished, collapsed (the monitor ended it), running, stopped (by a signal, saved), died (killed), failed (with
-the reason), missing. The sweep's own command, typed again, runs what is not finished or collapsed.
-"""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-from gspo.core.arguments import key_values
-from gspo.core.escaping import guard, line
-from gspo.run.sweep_state import jobs, table, upload
-
-
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    try:
-        _, (study,) = key_values(arguments, {}, paths=True)
-        print(table(jobs(Path(study))))
-        if command := upload(Path(study)):
-            print(f"to upload them to W&B: {command}")
-    except (ValueError, OSError) as error:
-        print(f"error: {line(error)}", file=sys.stderr)
-        return 2
-    return 0
-
+from gspo.commands.sweep_status import main
 
 if __name__ == "__main__":
-    guard()
-    sys.exit(main(sys.argv[1:]))
+    main()

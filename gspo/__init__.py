@@ -3,9 +3,10 @@
 The rooms, from the top. A room imports rooms below it and never above; no two rooms import each other, and no module
 imports one that imports it (tests/unit/test_layers.py).
 
+    commands/      what `gspo train ...` and its like call; the only room that uses the package analysis
     run/           one run from outside: its directory, building its trainer, the loop around the steps, rollback,
                    signals and exit codes, devices, sweeps
-    config/        the settings tree, what is refused; beside `run` the only room that knows Hydra
+    config/        the settings tree, what is refused, the door for outside code; it and the rooms above know Hydra
     train/         the step: trainer, loss terms, credit, diagnostics, checkpoints, the cold start
     evaluation/    held-out evaluation, estimates and intervals, Elo
     rollout/       engines (in this process, vLLM); sources of scored groups: on-policy, stale, partial

@@ -11,10 +11,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED
-from gspo.model.loading import TinyDense
 from gspo.rollout.settings import check_sampler
-from gspo.tasks.benchmark import Benchmark
-from gspo.tasks.gym_problems import GymProblems
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
@@ -31,7 +28,7 @@ def check(s: Settings) -> None:
     check_credit(s)
     check_kl(s)
     check_dead_options(s)
-    if s.cold_start.steps and isinstance(s.task, Benchmark | GymProblems):
+    if s.cold_start.steps and not s.task.has_demonstrations:
         raise ValueError(
             f"cold_start.steps={s.cold_start.steps} with task={s.task.name}: it has no demonstrations; start from a "
             "trained model, model=hf model.path=... cold_start.steps=0"
@@ -91,7 +88,7 @@ def check_replay(s: Settings) -> None:
     replay, ahead = s.policy.routing_replay, samples_ahead(s)
     if replay == "none":
         return
-    if isinstance(s.model, TinyDense):
+    if s.model.is_dense:
         raise ValueError(f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense")
     # r2 replays the old policy's experts, r3 those of the engine: are these the ones that the router chooses anyway?
     changes_nothing = starts_at_one(s) or not ahead if replay == "r2" else shares_weights(s) and not ahead
@@ -200,7 +197,7 @@ def dead_reward_options(s: Settings) -> list[Dead]:
 
 def dead_options(s: Settings) -> list[Dead]:
     """List the options of routing, synchronisation and KL that can be dead, each with the reason."""
-    dense = isinstance(s.model, TinyDense)
+    dense = s.model.is_dense
     no_routers = f"model={s.model.name}: it has no routers"
     found = [
         (dense, "rollout.routes", no_routers),

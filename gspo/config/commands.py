@@ -13,7 +13,7 @@ from gspo.model.prompts import PromptFormat
 
 @dataclass
 class EvaluateCommand(Ranged):
-    """The settings of experiments/evaluate.py, which evaluates either a `run` or a `model`."""
+    """The settings of `gspo evaluate`, which evaluates either a `run` or a `model`."""
 
     run: str = ""  # the run directory to evaluate
     step: int = ranged(-1, least=-1)  # the step of the run's checkpoint; -1: the newest one
@@ -35,6 +35,8 @@ class EvaluateCommand(Ranged):
     device: str = "auto"  # auto | cpu | cuda
     # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of its own
     allow_weak_sandbox: bool = False
+    # consent to import the code that the run directory names if this user did not make the run
+    allow_outside_code: bool = False
     out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
 
     def __post_init__(self):
@@ -69,7 +71,7 @@ class BenchmarkCommand(Ranged):
     out: str = ""  # the file of the result; empty: RUNS/benchmarks/<workload>.json
 
     def overrides(self) -> list[str]:
-        """Write `set` as a command line of experiments/train.py."""
+        """Write `set` as a command line of `gspo train`."""
         return flat(self.set)
 
     def __post_init__(self):
@@ -80,7 +82,7 @@ class BenchmarkCommand(Ranged):
 
 @dataclass
 class SampleCommand(Ranged):
-    """The settings of experiments/sample.py."""
+    """The settings of `gspo sample`."""
 
     run: str = MISSING
     step: int = ranged(-1, least=-1)  # the step of the checkpoint; -1: the newest one
@@ -90,6 +92,7 @@ class SampleCommand(Ranged):
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
     allow_weak_sandbox: bool = False
+    allow_outside_code: bool = False  # import the code that the run names, although this user did not make the run
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:

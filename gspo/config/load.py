@@ -6,27 +6,46 @@ settings are not taken over.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
-from gspo.algorithm.kl import KLInLoss
 from gspo.config.checks import check
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
+from gspo.config.outside import (
+    NAMED,
+    changed_source,
+    load_class,
+    open_door,
+    option_name,
+    outside_code,
+    typed,
+    with_outside_parts,
+)
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS, literal, no_such_setting, schema, settings_of, to_dataclass
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
-from gspo.core.ownership import own, write_signed
+from gspo.core.files import replace_text
+from gspo.core.outside import is_path, source_files
+from gspo.core.ownership import doubt, own, write_signed
+from gspo.core.ranges import fields_with
 from gspo.core.untrusted import read_yaml
+
+OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
 
 
 def register_schemas() -> None:
-    """Register the dataclasses with Hydra, under the names that conf/ refers to."""
+    """Register the dataclasses with Hydra, under the names that conf/ refers to, and the door for outside code."""
+    open_door()
+    OmegaConf.register_new_resolver("options", options_in_words, replace=True)
     store = ConfigStore.instance()
     commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
     for name, kind in ({"_settings": Settings} | commands).items():
@@ -36,24 +55,36 @@ def register_schemas() -> None:
             store.store(group=group, name=f"_{name}", node=schema(kind))
 
 
+def options_in_words(group: str) -> str:
+    """List the options of a group that Hydra finds, in lines that `--help` puts beside the group's name."""
+    found = GlobalHydra.instance().config_loader().get_group_options(group)
+    lines = textwrap.wrap(" ".join(name for name in found if not name.startswith("_")), 100)
+    return f"\n{' ' * 12}".join(lines)
+
+
 def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
     """Convert a composed config to dataclasses, complete them and check them.
 
     The options that were chosen are recorded from `choices` (hydra.runtime.choices). Raises ValueError or an OmegaConf
     error that names key and value.
     """
-    settings = to_dataclass(config)
+    settings = to_dataclass(with_outside_parts(config))
     if choices is not None:
-        if settings.options:
-            raise ValueError(f"options={settings.options} is written by the program; say objective=...")
+        for written in ("options", "outside"):
+            if value := getattr(settings, written):
+                raise ValueError(f"{written}={value} is written by the program; say objective=...")
         if choices.get("sizes") != choices.get("model"):
             raise ValueError(f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, it is not chosen")
         recorded = {group: name for group, name in choices.items() if not group.startswith(("hydra/", "sizes"))}
-        settings.options = {group: name for group, name in recorded.items() if name}
+        settings.options = {
+            group: getattr(settings, group).name if is_path(name) else name for group, name in recorded.items() if name
+        }
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
-        if type(chosen) is not options.get(chosen.name):
+        own = type(chosen) in options.values()
+        if chosen.name != (type(chosen).name if own else option_name(type(chosen))):
             raise ValueError(f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=...")
+    settings.outside = outside_code(settings)
     settle(settings)
     check(settings)
     return settings
@@ -64,14 +95,16 @@ def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[s
 
     They are the composed config with Hydra's choices, or with resume= those of a recorded run with the overrides.
     """
-    return resumed_settings(Path(config.resume), overrides) if config.resume else to_settings(config, choices)
+    if config.resume:
+        return resumed_settings(Path(config.resume), overrides, trust=config.allow_outside_code)
+    return to_settings(config, choices)
 
 
 def settle(s: Settings) -> None:
     """Replace values such as auto, which refer to other settings, by what they mean, so that settings.yaml tells it."""
     s.rollout.routes |= s.policy.routing_replay == "r3"
     s.trainer.aggregation = settled(s.trainer.aggregation, s.objective.aggregation, s.rollout.longest_limit)
-    if isinstance(s.kl, KLInLoss):
+    if s.kl.in_loss:
         of_kl = s.kl.aggregation
         if of_kl.mode == "auto" and of_kl != Aggregation():
             raise ValueError(
@@ -99,16 +132,18 @@ def write_settings(settings: Settings, folder: Path) -> None:
     write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
 
 
-def read_settings(folder: Path, consent: bool = False) -> Settings:
-    """Read the settings of a run directory; the consent to a weak sandbox is the command line's.
+def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> Settings:
+    """Read the settings of a run directory. The consent to a weak sandbox and the `trust` in code that another user's
+    run names are the command line's.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
-    return to_settings(recorded_config(folder, consent))
+    return to_settings(recorded_config(folder, consent, trust))
 
 
-def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
-    """Read a run directory's settings.yaml as a typed config. It is data: no interpolation in it is resolved.
+def recorded_config(folder: Path, consent: bool = False, trust: bool = False) -> DictConfig:
+    """Read a run directory's settings.yaml as a typed config. It is data: no interpolation in it is resolved, and code
+    from outside that it names is imported only if this user made the run or says that it is trusted.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
@@ -116,12 +151,21 @@ def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
     config, content = OmegaConf.structured(Settings), literal(read_yaml(path))
+    places = recorded_places(content)
+    if places and not (trust or own(path)):
+        raise ValueError(
+            f"{path} names code from outside this package ({', '.join(places)}) and {doubt()}: read that code, then "
+            "say allow_outside_code=true"
+        )
     for group, options in CHOICES.items():
         chosen = content.get(group)
         name = chosen.get("name") if isinstance(chosen, dict) else chosen
-        if not isinstance(name, str) or name not in options:
+        if group in places:
+            config[group] = typed(load_class(places[group], group, f"{path}: {group}"), group)
+        elif isinstance(name, str) and name in options:
+            config[group] = OmegaConf.structured(options[name])
+        else:
             raise ValueError(f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}")
-        config[group] = OmegaConf.structured(options[name])
     try:
         config = OmegaConf.merge(config, content | {"task": with_consent(content["task"], consent)})
         to_settings(config)
@@ -132,13 +176,48 @@ def recorded_config(folder: Path, consent: bool = False) -> DictConfig:
     return config
 
 
-def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
-    """Return a run directory's settings with the changes of the command line. Refuses settings that may not change.
+def copy_outside_code(settings: Settings, folder: Path) -> None:
+    """Copy the source of the outside code that the settings name to a run directory."""
+    for key, code in settings.outside.items():
+        for name, file in source_files(code["path"], key).items():
+            copy = folder / OUTSIDE / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(copy, file.read_text(encoding="utf-8"))
+
+
+def recorded_places(content: dict[str, Any]) -> dict[str, str]:
+    """Return the places of all code from outside that recorded settings would import, by setting."""
+    found = {}
+    for key, code in (content.get("outside") or {}).items():
+        found[key] = str(code.get("path")) if isinstance(code, dict) else ""
+    for group in NAMED:
+        for name, part in (content.get(group) or {}).items():
+            found[f"{group}.{name}"] = str(part.get("path")) if isinstance(part, dict) else str(part)
+    for group, options in CHOICES.items():
+        chosen = content.get(group)
+        kind = options.get(chosen.get("name")) if isinstance(chosen, dict) else None
+        for name in fields_with(kind, "outside_code") if kind else ():
+            if chosen.get(name):
+                found[f"{group}.{name}"] = str(chosen[name])
+    return found
+
+
+def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str:
+    """Say in words that the outside code which a run was made with has changed since; "" if it has not."""
+    change = changed_source(OmegaConf.to_container(recorded.outside), settings.outside)
+    return f"{folder}: {change}" if change else ""
+
+
+def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) -> Settings:
+    """Return a run directory's settings with the changes of the command line. Refuses settings that may not change, and
+    outside code that has changed.
 
     Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the W&B account are not
     taken over, and tracking is offline.
     """
-    recorded = recorded_config(folder)
+    recorded = recorded_config(folder, trust=trust)
+    if change := source_change(folder, recorded, to_settings(recorded)):
+        raise ValueError(f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run")
     if not own(folder / "settings.yaml"):
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
@@ -149,9 +228,9 @@ def resumed_settings(folder: Path, overrides: list[str]) -> Settings:
         key = override.split("=")[0].lstrip("+")
         if key.startswith("~"):
             raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
-        if key not in keys:
+        if key not in keys and key.partition(".")[0] not in NAMED:
             raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
-        free = key in ("resume", "dry_run") or key.endswith(f".{CONSENT}")
+        free = key in ("resume", "dry_run", "allow_outside_code") or key.endswith(f".{CONSENT}")
         if not free and not {key, key.split(".")[0]} & set(changeable):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(changeable)} may be changed")
         if any(name.startswith(f"{key}.") for name in keys):

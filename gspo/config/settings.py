@@ -37,6 +37,7 @@ from gspo.tasks.gym_problems import GymProblems
 from gspo.tasks.livecodebench import LiveCodeBench
 from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.mixture import Mixture
+from gspo.tasks.own_rows import OwnRows
 from gspo.tracking.monitor import MonitorSettings
 from gspo.tracking.settings import TrackingSettings
 from gspo.train.checkpoint import CheckpointSettings
@@ -54,7 +55,7 @@ CHOICES: dict[str, dict[str, type]] = {
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
-    "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, *BENCHMARKS)},
+    "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *BENCHMARKS)},
 }
 # This setting of tasks is given on the command line alone; it is never read from a run directory.
 CONSENT = "allow_weak_sandbox"
@@ -89,6 +90,12 @@ class Settings(Ranged):
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings, metadata=CHANGEABLE)
     tracking: TrackingSettings = field(default_factory=TrackingSettings, metadata=CHANGEABLE)
+    # the user's own metrics, custom/<name>: metrics.gap=my_pkg.extras:Gap, or metrics.gap.path=... with its settings
+    metrics: dict[str, Any] = field(default_factory=dict, metadata=CHANGEABLE)
+    # the user's own code around the steps: callbacks.stop=my_pkg.extras:StopEarly, or callbacks.stop.path=...
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    # the code from outside this package: its place and the SHA-256 of its source files; the program writes it
+    outside: dict[str, Any] = field(default_factory=dict)
     # with action=rollback the monitor changes what is trained, and is part of the hash
     monitor: MonitorSettings = field(default_factory=MonitorSettings, metadata=CHANGEABLE)
     # permit one update per rollout batch with step_start log-probs, although nothing can be clipped then
@@ -101,6 +108,8 @@ class Settings(Ranged):
     on_existing: str = field(default="auto", metadata=OUTSIDE_RESULT)
     # print the run, or with -m every job of the sweep, and how far each is; write nothing
     dry_run: bool = field(default=False, metadata=OUTSIDE_RESULT)
+    # consent to import the code that a run directory names which this user did not make; never read from a file
+    allow_outside_code: bool = field(default=False, metadata=OUTSIDE_RESULT)
     # continue this run directory with its own settings; only those of `changeable_on_resume` may be given beside it
     resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
@@ -143,6 +152,10 @@ def of_result(settings: Settings) -> dict[str, Any]:
     for group in content:
         for name in outside_result_of(getattr(settings, group)):
             content[group].pop(name)
+    content["outside"] = {key: code for key, code in settings.outside.items() if not key.startswith("metrics.")}
+    for name in ("callbacks", "outside"):
+        if not content[name]:
+            del content[name]
     if settings.monitor.action == "rollback":
         content["monitor"] = {key: getattr(settings.monitor, key) for key in ("action", "rollbacks", "rollback_lr")}
     return content

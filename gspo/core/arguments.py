@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -32,6 +33,13 @@ def key_values(
         if key in defaults and equals and not value and not empty:
             raise ValueError(f"{word!r}: give a value, {key}=...")
     return chosen, found
+
+
+def typed(script: str) -> str:
+    """Return how the user began the command line: "gspo dashboard", or "python" and the script's path.
+
+    `gspo` leaves its name and the command's in sys.argv[0] (gspo.commands.main)."""
+    return sys.argv[0] if sys.argv[0].startswith("gspo ") else f"python {script}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

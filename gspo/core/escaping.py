@@ -1,4 +1,4 @@
-"""Makes text from data harmless where it is displayed: on a terminal, in HTML, in Markdown.
+"""Makes text from data harmless where it is displayed: on a terminal, in Markdown (in HTML: gspo/tracking/pages.py).
 
 Rows from the web, a model's responses and a run from someone else can hold any character. Characters that would act on
 a terminal or deceive a reader are written as their code: control characters (terminal escapes begin with one), marks
@@ -8,9 +8,6 @@ process prints.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import logging
 import re
 import sys
@@ -50,26 +47,9 @@ def _code(match: re.Match) -> str:
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
-def in_html(text: object) -> str:
-    """Escape text that is put between HTML tags or into quoted attributes."""
-    return html.escape(shown(text))
-
-
 def in_markdown(text: object) -> str:
     """Escape text for one line of Markdown, so that no program takes it for markup, a link or a picture."""
     return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
-
-
-def head(title: str, style: str) -> str:
-    """Write the beginning of an HTML page, with a policy by which browsers run no script of it and fetch nothing."""
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="referrer" content="no-referrer"><title>{in_html(title)}</title><style>{style}</style>'
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal

@@ -53,21 +53,17 @@ def read_events(path: Path) -> list[dict]:
     Raises ValueError if the path is not a regular file.
     """
     try:
-        found = [_event(line) for line in untrusted.lines(path)]
+        found = [_event(entry) for entry in untrusted.read_objects(path)]
     except FileNotFoundError:
         return []
     return [event for event in found if event]
 
 
-def _event(line: bytes) -> dict | None:
-    try:
-        event = untrusted.parse_json(line)
-    except ValueError:
+def _event(entry: dict) -> dict | None:
+    if not untrusted.is_step(entry.get("step")):
         return None
-    if not isinstance(event, dict) or not untrusted.is_step(event.get("step")):
-        return None
-    words = {name: event.get(name, "") for name in ("kind", "signal", "text")}
-    return {"step": event["step"], **words} if all(isinstance(word, str) for word in words.values()) else None
+    words = {name: entry.get(name, "") for name in ("kind", "signal", "text")}
+    return {"step": entry["step"], **words} if all(isinstance(word, str) for word in words.values()) else None
 
 
 def replace_text(path: Path, text: str) -> None:

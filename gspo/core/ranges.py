@@ -22,6 +22,8 @@ LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
 # at most. The second kind may also be given another value when a run is resumed.
 OUTSIDE_RESULT = {"outside_result": True}
 CHANGEABLE = {"outside_result": True, "changeable_on_resume": True}
+# The metadata of a task's fields that change how fast it scores and no score: an evaluation goes on with others.
+SPEED_ONLY = {"speed_only": True}
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,14 @@ def cost_only(default: Any) -> Any:
     It is left out of the hash of a run and may be given another value when the run is resumed.
     """
     return dataclasses.field(default=default, metadata=CHANGEABLE)
+
+
+def outside_code(default: str = "") -> Any:
+    """Declare a field that names code from outside this package, for example my_pkg.rewards:score.
+
+    The SHA-256 of its source becomes part of a run's settings (gspo.config.outside).
+    """
+    return dataclasses.field(default=default, metadata={"outside_code": True})
 
 
 class Ranged:

@@ -30,6 +30,7 @@ class Score:
     reward: float | None  # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
     verdict: str  # the reason in one word: "correct", "wrong", "truncated", "no-answer", "timeout", ...
     answer: str = ""  # the normal form of the answer that was judged, for majority votes; "" if there is none
+    reason: str = ""  # why there is no reward, in words, where the verifier said it
 
 
 @dataclass

@@ -148,6 +148,17 @@ def _children(node: object) -> list:
     return []
 
 
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the mappings of a file that has one JSON mapping per line; lines that hold no mapping are left out."""
+    for line in lines(path):
+        try:
+            value = parse_json(line)
+        except ValueError:  # a kill cut the line short, or a disk damaged it
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
 # ---------------------------------------------------------------------------------------------------------------- YAML
 def read_yaml(path: Path) -> dict:
     """Read a file of settings in YAML, which must hold a mapping."""

@@ -17,7 +17,7 @@ from gspo.core.types import Problem, Response
 from gspo.evaluation import elo, estimates
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import sample_and_score
+from gspo.rollout.scoring import scored_chunks
 from gspo.tasks.base import Task
 from gspo.tracking.tracker import rollout_row
 
@@ -99,9 +99,10 @@ def evaluate(
     for whole in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(whole, engine, max_new_tokens)
         position = (SEED, "evaluation", evaluation_set.name)
-        groups, _ = sample_and_score(
+        chunks = scored_chunks(
             engine, task, evaluation_set.problems, settings.samples, sampling, position, policy_step=step
         )
+        groups = [group for chunk in chunks for group in chunk]
         metrics |= as_metrics(evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples]))
         metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
         everything += groups

@@ -14,12 +14,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gspo.core.files import LOCK, replace_text
+from gspo.core.outside import sources
+from gspo.core.ranges import fields_with
 from gspo.core.types import Problem
 from gspo.core.untrusted import parse_json, plain_file, read_json
 from gspo.evaluation.estimates import powers
@@ -30,7 +33,6 @@ from gspo.rollout.scoring import at_once, scored_chunks
 
 FINGERPRINTED = 64  # how many weights of every parameter a fingerprint is made from
 WRITTEN = ("settings.json", "responses", "result.json", LOCK)
-SPEED_ONLY = ("slots", "workers", "cache")  # settings of tasks that change how fast they score, and no score
 
 
 class Folder:
@@ -164,19 +166,25 @@ def digest(content: object) -> str:
 
 def describe(evaluation_set: EvaluationSet) -> dict:
     """Describe what the numbers of a set depend on: its problems, and its task without the settings of speed."""
-    task = without_speed_settings(asdict(evaluation_set.task))
-    return {
+    task = evaluation_set.task
+    described = {
         "problems": len(evaluation_set.problems),
         "prompts": digest([p.prompt for p in evaluation_set.problems]),
-        "task": task,
+        "task": without_speed_settings(task),
     }
+    places = [getattr(task, name) for name in fields_with(type(task), "outside_code")]
+    if not type(task).__module__.startswith("gspo."):
+        places.append(f"{type(task).__module__}:{type(task).__qualname__}")
+    code = {place: sources(place, "task") for place in places if place}
+    return described | ({"outside": code} if code else {})
 
 
-def without_speed_settings(settings: dict) -> dict:
-    """Leave out the settings of a task that only change how fast it scores, however deep they stand."""
-    return {
-        k: without_speed_settings(v) if isinstance(v, dict) else v for k, v in settings.items() if k not in SPEED_ONLY
-    }
+def without_speed_settings(task: Any) -> Any:
+    """Return a task's settings without those that only change how fast it scores, however deep they stand."""
+    if not is_dataclass(task):
+        return task
+    left_out = fields_with(type(task), "speed_only")
+    return {f.name: without_speed_settings(getattr(task, f.name)) for f in fields(task) if f.name not in left_out}
 
 
 def first_difference(a: object, b: object, key: str = "") -> str | None:

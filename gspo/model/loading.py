@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import transformers
@@ -27,6 +28,8 @@ class ModelSettings(Ranged, key="model"):
     """The base class of the model choices. `name` is the choice's name."""
 
     name: str = ""
+    made_here: ClassVar[bool] = False  # it is made from its settings, with a known number of positions
+    is_dense: ClassVar[bool] = False  # it is known, before it is loaded, to have no routers
 
     def make(self) -> Loaded:
         """Return model and tokenizer as they are before any of our training."""
@@ -44,6 +47,7 @@ class Tiny(ModelSettings):
     hidden: int = ranged(64, least=1)
     layers: int = ranged(4, least=1)
     heads: int = ranged(4, least=1)
+    made_here: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +96,7 @@ class TinyDense(Tiny):
     layers: int = 6
     width: int = ranged(128, least=1)
     init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
+    is_dense: ClassVar[bool] = True
 
     def make(self) -> Loaded:
         tokenizer = character_tokenizer()

@@ -16,7 +16,7 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.problem_sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.route_checks import check_routes
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs, check_engine
-from gspo.rollout.scoring import sample_and_score
+from gspo.rollout.scoring import Seconds, scored_chunks
 from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.rollout.source import PendingRollouts, Rollout
 from gspo.tasks.base import Task
@@ -127,8 +127,8 @@ class OnPolicySource:
     def sample_round(self, step: int, refill: int = 0) -> Rollout:
         """Sample and score groups for `prompts_per_step` problems: the step's own (refill 0), or those of a refill
         round."""
-        problems = self.problems.take(step, refill)
-        groups, seconds = sample_and_score(
+        problems, seconds = self.problems.take(step, refill), Seconds()
+        chunks = scored_chunks(
             self.engine,
             self.task,
             problems,
@@ -136,8 +136,10 @@ class OnPolicySource:
             self.settings.sampling(step),
             self.position(step, refill),
             policy_step=self.policy_step,
+            seconds=seconds,
             record_experts=self.record_experts,
         )
+        groups = [group for chunk in chunks for group in chunk]
         ungraded = [r for group in groups for r in group if r.score.reward is None]
         if ungraded:
             groups = without_ungraded(groups)

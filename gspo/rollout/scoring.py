@@ -29,38 +29,6 @@ class Seconds:
     waited: float = 0.0  # seconds spent waiting for the verifiers with nothing left to sample
 
 
-def sample_and_score(
-    engine: Engine,
-    task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    *,
-    policy_step: int = 0,
-    chunk: int | None = None,
-    record_experts: bool = False,
-) -> tuple[Groups, Seconds]:
-    """Sample and score groups of `samples` responses to each problem; return them and the seconds they took.
-
-    See `scored_chunks` for the arguments."""
-    groups, seconds = [], Seconds()
-    for scored in scored_chunks(
-        engine,
-        task,
-        problems,
-        samples,
-        sampling,
-        seed,
-        policy_step=policy_step,
-        chunk=chunk,
-        seconds=seconds,
-        record_experts=record_experts,
-    ):
-        groups += scored
-    return groups, seconds
-
-
 def scored_chunks(
     engine: Engine,
     task: Task,

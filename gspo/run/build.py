@@ -14,7 +14,7 @@ import torch
 from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
-from gspo.model.loading import POSITIONS, Loaded, TinyDense, TinyMoE, positions
+from gspo.model.loading import POSITIONS, Loaded, positions
 from gspo.model.policy import Policy
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engine import Engine, LocalEngine
@@ -22,12 +22,13 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
-from gspo.rollout.settings import RolloutSettings, VLLMRollout
+from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import RolloutSource
 from gspo.run.cli import stop_signal
 from gspo.tracking.tracker import Progress
 from gspo.train.checkpoint import load_optimizer
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
+from gspo.train.extensions import Extensions
 from gspo.train.trainer import Trainer
 
 ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
@@ -85,6 +86,7 @@ def trainer_on_engine(
         policy_settings=settings.policy,
         seed=settings.seed,
         reference=reference,
+        extensions=Extensions(settings.metrics, settings.callbacks),
     )
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
@@ -99,7 +101,7 @@ def trainer_on_engine(
 def open_policy(settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress) -> Policy:
     """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a critic if the
     advantage estimator needs values. Makes the cold start if it is not there yet."""
-    if isinstance(settings.model, TinyMoE | TinyDense):
+    if settings.model.made_here:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
     folder = checkpoint or starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder)
@@ -198,12 +200,12 @@ def print_sandbox_layers(layers: dict[str, str]) -> None:
 def check_engine_start(settings: Settings) -> None:
     """Raise ValueError if vLLM is asked for and cannot start here. This comes before a cold start that would be in
     vain."""
-    if not isinstance(settings.rollout, VLLMRollout):
+    if settings.rollout.name != "vllm":
         return
     from gspo.rollout.vllm import check_start  # vLLM is an installation of its own: imported only where it is used
 
-    tiny = isinstance(settings.model, TinyMoE | TinyDense)
-    check_start(settings.rollout, settings.model.hidden // settings.model.heads if tiny else None)
+    model = settings.model
+    check_start(settings.rollout, model.hidden // model.heads if model.made_here else None)
 
 
 def check_routing(settings: Settings, policy: Policy) -> None:
@@ -217,7 +219,7 @@ def check_routing(settings: Settings, policy: Policy) -> None:
 def make_engine(policy: Policy, settings: Settings) -> Engine:
     """Start the engine that samples from `policy`. Raises ValueError if it cannot start."""
     rollout = settings.rollout
-    if isinstance(rollout, VLLMRollout):
+    if rollout.name == "vllm":
         from gspo.rollout.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout)

@@ -137,8 +137,7 @@ _STOP = StopSignal()
 
 
 def stop_signal() -> StopSignal:
-    """Return this process's StopSignal. Entry points must call this rather than keep the object in a global, because a
-    sweep's launcher copies their globals into its workers."""
+    """Return this process's StopSignal; each worker of a sweep has its own."""
     return _STOP
 
 

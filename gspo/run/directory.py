@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 
-from gspo.config.load import read_settings, write_settings
+from gspo.config.load import (
+    copy_outside_code,
+    read_settings,
+    recorded_config,
+    source_change,
+    to_settings,
+    write_settings,
+)
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
 from gspo.core.escaping import Lines
 from gspo.core.files import (
@@ -37,6 +44,7 @@ from gspo.core.untrusted import read_json
 from gspo.run.cli import Stopped
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import run_report
+from gspo.tracking.metrics import CUSTOM
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.tracker import supersede
 from gspo.train.checkpoint import check_belongs, damage, latest_checkpoint, read_state
@@ -61,7 +69,7 @@ class RunDirectory:
 
         Raises ValueError if it holds results that may not be continued. With on_existing=auto the same command
         continues a run that was interrupted or has failed. One that has ended is refused; in a sweep
-        experiments/train.py passes over it.
+        `gspo train` passes over it.
         """
         directory = cls(folder_of(settings))
         folder = directory.path
@@ -70,7 +78,7 @@ class RunDirectory:
             continues = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
             if not (settings.resume or settings.on_existing == "resume" or continues):
                 raise ValueError(f"{folder} exists already ({how}); continue it with resume={folder}, or remove it")
-            difference = same_result(settings, read_settings(folder))
+            difference = same_result(settings, read_settings(folder, trust=settings.allow_outside_code))
             if difference:
                 raise ValueError(f"{folder} was made with other settings: {difference}")
             if not (settings.resume or in_sweep):
@@ -120,9 +128,16 @@ class RunDirectory:
 
     # ------------------------------------------------------------------------------------------- what is written here
     def record_start(self, settings: Settings, prompt_format: str) -> None:
-        """Write the settings, with the prompt format that is used, and which code and machine run them."""
+        """Write the settings, with the prompt format that is used, and which code and machine run them; of the user's
+        own code, the source and the meaning of its metrics."""
         settings.prompt_used = prompt_format
         write_settings(settings, self.path)
+        copy_outside_code(settings, self.path)
+        if settings.metrics:
+            meanings = {
+                f"custom/{name}": {"unit": m.unit, "meaning": m.meaning} for name, m in settings.metrics.items()
+            }
+            replace_text(self.path / CUSTOM, json.dumps(meanings, indent=1))
         replace_text(self.path / "code.json", json.dumps(code_state(), indent=1))
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
@@ -170,7 +185,9 @@ class RunDirectory:
             return checkpoint
         last = max((row["step"] for row in read_rows(self.path / ROWS)), default=-1)
         # By the time of its second checkpoint, a run has written the first one completely.
-        if last >= 0 and last >= 2 * (every := read_settings(self.path).checkpoint.every):
+        if last >= 0 and last >= 2 * (
+            every := read_settings(self.path, trust=settings.allow_outside_code).checkpoint.every
+        ):
             raise ValueError(
                 f"{self.path} has no checkpoint, although it has rows up to step {last} and checkpoint.every={every}: "
                 "put its checkpoints back, or move it away to start it from the beginning"
@@ -229,12 +246,15 @@ def has_reached(checkpoint: Path | None, steps: int) -> bool:
     return checkpoint is not None and read_state(checkpoint)["step"] >= steps
 
 
-def settings_and_checkpoint(run: str, step: int, consent: bool) -> tuple[Settings, Path]:
+def settings_and_checkpoint(run: str, step: int, consent: bool, trust: bool) -> tuple[Settings, Path]:
     """Return settings and checkpoint of a run directory; step -1 means the newest checkpoint.
 
-    `consent` is the user's consent to run programs in a weak sandbox. Raises ValueError if the checkpoint is not there
-    or is damaged."""
-    settings = read_settings(Path(run), consent)
+    `consent` is the user's consent to run programs in a weak sandbox, `trust` that to import code that the run names.
+    Raises ValueError if the checkpoint is not there or is damaged."""
+    recorded = recorded_config(Path(run), consent, trust)
+    settings = to_settings(recorded)
+    if change := source_change(Path(run), recorded, settings):
+        print(f"warning: {change}; what is there now is used", file=sys.stderr)
     if not own(Path(run) / SETTINGS) and (reads := places_outside(settings)):
         print(f"warning: {run}/settings.yaml {doubt()}; it reads {reads}", file=sys.stderr)
     folder = latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
@@ -266,10 +286,13 @@ def git(*words: str) -> str:
 
 
 def code_state() -> dict:
-    """Return which code runs on which machine: commit, changed files, versions, threads, GPUs, command line."""
+    """Return which code runs on which machine: commit, changed files, versions, threads, GPUs, command line.
+
+    An installed copy of this code may lie inside another repository, whose commit says nothing about it."""
+    tracked = git("ls-files", "--", Path(__file__).name) != ""
     return {
-        "commit": git("rev-parse", "HEAD").strip() or None,
-        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()],
+        "commit": (tracked and git("rev-parse", "HEAD").strip()) or None,
+        "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()] if tracked else [],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
         "machine": platform.machine(),

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -111,6 +112,7 @@ class Session:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
         self.warn_of_long_prompts(step, metrics)
+        self.warn_of_outside_code(rollout)
         if rollout and step == 1:
             warn([f"{settings.label()}, step 1: {line}" for line in nothing_to_learn(settings, metrics)])
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
@@ -128,6 +130,19 @@ class Session:
                 what = f"{count:g} problems have prompts that are too long for {room} and are "
                 what += "left out" if name.startswith("eval/") else "replaced by others; more may follow"
                 warn([f"{self.settings.label()}, step {step}: {name}: {what}"])
+
+    def warn_of_outside_code(self, rollout: Rollout | None) -> None:
+        """Warn of the user's metrics that failed, and once of why responses could not be graded."""
+        found = self.trainer.extensions.warnings
+        warn([f"{self.settings.label()}, {text}" for text in found])
+        found.clear()
+        reasons = Counter(r.score.reason for r in rollout.ungraded if r.score.reason) if rollout else Counter()
+        for reason, count in reasons.most_common():
+            LOG.info("%d responses could not be graded: %s", count, reason)
+        if reasons and "ungraded" not in self.warned:
+            self.warned.add("ungraded")
+            text = f"{reasons.total()} responses could not be graded and are left out; the first: {next(iter(reasons))}"
+            warn([f"{self.settings.label()}: {text} (train.log has the reasons of later steps)"])
 
     def apply_monitor_action(self, step: int) -> None:
         """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a rollback."""
@@ -155,8 +170,9 @@ class Session:
             return
         trainer = self.trainer
         trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
+        trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
-        refreshed = trainer.reference if getattr(self.settings.kl, "refresh_every", 0) else None
+        refreshed = trainer.reference if self.settings.kl.refresh_every else None
         self.writer.save(trainer.state, refreshed, pending, self.step_to_keep())
         self.saved = step
         if last:

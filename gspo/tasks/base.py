@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
+from gspo.core.ranges import Ranged
 from gspo.core.types import Problem, Score
 
 TRAINING_SPLITS = ("train", "cold_start")
@@ -18,39 +19,49 @@ HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 1000
 
 
-class Task(Protocol):
-    """A source of verifiable problems. `name` is what `Problem.task` and the metric `reward/<name>` say."""
+class Task(Ranged):
+    """The base of all tasks: a source of verifiable problems. A subclass is a dataclass whose fields are its settings.
+
+    It must have `problem`, `score` and `evaluation_sets`; the other methods say what holds for a simple task. Its field
+    `name` is what `Problem.task` and the metric `reward/<name>` say.
+    """
 
     name: str
-    max_new_tokens: ClassVar[int]  # the response limit of published evaluations; 0 where there is none
+    max_new_tokens: ClassVar[int] = 0  # the response limit of published evaluations; 0 where there is none
+    has_demonstrations: ClassVar[bool] = False  # `demonstration` writes worked responses, so a cold start is possible
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split, which is "train", "cold_start" or one of `evaluation_sets()`; a pure
         function."""
-        ...
-
-    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return a worked response, without the end-of-sequence token. Each step is wrong with probability
-        `wrong_step_rate`.
-
-        A response with at least one wrong step scores 0, so its chance to score 1 is (1 - wrong_step_rate)^steps.
-        """
-        ...
+        raise NotImplementedError
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         """Return the scores in the order of `answers` = (problem, response text, whether the response ended by itself).
 
         A response that was cut off scores 0 with the verdict "truncated", whatever it says so far.
         """
-        ...
+        raise NotImplementedError
 
     def evaluation_sets(self) -> list[str]:
         """Return the names of the held-out sets; each is also a split of `problem`."""
-        ...
+        raise NotImplementedError
 
     def size(self, split: str) -> int | None:
         """Return the number of different problems of a split, or None where they are made without end."""
-        ...
+        check_split(split, self.evaluation_sets())
+        return None
+
+    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
+        """Return a worked response, without the end-of-sequence token. Each step is wrong with probability
+        `wrong_step_rate`.
+
+        A response with at least one wrong step scores 0, so its chance to score 1 is (1 - wrong_step_rate)^steps.
+        Raises ValueError for a task that has no demonstrations.
+        """
+        raise ValueError(
+            f"task={self.name} has no demonstrations: start from a model that can follow instructions "
+            "(model=hf cold_start.steps=0)"
+        )
 
     def ready(self) -> dict[str, str]:
         """Start what scoring needs. Returns what confines programs here, layer by layer; empty where no programs are
@@ -58,11 +69,10 @@ class Task(Protocol):
 
         Raises ValueError if this machine cannot score the task.
         """
-        ...
+        return {}
 
     def close(self) -> None:
         """End the task's processes, if it has any. The task can be used again afterwards."""
-        ...
 
 
 def held_out(prompt: str) -> bool:

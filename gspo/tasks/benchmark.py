@@ -10,17 +10,15 @@ regard to case), so no wording, file or seed brings a test problem into a traini
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gspo.core.ranges import Ranged
 from gspo.core.seeding import permutation
 from gspo.core.types import Problem
-from gspo.tasks.base import TRAINING_SPLITS, check_split
+from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
 from gspo.tasks.records_file import Row, Source
 
 # replacements for problems with too long prompts come from positions beyond this; their epoch is kept small
@@ -40,7 +38,7 @@ class Item:
 
 
 @dataclass
-class Benchmark(Ranged):
+class Benchmark(Task):
     """A finite evaluation set named like the task, and perhaps a training set; subclasses turn records into items.
 
     path        file or folder of the evaluation set; "" reads the hub
@@ -91,14 +89,6 @@ class Benchmark(Ranged):
         else:
             raise IndexError(f"{self.name} has {len(items)} problems, and none at {index}")
         return Problem(self.name, index, item.prompt, item.answer, item.family, item.rating)
-
-    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Raise ValueError: benchmarks have no demonstrations, since published solutions are not in the form that is
-        scored."""
-        raise ValueError(
-            f"task={self.name} has no demonstrations: start from a model that can follow instructions "
-            "(model=hf cold_start.steps=0)"
-        )
 
     def _place(self, seed: int, split: str, index: int, count: int) -> int:
         """Return the index of the item that stands at a position of the training stream."""

@@ -13,24 +13,24 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
-from gspo.tasks.base import check_split, draw_prompt
+from gspo.tasks.base import Task, check_split, draw_prompt
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
 SIGNED = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass
-class ChainArithmetic(Ranged):
+class ChainArithmetic(Task):
     """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer than operands."""
 
     name: str = "math"
     min_operands: int = ranged(2, least=2, most=20)
     max_operands: int = ranged(6, least=2, most=20)
     largest: int = ranged(9, least=5, most=999)  # with less than 5 there are too few problems to hold some out
-    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
+    has_demonstrations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,11 +39,6 @@ class ChainArithmetic(Ranged):
 
     def evaluation_sets(self) -> list[str]:
         return ["math_easy", "math_hard", "rated"]
-
-    def size(self, split: str) -> int | None:
-        """Return None, since problems are made without end."""
-        check_split(split, self.evaluation_sets())
-        return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points: 1000
@@ -79,12 +74,6 @@ class ChainArithmetic(Ranged):
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         return [_score(problem, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers]
-
-    def ready(self) -> dict[str, str]:
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: scoring needs no process."""
 
     def _operands(self, split: str) -> tuple[int, int]:
         """Return the fewest and the most operands of a split."""

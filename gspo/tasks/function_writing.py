@@ -14,10 +14,10 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import SPEED_ONLY, ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
-from gspo.tasks.base import check_split, draw_prompt
+from gspo.tasks.base import Task, check_split, draw_prompt
 from gspo.tasks.operations import (
     CATALOGUE,
     FAMILIES,
@@ -35,16 +35,16 @@ MAX_DRAWS = 100
 
 
 @dataclass
-class FunctionWriting(Ranged):
+class FunctionWriting(Task):
     """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes."""
 
     name: str = "code"
-    slots: int = ranged(1, least=1, most=64)
+    slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(0.5, least=0.01, most=60)
     wall_seconds: float = ranged(2.0, least=0.01, most=600)
     memory_mb: int = ranged(256, least=64, most=65536)
     allow_weak_sandbox: bool = False
-    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
+    has_demonstrations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,11 +56,6 @@ class FunctionWriting(Ranged):
 
     def evaluation_sets(self) -> list[str]:
         return ["code", "code_heldout"]
-
-    def size(self, split: str) -> int | None:
-        """Return None, since problems are made without end."""
-        check_split(split, self.evaluation_sets())
-        return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split; "code_heldout" has the families that training never sees."""

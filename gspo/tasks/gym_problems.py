@@ -15,17 +15,16 @@ its problems by seed + index, so that two seeds share most of their problems.
 from __future__ import annotations
 
 import ast
-import random
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import ranged
 from gspo.core.seeding import seed_for
 from gspo.core.types import Problem, Score
-from gspo.tasks.base import TRAINING_SPLITS, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
 from gspo.verifiers.math.extract import Refused, extract
 
 ONE_ANSWER = (
@@ -96,7 +95,7 @@ class Entry:
 
 
 @dataclass
-class GymProblems(Ranged):
+class GymProblems(Task):
     """One family, `dataset`, with the library's settings for it in `config`. Training problems are made without end;
     there are `evaluation_size` evaluation problems. `form` says where the answer stands: between tags, or in a box."""
 
@@ -105,7 +104,6 @@ class GymProblems(Ranged):
     config: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int = ranged(200, least=1, most=100_000)
     form: str = "tags"  # tags | boxed
-    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,20 +145,10 @@ class GymProblems(Ranged):
             self._held_out[seed, index] = problem
         return problem
 
-    def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Raise ValueError: there are no demonstrations."""
-        raise ValueError(f"task={self.name} has no demonstrations: start from a model that can follow instructions")
-
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         return [
             self._score(problem.answer, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers
         ]
-
-    def ready(self) -> dict[str, str]:
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: scoring needs no process."""
 
     def _score(self, entry: Entry, text: str) -> Score:
         try:

@@ -16,7 +16,7 @@ import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
-from gspo.core.ranges import ranged
+from gspo.core.ranges import SPEED_ONLY, ranged
 from gspo.core.types import Problem, Score
 from gspo.tasks.benchmark import Benchmark, Item
 from gspo.tasks.records_file import Row
@@ -47,7 +47,7 @@ class MathBenchmark(Benchmark):
     """
 
     form: str = "boxed"  # boxed | hash | answer
-    workers: int = ranged(1, least=1, most=64)
+    workers: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     seconds: float = ranged(5.0, above=0, most=600)
     memory_mb: int = ranged(2048, least=256, most=65536)
 
@@ -80,9 +80,6 @@ class MathBenchmark(Benchmark):
             else:
                 scores.append(Score(0.0, "truncated"))
         return scores
-
-    def ready(self) -> dict[str, str]:
-        return {}
 
     def close(self) -> None:
         """End the processes that compare formulas."""

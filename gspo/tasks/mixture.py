@@ -6,16 +6,16 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
-from gspo.tasks.base import check_split
+from gspo.tasks.base import Task, check_split
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
 
 
 @dataclass
-class Mixture(Ranged):
+class Mixture(Task):
     """A mixture in which a share `code_share` of the training problems is code and the rest math. Evaluation sets stay
     apart."""
 
@@ -23,7 +23,7 @@ class Mixture(Ranged):
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
     code: FunctionWriting = field(default_factory=FunctionWriting)
     code_share: float = ranged(0.5, least=0, most=1)
-    max_new_tokens: ClassVar[int] = 0  # 0, since there is no published evaluation
+    has_demonstrations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,11 +32,6 @@ class Mixture(Ranged):
 
     def evaluation_sets(self) -> list[str]:
         return self.math.evaluation_sets() + self.code.evaluation_sets()
-
-    def size(self, split: str) -> int | None:
-        """Return None, since problems are made without end."""
-        check_split(split, self.evaluation_sets())
-        return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of the task that owns the evaluation set or, in training, of the task drawn for

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.core.ranges import ranged
+from gspo.core.ranges import SPEED_ONLY, ranged
 from gspo.core.types import Problem, Score
 from gspo.tasks.benchmark import Benchmark
 from gspo.verifiers.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
@@ -49,7 +49,7 @@ class CodeBenchmark(Benchmark):
     """Problems whose answers are programs. Up to `slots` run at a time, within limits on CPU seconds, waiting and
     megabytes."""
 
-    slots: int = ranged(1, least=1, most=64)
+    slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
     wall_seconds: float = ranged(10.0, least=0.01, most=600)
     memory_mb: int = ranged(1024, least=64, most=65536)

@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+from gspo.core.untrusted import read_json
+
+CUSTOM = "custom_metrics.json"  # the file of a run directory that defines the metrics of the user's own
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,7 @@ METRICS = [
     ),
     Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
     Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
+    Metric("custom/*", "", f"a metric of the user's own; {CUSTOM} in the run directory has its unit and meaning"),
 ]
 
 
@@ -239,6 +245,23 @@ def lookup(name: str) -> Metric:
         if "*" in metric.name and fnmatchcase(name, metric.name):
             return metric
     raise KeyError(f"metric {name!r} is not in gspo/tracking/metrics.py; give it a name, a unit and a meaning there")
+
+
+def custom_metrics(folder: Path) -> dict[str, Metric]:
+    """Return the metrics of the user's own that a run directory defines; none if it has no custom_metrics.json.
+
+    For example, {"custom/answers": {"unit": "share of responses", "meaning": "responses with an answer"}}. Entries of
+    another form are left out, and long texts are cut. Raises OSError or ValueError if the file cannot be read."""
+    try:
+        entries = read_json(folder / CUSTOM)
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for name, entry in entries.items():
+        unit, meaning = (entry.get(key) for key in ("unit", "meaning")) if isinstance(entry, dict) else (None, None)
+        if name.startswith("custom/") and isinstance(unit, str) and isinstance(meaning, str):
+            found[name] = Metric(name, unit[:100], meaning[:1000])
+    return found
 
 
 # What the metrics that begin with a word have in common: the headings of docs/metrics.md.
@@ -264,6 +287,7 @@ FAMILIES = {
     "compute": "Compute so far",
     "time": "Time",
     "throughput": "Throughput",
+    "custom": "Metrics of your own",
 }
 PAGE_HEAD = """\
 # Metrics

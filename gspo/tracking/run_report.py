@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 import yaml
 
 from gspo.core import untrusted
-from gspo.core.escaping import head, in_html
 from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
 from gspo.tracking.collapse import collapse, is_finite, levels
-from gspo.tracking.metrics import lookup
+from gspo.tracking.metrics import Metric, custom_metrics, lookup
 from gspo.tracking.monitor import stability_report
+from gspo.tracking.pages import TEMPLATES, fill
 
 PAGE = "report.html"
 CURVES = (  # each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
@@ -37,18 +38,6 @@ SECONDS = {
     "time/checkpoint_s": "checkpoints",
     "time/monitor_s": "monitor",
 }
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 330, 170, 56, 24, 18  # sizes of a curve, in SVG's units
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; font-size: .87rem }
-td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: .82rem }
-.muted { color: #6b6b6b }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem }
-.good { border-left: 4px solid #009e73; padding-left: .6rem; margin: .6rem 0 }
-.bad { border-left: 4px solid #d55e00; padding-left: .6rem; margin: .6rem 0 }
-"""
 
 
 def write_page(folder: Path) -> Path:
@@ -64,23 +53,23 @@ def page(folder: Path) -> str:
     named on the page."""
     settings, amiss = untrusted.read_yaml(folder / "settings.yaml"), []
     rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
-    status, title = read_status(folder), f"{_value(settings, 'study')}: {folder.name}"
-    subtitle, events = _subtitle(folder, settings, amiss), _read(read_events, folder / "monitor.jsonl", amiss) or []
+    events = _read(read_events, folder / "monitor.jsonl", amiss) or []
+    custom = _read(custom_metrics, folder, amiss) or {}
+    status, batch = read_status(folder), max((folder / "rollouts").glob("step_*.jsonl"), default=None)
+    values = {
+        "name": folder.name,
+        "subtitle": _subtitle(folder, settings, amiss),
+        "stability": stability_report(rows, status.get("how", "")).splitlines(),
+        "curves": curves(rows, custom) if len(rows) > 2 else [],
+        "events": [(event["step"], event["kind"], event["text"]) for event in events],
+        "batch": batch and batch.name,
+        "responses": _best_and_worst(_read(_graded, batch, amiss) or []) if batch else [],
+        "cost": _cost(rows),
+        "settings": yaml.safe_dump(settings, sort_keys=False),
+    }
     story = _story(settings, rows, status) + _went_on(folder, amiss)
-    responses = _responses(folder, amiss)
-    sections = [
-        ("What happened", _list([*story, *(f"A file is left out: {what}" for what in amiss)])),
-        ("Is it stable?", _list(stability_report(rows, status.get("how", "")).splitlines())),
-        ("Curves", f'<div class="curves">{"".join(curves(rows))}</div>' if len(rows) > 2 else "<p>too few rows</p>"),
-        ("Warnings", _warnings(events)),
-        ("Responses", responses),
-        ("Time and cost", _cost(rows)),
-        ("Settings", _settings(settings)),
-    ]
-    body = "".join(f"<h2>{name}</h2>{text}" for name, text in sections)
-    return (
-        head(title, STYLE) + f'<h1>{in_html(folder.name)}</h1><p class="muted">{in_html(subtitle)}</p>{body}</html>\n'
-    )
+    values["story"] = [*story, *(f"A file is left out: {what}" for what in amiss)]
+    return fill(TEMPLATES / "run_report.html.j2", f"{_value(settings, 'study')}: {folder.name}", values)
 
 
 def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
@@ -99,18 +88,6 @@ def _value(tree: object, key: str, unknown: object = "unknown") -> object:
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return unknown if tree is None else tree
-
-
-def _list(lines: list[str]) -> str:
-    """Return lines as an HTML list."""
-    return "<ul>" + "".join(f"<li>{in_html(line)}</li>" for line in lines) + "</ul>"
-
-
-def _table(rows: list[list[object]], names: tuple[str, ...] = ()) -> str:
-    """Return rows as an HTML table; `names` are its column heads."""
-    top = "<tr>" + "".join(f"<th>{in_html(name)}</th>" for name in names) + "</tr>" if names else ""
-    lines = ("".join(f"<td>{in_html(cell)}</td>" for cell in row) for row in rows)
-    return "<table>" + top + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
@@ -186,42 +163,19 @@ def _held_out(rows: list[dict], name: str) -> str:
     return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
 
 
-def _warnings(events: list[dict]) -> str:
-    """Return the monitor's events as a table."""
-    if not events:
-        return "<p>none</p>"
-    return _table([[event["step"], event["kind"], event["text"]] for event in events], ("step", "", ""))
-
-
-def _responses(folder: Path, amiss: list[str]) -> str:
-    """Return the best and worst responses of the rollout batch that was saved last."""
-    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    if not files:
-        return "<p>none was saved</p>"
-    found = sorted(_read(_graded, files[-1], amiss) or [], key=lambda r: -r["reward"])
+def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
+    """Return the responses with the highest and lowest rewards, each with "good" or "bad"."""
+    found = sorted(graded, key=lambda response: -response["reward"])
     middle = (len(found) + 1) // 2
     best = _of_different_problems(found[:middle])
     worst = [r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]]
-    shown = [("good", response) for response in best] + [("bad", response) for response in worst]
-    top = f'<p class="muted">highest and lowest reward of {in_html(files[-1].name)}</p>'
-    return top + "".join(_response(kind, response) for kind, response in shown)
+    return [("good", response) for response in best] + [("bad", response) for response in worst]
 
 
 def _graded(path: Path) -> list[dict]:
-    """Return the responses of a saved batch that have a reward; lines that cannot be read are left out."""
-    found = []
-    for line in untrusted.lines(path):
-        try:
-            response = untrusted.parse_json(line)
-        except ValueError:
-            continue
-        if (
-            isinstance(response, dict)
-            and type(response.get("reward")) in (int, float)
-            and is_finite(response["reward"])
-        ):
-            found.append(response)
-    return found
+    """Return the responses of a saved batch that have a reward."""
+    rewards = ((response, response.get("reward")) for response in untrusted.read_objects(path))
+    return [response for response, reward in rewards if type(reward) in (int, float) and is_finite(reward)]
 
 
 def _of_different_problems(responses: list[dict]) -> list[dict]:
@@ -232,79 +186,73 @@ def _of_different_problems(responses: list[dict]) -> list[dict]:
     return list(first.values())[:RESPONSES]
 
 
-def _response(kind: str, response: dict) -> str:
-    """Return a response with its prompt, reward and verdict; `kind` is "good" or "bad"."""
-    about = f"{response.get('verdict', '')}, {response.get('length', '?')} tokens, {response.get('finish_reason', '')}"
-    prompt = response.get("rendered") or response.get("prompt")  # the rendered prompt, if the file has it
-    texts = f'<pre class="muted">{in_html(prompt)}</pre><pre>{in_html(response.get("response"))}</pre>'
-    return f'<div class="{kind}"><b>{in_html(response["reward"])}</b> {in_html(about)}{texts}</div>'
-
-
-def _cost(rows: list[dict]) -> str:
-    """Return a table of seconds, tokens and FLOPs."""
+def _cost(rows: list[dict]) -> list[tuple[str, str]]:
+    """Return the lines of a table of seconds, tokens and FLOPs."""
     sums = {name: sum(row.get(key) or 0.0 for row in rows) for key, name in SECONDS.items()}
-    lines: list[list[object]] = [[name, f"{value:.1f} s"] for name, value in sums.items() if value]
+    lines = [(name, f"{value:.1f} s") for name, value in sums.items() if value]
     last = rows[-1] if rows else {}
     if is_finite(last.get("compute/seconds")):
-        lines.insert(0, ["all", f"{last['compute/seconds'] / 3600:.2f} h"])
-    lines += [[name, f"{last[key]:.3g}"] for key, name in (("compute/tokens", "tokens"), ("compute/flops", "FLOPs"))
-              if is_finite(last.get(key))]  # fmt: skip
-    return _table(lines)
-
-
-def _settings(settings: dict) -> str:
-    """Return all settings, folded away."""
-    return (
-        "<details><summary>all of them</summary>"
-        f"<pre>{in_html(yaml.safe_dump(settings, sort_keys=False))}</pre></details>"
-    )
+        lines.insert(0, ("all", f"{last['compute/seconds'] / 3600:.2f} h"))
+    totals = (("compute/tokens", "tokens"), ("compute/flops", "FLOPs"))
+    return lines + [(name, f"{last[key]:.3g}") for key, name in totals if is_finite(last.get(key))]
 
 
 # ----------------------------------------------------------------------------------------------------------- curves
-def curves(rows: list[dict]) -> list[str]:
-    """Return one SVG curve per metric that the run has, held-out scores last."""
-    names = [(name, log) for name, log in CURVES if any(is_finite(row.get(name)) for row in rows)]
-    sets = {name for row in rows for name in row if fnmatchcase(name, "eval/*/avg@*")}
-    return [curve(rows, name, log) for name, log in [*names, *((name, False) for name in sorted(sets))]]
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the steps, as the template draws it. Places are in the units of an SVG picture of this size."""
+
+    WIDTH, HEIGHT = 330, 170
+    LEFT, RIGHT, TOP, BOTTOM = 56, 322, 24, 152  # where the axes are
+
+    name: str
+    about: str
+    last: int  # step
+    ticks: list[tuple[float, str]]  # heights of the grid's lines, and their values
+    points: str  # as an SVG attribute
+    smooth: str
+    dot: tuple[float, float] | None  # the place of a single point, of which no line can be drawn
+    collapse: float | None  # the place of the collapse on the x axis
 
 
-def curve(rows: list[dict], name: str, log: bool) -> str:
-    """Return the SVG curve of one metric over the steps. That of the reward also has the smoothed curve, and a dashed
-    line at the collapse."""
-    points = [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
-    steps, values = [step for step, _ in points], [value for _, value in points]
+def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
+    """Return one curve per metric that the run has, held-out scores and the user's own metrics last. `custom` has the
+    definitions of the latter."""
+    recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
+    names = [(name, log) for name, log in CURVES if name in recorded]
+    for family in ("eval/*/avg@*", "custom/*"):
+        names += [(name, False) for name in sorted(recorded) if fnmatchcase(name, family)]
+    return [curve(rows, custom.get(name) or replace(lookup(name), name=name), log) for name, log in names]
+
+
+def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
+    """Return the curve of one metric. That of the reward also has the smoothed curve and the collapse."""
+    found = [row for row in rows if is_finite(row.get(metric.name))]
+    steps, values = [row["step"] for row in found], [row[metric.name] for row in found]
     log = log and min(values) > 0
     drawn = [math.log10(value) if log else value for value in values]
-    low, high = min(drawn), max(drawn)
-    span, last = high - low or 1.0, max(max(steps), 1)
+    low, high, last = min(drawn), max(drawn), max(*steps, 1)
 
-    def place(step: float, value: float) -> str:
-        x, y = LEFT + (WIDTH - LEFT - 8) * step / last, TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / span
-        return f"{x:.1f},{y:.1f}"
+    def x(step: int) -> float:
+        return round(Curve.LEFT + (Curve.RIGHT - Curve.LEFT) * step / last, 1)
 
-    def line(series: list[float], look: str) -> str:
-        return f'<polyline fill="none" {look} points="{" ".join(map(place, steps, series))}"/>'
+    def y(value: float) -> float:
+        share = (high - value) / (high - low) if high > low else 0.5  # a metric that never changes is in the middle
+        return round(Curve.TOP + (Curve.BOTTOM - Curve.TOP) * share, 1)
 
-    parts = [f'<text x="0" y="12" font-weight="bold">{in_html(name)}</text>']
-    for share in (0.0, 0.5, 1.0):
-        value = low + span * share
-        x, y = place(0, value).split(",")
-        parts.append(f'<line x1="{x}" x2="{WIDTH}" y1="{y}" y2="{y}" stroke="#e5e5e5"/>')
-        parts.append(
-            f'<text x="{LEFT - 4}" y="{float(y) + 4}" text-anchor="end">{10**value if log else value:.3g}</text>'
-        )
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 3}">0</text>')
-    parts.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 3}" text-anchor="end">step {last}</text>')
-    smooth = name == "reward/mean"
-    parts.append(
-        line(drawn, f'stroke="#0072B2" stroke-width="{1 if smooth else 1.4}" opacity="{0.4 if smooth else 1}"')
+    def line(series: list[float]) -> str:
+        return " ".join(f"{x(step)},{y(value)}" for step, value in zip(steps, series, strict=True))
+
+    grid = [low, (low + high) / 2, high] if high > low else [low]
+    reward = metric.name == "reward/mean"
+    at = collapse(values) if reward else None
+    return Curve(
+        name=metric.name,
+        about=f"{metric.name}: {metric.meaning}" + f" [{metric.unit}]" * bool(metric.unit),
+        last=last,
+        ticks=[(y(value), f"{10**value if log else value:.3g}") for value in grid],
+        points=line(drawn),
+        smooth=line(levels(values)[0].tolist()) if reward else "",
+        dot=(x(steps[0]), y(drawn[0])) if len(found) == 1 else None,
+        collapse=None if at is None else x(steps[at]),
     )
-    if smooth:
-        parts.append(line(levels(values)[0].tolist(), 'stroke="#0072B2" stroke-width="2"'))
-        if (at := collapse(values)) is not None:
-            x = place(steps[at], 0).split(",")[0]
-            parts.append(
-                f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#D55E00" stroke-dasharray="4 3"/>'
-            )
-    about = f"<title>{in_html(name)}: {in_html(lookup(name).meaning)} [{in_html(lookup(name).unit)}]</title>"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="10" fill="#333">{about}{"".join(parts)}</svg>'

@@ -92,12 +92,11 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
 
 
 def read_rollouts(path: Path) -> list[dict]:
-    """Read what `write_rollouts` wrote; empty if the file is not there or damaged."""
+    """Read what `write_rollouts` wrote, without damaged lines; empty if the file is not there or cannot be read."""
     try:
-        rows = [untrusted.parse_json(row) for row in untrusted.lines(path)]
+        return list(untrusted.read_objects(path))
     except (OSError, ValueError):
         return []
-    return rows if all(isinstance(row, dict) for row in rows) else []
 
 
 def supersede(run: Path, step: int) -> list[str]:

@@ -100,6 +100,7 @@ VIEWS = (
                 _panel("length/: mean p95 limit"), _panel("length/truncated"), _panel("length/repetition"),
             )),
             ("Critic", (_panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"))),
+            ("Metrics of your own", (_panel("custom/*"),)),
         ),
     ),
     View(

@@ -61,6 +61,7 @@ class TrainState:
     kl_coef: float | None = None  # the adaptive coefficient of the KL term
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
     source: dict = field(default_factory=dict)  # the state of the rollout source, see RolloutSource.state
+    callbacks: dict = field(default_factory=dict)  # the states of the user's callbacks, see Extensions.state
 
     @staticmethod
     def from_json(content: dict) -> TrainState:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gspo.algorithm.advantages import GAE, Advantage, Credit, GroupNormalized
+from gspo.algorithm.advantages import Advantage, Credit, GroupNormalized
 from gspo.algorithm.corrections import Correction
-from gspo.algorithm.kl import KL, KLCoefficient, KLInReward
+from gspo.algorithm.kl import KL, KLCoefficient
 from gspo.algorithm.objectives import GSPO, Objective
 from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
 from gspo.core.batch import TrainBatch
@@ -56,14 +56,14 @@ def assign_credit(
     shaped_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] = shaped_B
-    if isinstance(algorithm.kl, KLInReward):
+    if algorithm.kl.in_reward:
         kl_BT = algorithm.kl.estimate(batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT)
         token_rewards_BT = torch.where(mask_BT, token_rewards_BT - coefficient.value * kl_BT, 0.0)
     values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
     credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT)
     batch.adv_BT = advantage(credit).float()
     diagnostics.advantages(batch, accumulator)
-    if isinstance(advantage, GAE):
+    if advantage.needs_values:
         batch.returns_BT = advantage.returns(credit).float()
         diagnostics.explained_variance(batch, accumulator)
 

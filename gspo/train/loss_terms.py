@@ -29,7 +29,10 @@ from gspo.train.credit import Algorithm
 class Term(Protocol):
     """Describes one addend of the loss."""
 
-    needs_every_row: bool  # rows whose advantages are all 0 have a gradient too
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether rows whose advantages are all 0 have a gradient too."""
+        ...
 
     def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
         """Compute the micro-batch's share of the term, a scalar. `minibatch` counts the updates of the step from 1."""
@@ -42,7 +45,11 @@ class PolicyTerm:
 
     objective: Objective
     aggregation: Aggregation
-    needs_every_row: ClassVar[bool] = False
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether the objective's gradient is not 0 where the advantage is."""
+        return self.objective.needs_every_row
 
     def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
         outputs = self.objective(inputs)
@@ -104,9 +111,9 @@ def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
 def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
     """List the addends of the loss: the policy term, and the KL and value terms of algorithms that have them."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
-    if isinstance(algorithm.kl, KLInLoss):
+    if algorithm.kl.in_loss:
         terms.append(KLTerm(algorithm.kl, coefficient))
-    if isinstance(algorithm.advantage, GAE):
+    if algorithm.advantage.needs_values:
         terms.append(ValueTerm(algorithm.advantage))
     return terms
 

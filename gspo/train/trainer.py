@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from gspo.algorithm.aggregation import Totals
-from gspo.algorithm.kl import KLCoefficient, Penalized
+from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.seeding import permutation
 from gspo.model.policy import Policy, PolicyOutput
@@ -28,12 +28,16 @@ from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import Algorithm, assign_credit
+from gspo.train.extensions import Extensions, TrainedStep
 from gspo.train.loss_terms import loss_inputs, loss_terms
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 
 
 class Trainer:
-    """Trains one policy by one algorithm. `reference` is the policy to which a KL term is measured."""
+    """Trains one policy by one algorithm.
+
+    `reference` is the policy to which a KL term is measured; `extensions` are the user's own metrics and callbacks.
+    """
 
     def __init__(
         self,
@@ -46,9 +50,11 @@ class Trainer:
         policy_settings: PolicySettings,
         seed: int,
         reference: Policy | None = None,
+        extensions: Extensions | None = None,
     ):
         self.policy, self.source, self.algorithm, self.reference = policy, source, algorithm, reference
         self.optim, self.settings, self.seed = optim, settings, seed
+        self.extensions = extensions or Extensions({}, {})
         self.replay = policy_settings.routing_replay
         if self.replay != "none":
             policy.routing.check_replay()
@@ -58,7 +64,7 @@ class Trainer:
             source.record_experts = True
         self.state = TrainState()
         self.engine_ended: EngineEnded | None = None  # set when its end is noticed after the last update of a step
-        self.coefficient = KLCoefficient(algorithm.kl) if isinstance(algorithm.kl, Penalized) else None
+        self.coefficient = KLCoefficient(algorithm.kl) if algorithm.kl.needs_reference else None
         if self.coefficient and not reference:
             raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
         self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient)
@@ -82,6 +88,7 @@ class Trainer:
     def restore(self, state: TrainState) -> None:
         """Continue from a checkpoint's counters. Weights, optimizer and reference must have been loaded before."""
         self.state = state
+        self.extensions.load_state(state.callbacks)
         self.source.load_state(state.source, state.step)
         if self.coefficient and state.kl_coef is not None:
             self.coefficient.value = state.kl_coef
@@ -104,10 +111,11 @@ class Trainer:
         if self.state.step == 0:
             log(0, evaluate(0), None)
         for step in range(self.state.step + 1, steps + 1):
+            self.extensions.before_step(step, self)
             rollout = self.source.next(step)
-            metrics = self.train_step(step, rollout)
-            log(step, metrics | evaluate(step), rollout)
-            stopping = stop()
+            metrics = self.train_step(step, rollout) | evaluate(step)
+            log(step, metrics, rollout)
+            stopping = self.extensions.after_step(step, self, metrics) or stop()
             checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
             if self.engine_ended and step < steps:
                 raise self.engine_ended
@@ -147,7 +155,9 @@ class Trainer:
             self.source.update(step)
         except EngineEnded as error:
             self.engine_ended = error
-        return accumulator.result() | rollout.synced | costs | {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        lr = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics = dict(accumulator.result()) | rollout.synced | costs | lr
+        return metrics | self.extensions.measure(TrainedStep(step, batch, rollout.responses, metrics))
 
     @torch.no_grad()
     def remember_old_policy(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:

@@ -5,6 +5,7 @@ one shell, in a temporary folder, with few steps.
 """
 
 import argparse
+import importlib
 import os
 import re
 import runpy
@@ -19,12 +20,10 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
 import audit_rewards
-import dashboard
-import evaluate
 import parity
-import view
 from commands import environment
 from composing import CONF, options, settings
+from gspo.commands import check_objective, dashboard, evaluate, main, view
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
@@ -37,6 +36,7 @@ BLOCK = re.compile(r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.
 SHELL = ("sh", "bash")
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+FIGURES = main.figure_files()
 FILES = ("jsonl", "yaml", "py")  # what a name with a dot ends with that is no setting
 PLACES = re.compile(r"(?:gspo|analysis|conf|sweeps|tests|experiments|docs)/[\w./-]*")
 
@@ -60,14 +60,37 @@ def spans(page: Path) -> list[str]:
 
 
 def scripts(page: Path) -> list[tuple[str, list[str]]]:
-    """The scripts that a page calls, with their arguments: in blocks of commands and between backticks."""
+    """The scripts that a page calls, with their arguments: in blocks of commands and between backticks. For
+    `gspo train ...` that is experiments/train.py, which does the same; `gspo train` alone only names the command."""
     lines = [line for text in blocks(page) for line in text.replace("\\\n", " ").splitlines()]
     found = []
-    for line in lines + [span for span in spans(page) if span.startswith("python ")]:
+    for line in lines + [span for span in spans(page) if re.match("python |gspo .*[=/]", span)]:
         program, *words = shlex.split(line.replace("$RUN", "runs/STUDY/RUN"), comments=True) or [""]
         if program.endswith("python") and words and words[0].startswith(("experiments/", "analysis/")):
             found.append((words[0], words[1:]))
+        elif program == "gspo" and "--help" not in words:
+            found.append(called_by_gspo(*words))
     return found
+
+
+def write_modules(folder: Path) -> list[str]:
+    """Write the Python of the pages whose first line names a file, `# my_losses.py`; return the modules' names."""
+    names = []
+    for page in PAGES:
+        for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if block["language"] == "python" and (name := re.match(r"# (\w+)\.py\b", block["text"])):
+                (folder / f"{name[1]}.py").write_text(block["text"])
+                names.append(name[1])
+    return names
+
+
+def called_by_gspo(name: str, *words: str) -> tuple[str, list[str]]:
+    """The script that does what a command of the console script does, and its arguments."""
+    module = main.COMMANDS[name].module
+    if name == "figure":
+        module, words = f"analysis.{FIGURES[words[0]].stem}", words[1:]
+    path = f"{module.replace('.', '/')}.py".replace("gspo/commands/", "experiments/")
+    return path, list(words)
 
 
 CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(page)})
@@ -100,8 +123,8 @@ def composes_for_training(words: list[str]) -> None:
     if any(word.startswith("resume=") for word in given.overrides):
         keys = {word.split("=")[0] for word in given.overrides} - {"resume"}
         assert all({key, key.split(".")[0]} & set(changeable_on_resume()) for key in keys), keys
-    folder = ROOT / given.config_dir if given.config_dir else CONF
-    search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_dir else []
+    folder = ROOT / (given.config_dir or "sweeps") if given.config_name else CONF
+    search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_name else []
     jobs = expanded(given.overrides) if given.multirun else [given.overrides]
     assert given.multirun or len(jobs) == 1
     for job in {tuple(jobs[0]), tuple(jobs[-1])}:
@@ -119,6 +142,7 @@ OTHERS = {
     "benchmark": lambda words: composes("benchmark", words),
     "audit_rewards": audit_rewards.parse,
     "parity": parity.parse,
+    "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": dashboard.options,
     "view": lambda words: key_values(words, view.OPTIONS, paths=True),
     "report": lambda words: key_values(words, {"run": ""}, empty=False),
@@ -131,6 +155,9 @@ OTHERS = {
 def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
     script, *words = call
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in write_modules(tmp_path):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert (ROOT / script).is_file(), script
     if script.startswith("analysis/"):
         understood_by_figure(script, words, monkeypatch)
@@ -182,7 +209,8 @@ def test_files_and_modules_that_are_named_exist(page):
             assert (ROOT / span).exists(), span
     for name in re.findall(r"(?<![\w/])gspo(?:\.\w+)+", page.read_text(encoding="utf-8")):
         path = ROOT.joinpath(*name.split("."))
-        assert path.is_dir() or path.with_suffix(".py").is_file(), name
+        if not (path.is_dir() or path.with_suffix(".py").is_file()):
+            assert hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]), name
 
 
 @every_page
@@ -239,15 +267,17 @@ FEW_STEPS = (
     "evaluation.problems=4 evaluation.every=3 checkpoint.every=3"
 )
 SHORTER = f"""
-python() {{
+shortened() {{
     local few=()
     case "$*" in
-        experiments/train.py*resume=*) few=(steps=5) ;;
-        experiments/train.py*) few=({FEW_STEPS}) ;;
-        experiments/evaluate.py*) few=(problems=2 k=1) ;;
+        *train.py*resume=* | *"main train"*resume=*) few=(steps=5) ;;
+        *train.py* | *"main train"*) few=({FEW_STEPS}) ;;
+        *evaluate.py* | *"main evaluate"*) few=(problems=2 k=1) ;;
     esac
     command python "$@" "${{few[@]}}"
 }}
+python() {{ shortened "$@"; }}
+gspo() {{ shortened -m gspo.commands.main "$@"; }}
 """
 
 
@@ -256,6 +286,7 @@ python() {{
 def test_the_marked_blocks_of_a_page_run(page, tmp_path):
     for name in ("experiments", "analysis", "conf", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
+    write_modules(tmp_path)
     there = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     script = "\n".join(["set -euo pipefail", SHORTER, *blocks(page, marked=True)])
     done = subprocess.run(

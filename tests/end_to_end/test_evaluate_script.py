@@ -1,6 +1,5 @@
-"""experiments/evaluate.py: how its command line is composed and refused, and a real SIGKILL in the middle."""
+"""`gspo evaluate`: how its command line is composed and refused, and a real SIGKILL in the middle."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from omegaconf import OmegaConf
 
 import forked
 from commands import SMALL, only_run, train
+from gspo.commands import evaluate
 from gspo.config.commands import EvaluateCommand
 from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
@@ -29,31 +29,22 @@ MBPP = json.dumps({
 })  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("evaluate_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evaluate_script"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def command(script, *arguments: str) -> EvaluateCommand:
+def command(*arguments: str) -> EvaluateCommand:
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("evaluate", script.with_benchmarks(list(arguments)))
-        script.find_data(config)
+        config = compose("evaluate", evaluate.with_benchmarks(list(arguments)))
+        evaluate.find_data(config)
         return OmegaConf.to_object(config)
 
 
-def test_benchmarks_are_option_files_with_their_own_settings(script):
-    got = command(script, "model=tiny_dense", "benchmark=[math,code]", "tasks.math.largest=7", "tasks.code.slots=2")
+def test_benchmarks_are_option_files_with_their_own_settings():
+    got = command("model=tiny_dense", "benchmark=[math,code]", "tasks.math.largest=7", "tasks.code.slots=2")
     assert got.benchmark == ["math", "code"]
     assert got.tasks == {"math": ChainArithmetic(largest=7), "code": FunctionWriting(slots=2)}
     assert got.model == TinyDense() and (got.k, got.temperature, got.problems) == (4, 1.0, 0)
     for spelling in ("benchmark=math", "benchmark=math,code", "benchmark=[]"):
         names = spelling.removeprefix("benchmark=").strip("[]").split(",") if "math" in spelling else []
-        assert list(command(script, "run=x", spelling).tasks) == names
+        assert list(command("run=x", spelling).tasks) == names
 
 
 @pytest.mark.parametrize(
@@ -71,59 +62,59 @@ def test_benchmarks_are_option_files_with_their_own_settings(script):
         (["run=x", "benchmark=math", "data=x"], r"data=x is read by none of benchmark=\['math'\]"),
     ],
 )
-def test_refusals(script, arguments, message):
+def test_refusals(arguments, message):
     with pytest.raises(Exception, match=message):
-        command(script, *arguments)
+        command(*arguments)
 
 
-def test_sets_are_chosen_by_name_and_never_mixed_up(script):
-    got = command(script, "run=x", "benchmark=[math,code]", "sets=[rated,code]", "problems=3", "seed=5")
-    sets = script.all_sets(got, got.tasks)
+def test_sets_are_chosen_by_name_and_never_mixed_up():
+    got = command("run=x", "benchmark=[math,code]", "sets=[rated,code]", "problems=3", "seed=5")
+    sets = evaluate.all_sets(got, got.tasks)
     assert [(s.name, len(s.problems)) for s in sets] == [("rated", 3), ("code", 3)]
     assert sets[0].problems == [got.tasks["math"].problem(5, "rated", i) for i in range(3)]
     with pytest.raises(ValueError, match=r"sets=\[x\]: there is no such set; there are math_easy, math_hard, rated"):
-        script.all_sets(command(script, "run=x", "benchmark=math", "sets=[x]"), got.tasks)
-    both = command(script, "run=x", "benchmark=[math,mixed]")
+        evaluate.all_sets(command("run=x", "benchmark=math", "sets=[x]"), got.tasks)
+    both = command("run=x", "benchmark=[math,mixed]")
     with pytest.raises(ValueError, match="more than one of them has the set math_easy"):
-        script.all_sets(both, both.tasks)
+        evaluate.all_sets(both, both.tasks)
 
 
 @pytest.mark.skipif("gsm8k" not in CHOICES["task"], reason="no published benchmarks here")
-def test_a_folder_of_data_finds_each_benchmark(script, tmp_path):
+def test_a_folder_of_data_finds_each_benchmark(tmp_path):
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
     (tmp_path / "aime24.jsonl").write_text(json.dumps({"problem": "1+2?", "answer": "3"}) + "\n")
-    got = command(script, "model=tiny_dense", "benchmark=[gsm8k,aime24]", f"data={tmp_path}")
+    got = command("model=tiny_dense", "benchmark=[gsm8k,aime24]", f"data={tmp_path}")
     assert [task.path for task in got.tasks.values()] == [str(tmp_path / "gsm8k"), str(tmp_path / "aime24.jsonl")]
-    assert [(s.name, len(s.problems)) for s in script.all_sets(got, got.tasks)] == [("gsm8k", 1), ("aime24", 1)]
-    own = command(script, "run=x", "benchmark=[gsm8k,aime24]", f"data={tmp_path}", "tasks.gsm8k.path=mine.jsonl")
+    assert [(s.name, len(s.problems)) for s in evaluate.all_sets(got, got.tasks)] == [("gsm8k", 1), ("aime24", 1)]
+    own = command("run=x", "benchmark=[gsm8k,aime24]", f"data={tmp_path}", "tasks.gsm8k.path=mine.jsonl")
     assert own.tasks["gsm8k"].path == "mine.jsonl" and own.tasks["aime24"].path == str(tmp_path / "aime24.jsonl")
 
 
-def own_limits(script, *arguments: str) -> dict[str, int]:
-    got = command(script, "model=tiny_dense", "problems=1", *arguments)
-    return {s.name: s.limit for s in script.all_sets(got, got.tasks)}
+def own_limits(*arguments: str) -> dict[str, int]:
+    got = command("model=tiny_dense", "problems=1", *arguments)
+    return {s.name: s.limit for s in evaluate.all_sets(got, got.tasks)}
 
 
-def test_an_evaluation_takes_each_benchmarks_own_length(script, tmp_path):
+def test_an_evaluation_takes_each_benchmarks_own_length(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     (tmp_path / "aime24.jsonl").write_text('{"problem": "1+2?", "answer": "3"}\n')
     (tmp_path / "mbpp.jsonl").write_text(MBPP)
     wanted = ["benchmark=[gsm8k,aime24,mbpp,math]", f"data={tmp_path}", "sets=[gsm8k,aime24,mbpp,rated]"]
-    assert own_limits(script, *wanted) == {"gsm8k": 2048, "aime24": 32768, "mbpp": 768, "rated": 2048}
-    assert set(own_limits(script, *wanted, "max_new_tokens=9").values()) == {9}
-    got = command(script, "run=x", *wanted)
-    assert [s.limit for s in script.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
+    assert own_limits(*wanted) == {"gsm8k": 2048, "aime24": 32768, "mbpp": 768, "rated": 2048}
+    assert set(own_limits(*wanted, "max_new_tokens=9").values()) == {9}
+    got = command("run=x", *wanted)
+    assert [s.limit for s in evaluate.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
         "a run's own task: its limit"
     )
 
 
-def test_an_evaluation_says_where_the_limit_decided(script):
+def test_an_evaluation_says_where_the_limit_decided():
     sets = [EvaluationSet("gsm8k", None, [], limit=2048), EvaluationSet("aime24", None, [], limit=100)]
     results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
-    (line,) = script.cut_short(results, sets)
+    (line,) = evaluate.cut_short(results, sets)
     assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line
-    assert script.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
+    assert evaluate.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
 
 
 def run(cwd: Path, *overrides: str) -> list[str]:

@@ -303,10 +303,17 @@ def test_a_run_killed_in_its_cold_start_can_be_resumed(tmp_path):
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
 
 
-@pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
-def test_ctrl_c_while_the_libraries_load_is_one_line(tmp_path, script):
+@pytest.mark.parametrize(
+    "program",
+    [
+        [str(ROOT / "experiments" / "train.py")],
+        [str(ROOT / "experiments" / "evaluate.py")],
+        ["-m", "gspo.commands.main", "train"],
+    ],
+)
+def test_ctrl_c_while_the_libraries_load_is_one_line(tmp_path, program):
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", str(ROOT / "experiments" / script)],
+        [sys.executable, "-X", "importtime", *program],
         cwd=tmp_path,
         env=environment(),
         stderr=subprocess.PIPE,

@@ -78,7 +78,7 @@ STORE = """
 import sys
 from pathlib import Path
 sys.path[:0] = {paths}
-import view
+from gspo.commands import view
 from trackio import SQLiteStorage
 page = view.Page(SQLiteStorage)
 page.look(sys.argv[1:])

@@ -1,6 +1,8 @@
 """What data may do on a terminal, in a page, in a figure: nothing."""
 
+import base64
 import fcntl
+import hashlib
 import io
 import json
 import logging
@@ -14,10 +16,13 @@ import unicodedata
 
 import matplotlib.text
 import pytest
+from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
 from analysis import style
-from gspo.core.escaping import ODD, Lines, Screen, head, in_html, in_markdown, line, shown
+from analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text, to_html
+from gspo.core.escaping import ODD, Lines, Screen, in_markdown, line, shown
+from gspo.tracking.pages import fill
 from spoiled_runs import ESCAPE, MARKUP, ROOT
 
 EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
@@ -76,13 +81,26 @@ def test_markdown_is_text(text):
     assert "://" not in in_markdown(text) and "www." not in in_markdown(text), "GitHub makes links of these"
 
 
-def test_a_page_runs_and_fetches_nothing():
-    style = "body { color: red }"
-    page = head(MARKUP, style) + in_html(MARKUP + "' onerror='x")
-    assert "<script>alert" not in page and "' onerror" not in page
-    policy = page.split('content="')[1].split('"')[0]
+def test_a_page_runs_and_fetches_nothing(tmp_path):
+    bad = MARKUP + "' onerror='x\" y {{ 7 * 7 }}" + ESCAPE
+    (tmp_path / "a.png").write_bytes(b"png")
+    table = Table((bad,), ((bad,), (Link(bad, bad),)))
+    page = to_html(
+        bad, [Heading(bad), Text(bad), Items((bad,)), table, Figure(tmp_path / "a.png", bad), Folded(bad, bad)]
+    )
+    assert "<script>alert" not in page and "' onerror" not in page and 'x" y' not in page and not ODD.search(page)
+    assert page.count("{{ 7 * 7 }}") == page.count("&lt;script&gt;") == 12, "escaped once, and no template"
+    policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-    assert f"<style>{style}</style>" in page and page.index("Content-Security-Policy") < page.index("<style>")
+    style = page.split("<style>")[1].split("</style>")[0]
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy, "the browser takes our style"
+    assert page.index("Content-Security-Policy") < page.index("<style>")
+
+
+def test_a_value_that_a_template_lacks_is_an_error(tmp_path):
+    (tmp_path / "page.html.j2").write_text("{% extends 'base.html.j2' %}{% block body %}{{ absent }}{% endblock %}")
+    with pytest.raises(UndefinedError, match="absent"):
+        fill(tmp_path / "page.html.j2", "title", {})
 
 
 def test_what_is_logged_is_shown():

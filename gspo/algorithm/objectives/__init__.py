@@ -8,11 +8,37 @@ An objective returns the loss of every token; how tokens are averaged is a separ
 The formulas differ from those of the papers in one point: log-ratios are bounded before exp, see base.RatioObjective.
 """
 
+from gspo.algorithm.objectives import sequence, token, weighted
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.sequence import GMPO, GSPO, LUSPO, GSPOToken
 from gspo.algorithm.objectives.token import DAPO, GRPO, PPO, DrGRPO
 from gspo.algorithm.objectives.weighted import CISPO, DPPO, SAPO, MiniRL, Reinforce
 
-OBJECTIVES = (GSPO, GSPOToken, LUSPO, GMPO, GRPO, DrGRPO, DAPO, PPO, Reinforce, CISPO, MiniRL, DPPO, SAPO)
+# Every class of these modules that has a name is an option of the group `objective`.
+OBJECTIVES: tuple[type[Objective], ...] = tuple(
+    kind
+    for module in (sequence, token, weighted)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Objective) and kind.__module__ == module.__name__ and kind.name
+)
 
-__all__ = ["OBJECTIVES", "LossInputs", "LossOutputs", "Objective", "log_ratio", *(o.__name__ for o in OBJECTIVES)]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "DPPO",
+    "GMPO",
+    "GRPO",
+    "GSPO",
+    "LUSPO",
+    "OBJECTIVES",
+    "PPO",
+    "SAPO",
+    "DrGRPO",
+    "GSPOToken",
+    "LossInputs",
+    "LossOutputs",
+    "MiniRL",
+    "Objective",
+    "Reinforce",
+    "log_ratio",
+]

@@ -80,6 +80,7 @@ class Objective(Ranged, key="objective"):
     ratio_to: ClassVar[str] = "old"  # the policy that the ratio divides by: old | engine (it sampled) | none: no ratio
     sequence_level: ClassVar[bool] = False  # there is one ratio per response
     token_advantages: ClassVar[bool] = False  # at the sequence level, tokens of a response may differ in advantage
+    needs_every_row: ClassVar[bool] = False  # responses whose advantages are all 0 have a gradient too
     clips_sequence_ratio: ClassVar[bool] = False  # clip_low and clip_high bound the ratio of the response
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:

@@ -38,7 +38,6 @@ class Literal:
 
 DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?:\\,\d{3})+|\d+)"
 DECIMAL = rf"(?:{DIGITS}(?:\.\d*)?|\.\d+)"
-GROUP = r"\{{?\s*{}\s*\}}?"
 TEN = r"10\s*\^\s*(?:\{\s*([-+]?\d{1,6})\s*\}|(-?\d)(?!\d)|\(\s*([-+]?\d{1,6})\s*\))"
 DECIMAL_PATTERN = re.compile(DECIMAL)
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")

@@ -12,15 +12,6 @@ from gspo.verifiers.sandbox.scene import scene
 _results: dict[tuple[Any, ...], dict[str, str]] = {}  # the results by user and layers, of this process or its parent
 
 
-def self_test(runner: Any) -> dict[str, str]:
-    """Return the layers of a CodeRunner and, for each of the quick attacks, "stopped" or what came through; for
-    `report`.
-
-    Raises ValueError naming the layer or the attack unless the runner has `allow_weak_sandbox`.
-    """
-    return runner.each(lambda slot, _: {**slot.layers(), **attack(slot)}, [None])[0]
-
-
 def require(slot: Any, allow_weak: bool) -> None:
     """Raise ValueError, with the reason, unless the slot confines programs or `allow_weak`."""
     if allow_weak:

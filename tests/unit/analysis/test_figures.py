@@ -247,7 +247,7 @@ def test_bars_and_bands_are_95_percent_and_said_to_be(folder, drawn):
 
 
 def test_every_axis_has_a_label(folder, drawn):
-    assert not [metric.name for metric in METRICS if metric.unit in ("1", "")]
+    assert not [metric.name for metric in METRICS if metric.unit in ("1", "") and metric.name != "custom/*"]
     data = load.load([folder])
     fig1_stability.draw(data, Path())
     fig3_routing_replay.draw(data, Path())

@@ -1,5 +1,7 @@
 """analysis/fig_sweep.py, fig_clip_range.py and early_warning.py on runs whose numbers are known."""
 
+import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -117,7 +119,7 @@ def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path,
     for arguments in ([str(stressed), "--save"], []):
         monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")])
         early_warning.main()
-    first, second = capsys.readouterr().out.split("6 of 18 runs collapsed")[1:]
+    first, second = re.sub(" +", " ", capsys.readouterr().out).split("6 of 18 runs collapsed")[1:]
     assert first == second and "| rollout.staleness=8 | GRPO | - | 2 of 2 |" in first
     assert sorted(p.stem for p in (tmp_path / "kept").iterdir()) == [
         "16_mini_batches", "learning_rate_alone", "rollout_staleness_8",
@@ -167,6 +169,18 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     ):
         with pytest.raises(load.Refused, match=said):
             fig_curves.draw(data, tmp_path, metrics=metrics)
+
+
+def test_a_metric_of_ones_own_has_the_unit_that_a_run_directory_gives(tmp_path, monkeypatch):
+    folder = write(tmp_path / "runs", "gspo", HEALTHY)
+    rows = [json.loads(line) | {"custom/answers": 0.5} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = []
+    monkeypatch.setattr(style, "save", lambda figure, *_: labels.append(figure.axes[0].get_ylabel()) or [])
+    for text in ('{"custom/answers": {"unit": "share", "meaning": "m"}}', "damaged", None):
+        (folder / "custom_metrics.json").write_text(text) if text else (folder / "custom_metrics.json").unlink()
+        fig_curves.draw(load.load([tmp_path]), tmp_path, metrics=["custom/answers"])
+    assert labels == ["share", "unit not recorded", "unit not recorded"]
 
 
 def test_what_a_logarithmic_axis_cannot_show_is_a_gap():

@@ -166,9 +166,9 @@ def test_what_the_page_is_given_when_a_run_goes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     script = f"""
 import json, sys
-sys.path[:0] = [{str(ROOT / "experiments")!r}, {str(ROOT / "tests/support")!r}]
+sys.path.insert(0, {str(ROOT / "tests/support")!r})
 from pathlib import Path
-import view
+from gspo.commands import view
 from recorded_runs import write
 from trackio import SQLiteStorage
 folder = write(Path("runs") / "s", "gspo", [0.4, 0.5, 0.6])

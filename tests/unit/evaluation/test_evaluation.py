@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from gspo.evaluation.evaluate import EvaluationSettings, as_metrics, evaluate, l
 from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_speed_settings
 from gspo.rollout.engine import LocalEngine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import sample_and_score, scored_chunks
+from gspo.rollout.scoring import Seconds, scored_chunks
 from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.function_writing import FunctionWriting
+from gspo.tasks.math_benchmarks import GSM8K
 from gspo.tasks.mixture import Mixture
 from gspo.tracking.metrics import lookup
 
@@ -91,14 +94,9 @@ def test_finite_sets_are_taken_whole_and_made_ones_by_number():
 
 
 def groups_of(task, problems, samples):
-    return sample_and_score(
-        Demonstrator(task),
-        task,
-        load_evaluation_sets(task, ["rated"], problems)[0].problems,
-        samples,
-        Sampling(),
-        (0, "evaluation", "rated"),
-    )[0]
+    chosen = load_evaluation_sets(task, ["rated"], problems)[0].problems
+    position = (0, "evaluation", "rated")
+    return list(chain(*scored_chunks(Demonstrator(task), task, chosen, samples, Sampling(), position)))
 
 
 def test_ungraded_responses_are_in_no_denominator():
@@ -147,7 +145,8 @@ def test_chunks_and_the_thread_change_nothing():
     problems, sampling = load_evaluation_sets(task, ["rated"], 7)[0].problems, Sampling(1.0, 6)
     serial = engine.generate(problems, 3, sampling, (1, "x"))
     scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for group in serial for r in group])
-    beside, seconds = sample_and_score(engine, task, problems, 3, sampling, (1, "x"))
+    seconds = Seconds()
+    beside = list(chain(*scored_chunks(engine, task, problems, 3, sampling, (1, "x"), seconds=seconds)))
     flat, expected = ([r for group in groups for r in group] for groups in (beside, serial))
     assert [r.token_ids for r in flat] == [r.token_ids for r in expected]
     assert all((a.logprobs == b.logprobs).all() for a, b in zip(flat, expected, strict=True)), "the same batches"
@@ -172,10 +171,9 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
             assert sampling_second.wait(10), "the second chunk is not begun before the first is graded"
             return super().score(answers)
 
-    task = Waiting()
-    groups, seconds = sample_and_score(
-        Engine(task), task, load_evaluation_sets(task, ["rated"], 4)[0].problems, 2, Sampling(), (0,), chunk=1
-    )
+    task, seconds = Waiting(), Seconds()
+    problems = load_evaluation_sets(task, ["rated"], 4)[0].problems
+    groups = list(chain(*scored_chunks(Engine(task), task, problems, 2, Sampling(), (0,), chunk=1, seconds=seconds)))
     assert [group[0].problem.index for group in groups] == [0, 1, 2, 3] and seconds.waited < 5
 
 
@@ -255,9 +253,10 @@ def test_a_folder_with_other_settings_or_damage_is_refused(tmp_path):
 
 
 def test_what_makes_an_evaluation_another_one():
-    assert without_speed_settings({"slots": 2, "path": "x", "math": {"workers": 3, "form": "boxed"}}) == {
-        "path": "x", "math": {"form": "boxed"}
-    }  # fmt: skip
+    mixture = without_speed_settings(Mixture(code=FunctionWriting(slots=3)))
+    assert "slots" not in mixture["code"] and mixture["code"]["cpu_seconds"] == 0.5 and mixture["code_share"] == 0.5
+    assert mixture == without_speed_settings(Mixture()) != without_speed_settings(Mixture(code_share=0.4))
+    assert "workers" not in without_speed_settings(GSM8K(workers=2))
     one, other, seeded = (
         describe(load_evaluation_sets(task, ["rated"], 5, seed)[0])
         for task, seed in ((Graded(), 0), (Graded(largest=7), 0), (Graded(), 1))

@@ -99,6 +99,21 @@ def test_responses_of_different_problems_are_shown(tmp_path):
         assert (text.count('class="good"'), text.count('class="bad"')) == (good, bad)
 
 
+def test_metrics_of_ones_own_have_curves_with_their_unit_and_meaning(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    rows = [
+        json.loads(line) | {"custom/a<b": 1.0, "custom/c": 2.0}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "custom_metrics.json").write_text('{"custom/a<b": {"unit": "<i>", "meaning": "mine"}}')
+    words = Page(run_report.page(folder)).words
+    assert "custom/a<b: mine [<i>]" in words
+    assert any(word.startswith("custom/c: a metric of the user's own") for word in words)
+    (folder / "custom_metrics.json").write_text("[")
+    assert "A file is left out" in " ".join(Page(run_report.page(folder)).words)
+
+
 def test_it_needs_nothing_but_itself(tmp_path):
     text = run_report.page(run(tmp_path, HEALTHY))
     assert not re.search(r"https?:|src=|href=|@import|<script|url\(", text)

@@ -18,12 +18,12 @@ from commands import environment, wandb_rows
 from gspo.core.seeding import permutation, seed_for, uniforms
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.settings import TrackingSettings
-from gspo.tracking.tracker import Progress, Tracker, read_rows, supersede
+from gspo.tracking.tracker import Progress, Tracker, read_rollouts, read_rows, supersede
 
 DIES = """
 import os, signal, sys, time
 from pathlib import Path
-from gspo.tracking.tracker import Tracker
+from gspo.tracking.tracker import Tracker, read_rollouts
 from gspo.tracking.settings import TrackingSettings
 tracker = Tracker(Path(sys.argv[1]), TrackingSettings(wandb="offline"), {"seed": 1}, "group", ["tag"])
 for step in range(6):
@@ -97,7 +97,9 @@ def test_progress_says_step_reward_and_time_left(capsys):
 def test_the_registry_is_unambiguous_and_explained():
     names = [m.name for m in METRICS]
     assert len(names) == len(set(names))
-    assert all(m.unit and m.meaning and m.summary in ("last", "max", "recent") for m in METRICS)
+    assert all(
+        (m.unit or m.name == "custom/*") and m.meaning and m.summary in ("last", "max", "recent") for m in METRICS
+    )
     assert lookup("eval/math_hard/avg@2").name == "eval/*/avg@*"
     assert lookup("clip/token_active_minibatch_3").name == "clip/token_active_minibatch_*"
 
@@ -138,7 +140,7 @@ def test_what_a_summary_keeps_of_noisy_batches_is_the_last_and_the_mean_of_ten()
 SUMMARISED = """
 import json, sys
 from pathlib import Path
-from gspo.tracking.tracker import Tracker
+from gspo.tracking.tracker import Tracker, read_rollouts
 from gspo.tracking.settings import TrackingSettings
 for last in (12, 14):  # and resumed
     tracker = Tracker(Path(sys.argv[1]), TrackingSettings(wandb="offline"), {"seed": 1}, "group", ["tag"])
@@ -156,3 +158,10 @@ def test_a_summary_by_hand(tmp_path):
     first, resumed = (json.loads(line) for line in done.stdout.splitlines())
     assert first == {"recent": {"reward/mean": pytest.approx(0.75)}, "best": {"last": 0.1, "max": 0.9}}  # .3 to 1.2
     assert resumed == {"recent": {"reward/mean": pytest.approx(0.95)}, "best": {"last": 0.1, "max": 0.9}}
+
+
+def test_damaged_lines_of_saved_responses_are_left_out(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    assert read_rollouts(path) == []
+    path.write_text('{"reward": 1.0}\n[1]\nno JSON\n{"reward": 0.5}\n{"rewa')
+    assert read_rollouts(path) == [{"reward": 1.0}, {"reward": 0.5}]

@@ -1,0 +1,139 @@
+"""Runs side by side in the terminal, in the order given: `gspo compare runs/STUDY/A runs/STUDY/B ...`
+
+Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
+run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
+tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
+W&B files, wandb:ENTITY/PROJECT.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import pandas as pd
+
+from analysis import load, script
+from analysis.load import Run
+from analysis.stats import START, WINDOW, block_bootstrap
+from gspo.core.arguments import key_values
+from gspo.core.escaping import line
+from gspo.tracking.collapse import levels
+
+MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
+    "clipped tokens": ("clip/token_active", ".3g"),
+    "routing consistency": ("routing/consistency", ".4f"),
+    "entropy": ("policy/entropy", ".3f"),
+    "gradient norm": ("optim/grad_norm", ".3g"),
+    "tokens of a response": ("length/mean", ".1f"),
+}
+TOTALS = {"tokens": ("compute/tokens", ".3g"), "FLOPs": ("compute/flops", ".3g"), "hours": ("compute/seconds", ".2f")}
+
+
+def main() -> None:
+    """Compare the runs that the command line names."""
+    script.command(lambda: sys.exit(compare(sys.argv[1:])))
+
+
+def compare(arguments: list[str]) -> int:
+    """Print the comparison of these runs; return the exit code."""
+    if not arguments or arguments[0].startswith("-"):
+        print(__doc__)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    try:
+        _, paths = key_values(arguments, {}, paths=True)
+    except ValueError as error:
+        load.die(str(error))
+    data = load.load(paths)
+    for note in data.notes:
+        if not note.startswith("seeds of"):
+            print(f"note: {line(note)}")
+    if len(data.runs) < 2:
+        load.die(f"there is one run, {data.runs[0].path}: name two or more")
+    print("\n".join(table(data.runs)))
+    return 0
+
+
+def table(runs: list[Run]) -> list[str]:
+    """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered, with a legend
+    above."""
+    keys = sorted({key for run in runs for key in run.settings})
+    lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
+    rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
+    for key in keys:
+        values = [str(run.settings.get(key, "-")) for run in runs]
+        if len(set(values)) > 1 and key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing"):
+            rows.append([key, *values])
+    rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
+    rows = [[line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
+    return [*lines, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows)]
+
+
+def results(runs: list[Run]) -> list[list[str]]:
+    """Return a row per quantity with a cell per run, "-" where a run has not reported it."""
+    rows: list[tuple[str, Callable[[Run], str]]] = [
+        ("ended", ended),
+        ("batches", lambda run: f"{run.last}/{run.planned}"),
+        (f"reward, first {START}", lambda run: interval(reward(run).head(START))),
+        (f"reward, last {WINDOW}", lambda run: interval(reward(run).tail(WINDOW))),
+        ("reward, best smoothed", best),
+    ]
+    sets = sorted({name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name})
+    rows += [(f"{name}, last ± 95 % (best)", lambda run, name=name: held_out(run, name)) for name in sets]
+    rows += [(name, lambda run, m=metric, f=form: mean(run, m, f)) for name, (metric, form) in MEANS.items()]
+    rows += [(name, lambda run, m=metric, f=form: total(run, m, f)) for name, (metric, form) in TOTALS.items()]
+    rows += [(f"time, {name}", lambda run, n=name: share_of_time(run, n)) for name in ("checkpoint", "monitor")]
+    return [[name, *(cell(run) for run in runs)] for name, cell in rows]
+
+
+def reward(run: Run) -> pd.Series:
+    return run.column("reward/mean")
+
+
+def interval(values: pd.Series) -> str:
+    return block_bootstrap(values.to_numpy()).text() if len(values) else "-"
+
+
+def ended(run: Run) -> str:
+    """Return how a run ended, by the registered rule and by what its directory says."""
+    return run.ended if run.collapsed is None else f"{run.ended}; collapsed at step {run.collapsed}"
+
+
+def best(run: Run) -> str:
+    """Return the highest point of the smoothed reward and its step."""
+    rewards = reward(run)
+    smooth = levels(rewards.tolist())[0]
+    return f"{smooth.max():.3f} at step {rewards.index[smooth.argmax()]}" if len(smooth) else "-"
+
+
+def held_out(run: Run, name: str) -> str:
+    """Return the last score with its 95 % interval over problems, and the best of all evaluations, which is chosen
+    after the fact."""
+    if name not in run.rows:
+        return "-"
+    scores = run.rows.sort_values("step")[name].astype(float).dropna()
+    if not len(scores):
+        return "-"
+    stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
+    half = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
+    around = "" if math.isnan(half) else f" ± {half:.3f}"
+    return f"{scores.iloc[-1]:.3f}{around} ({scores.max():.3f})"
+
+
+def mean(run: Run, metric: str, form: str) -> str:
+    values = run.column(metric)
+    return f"{values.mean():{form}}" if len(values) else "-"
+
+
+def total(run: Run, metric: str, form: str) -> str:
+    """Return the last value of a running total, with seconds as hours."""
+    values = run.column(metric)
+    return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
+
+
+def share_of_time(run: Run, name: str) -> str:
+    """Return the share of the run's seconds in which it waited for this."""
+    spent, seconds = run.column(f"time/{name}_s"), run.column("compute/seconds")
+    return f"{100 * spent.sum() / seconds.iloc[-1]:.2f} %" if len(spent) and len(seconds) else "-"

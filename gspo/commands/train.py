@@ -1,0 +1,59 @@
+"""Trains a policy: Hydra composes conf/, the settings become dataclasses, the trainer runs. `--help` says more."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gspo.commands.option_files import SweepFiles, composed
+from gspo.config.load import chosen_settings
+from gspo.run.cli import Stopped, command_line, one_line, stop_signal
+from gspo.run.devices import keep_devices, take_share
+from gspo.run.directory import RunDirectory
+from gspo.run.lifecycle import run
+from gspo.run.sweep_state import forecast
+from gspo.run.sweeps import taken_by_another_job
+from gspo.tracking.wandb_run import own_arguments, under_agent
+
+
+def main() -> None:
+    """Make the run, or the sweep of runs, that the command line asks for."""
+    stop_signal().loud = True
+    if under_agent():
+        sys.argv[1:] = own_arguments(sys.argv[1:])
+    keep_devices()
+    stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
+    Plugins.instance().register(SweepFiles)
+    command_line(composed("train", job))
+
+
+@one_line
+def job(config: DictConfig) -> None:
+    """Make one run, alone or as a job of a sweep."""
+    hydra = HydraConfig.get()
+    settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
+    if settings.dry_run:
+        folder = RunDirectory.for_run(settings, in_sweep=False).path
+        print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
+        return
+    if first := taken_by_another_job(settings):
+        print(f"job {hydra.job.num} is {first}: nothing is left to do")
+        return
+    stop = stop_signal()
+    stop.install(signal.SIGINT, signal.SIGTERM)
+    stop.install_scheduler()
+    if not stop.loud:
+        stop.end_with_parent()
+    take_share(hydra, settings.threads)
+    with stop.busy:
+        try:
+            if not stop.requested():  # a sweep that was asked to stop starts no further run
+                run(settings, alone=hydra.mode == RunMode.RUN and not under_agent())
+        except Stopped:
+            print(f"{settings.label()}: stopped before its first step; the same command starts it again")
+    stop.requeue()

@@ -1,0 +1,124 @@
+"""The life of one run: it trains from its newest checkpoint, again after each rollback, and its end is recorded."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from gspo.config.checks import warnings
+from gspo.config.settings import Settings
+from gspo.core.files import CreatedFiles
+from gspo.model.policy import Policy
+from gspo.rollout.engine_process import EngineEnded
+from gspo.run.build import build_trainer, print_sandbox_layers
+from gspo.run.cli import Broken, Collapsed, Ended, Failed, explain, stop_signal
+from gspo.run.directory import ENDED, RunDirectory, has_reached
+from gspo.run.loop import Session, warn
+from gspo.tracking.run_report import PAGE
+from gspo.tracking.tracker import Tracker
+
+# The exit codes that W&B is told of, by how a run ended.
+W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}
+
+
+def run(settings: Settings, alone: bool = True) -> None:
+    """Make one run, from its directory to its last checkpoint. `alone` says that it has the terminal to itself."""
+    directory = RunDirectory.for_run(settings, in_sweep=not alone)
+    try:
+        with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
+            warn(directory.foreign_settings_warnings(settings))
+            while (how := attempt(settings, directory, alone, made)) == "rolled back":
+                if stop_signal().requested():
+                    break
+    except EngineEnded as error:
+        raise Ended(f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
+    if how == "collapsed" and alone:  # in a sweep a collapse is a result
+        raise Collapsed
+
+
+def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles) -> str:
+    """Train from the newest checkpoint, or from the beginning, until the run ends or is rolled back; return which."""
+    folder, rollbacks = directory.path, directory.rollbacks()
+    warn(rollbacks.move())
+    checkpoint = directory.newest_checkpoint(settings)
+    if checkpoint is None:
+        rollbacks.forget()
+    if how := ended_before(settings, directory, checkpoint, alone):
+        return how
+    lowered = rollbacks.lowered(settings)
+    with directory.removed_if_refused(lowered, made):
+        trainer = build_trainer(lowered, checkpoint, alone)
+    print_sampling_notes(lowered)
+    warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
+    directory.record_start(settings, trainer.policy.prompt_format_used)
+    warn(warnings(settings))
+    warn(model_warnings(trainer.policy))
+    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, settings.tags())
+    how, reason = "failed", ""
+    directory.note_start(trainer.state.step if checkpoint else None)
+    directory.write_status("running", trainer.state.step)
+    try:
+        how = Session(settings, directory, trainer, tracker, alone, stop_signal().requested).run()
+    except SystemExit:  # a scheduler has queued the job again
+        how = "stopped"
+        raise
+    except Exception as error:
+        reason = explain(error)
+        if isinstance(error, OSError):
+            raise Broken(f"{reason}; what was written is kept: mend this and go on with resume={folder}") from error
+        if isinstance(error, ValueError):  # not a mistake of the user's: those were found before the first step
+            raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
+        raise
+    finally:
+        sync = leave(directory, how, trainer.state.step, reason, tracker)
+    if how != "rolled back":
+        upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep prints one command for all of its runs
+        again = "; the same command goes on with it" if how == "stopped" else ""
+        print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{again}{upload}")
+        print(directory.stability_report(), end="")
+        print(f"more in {folder / PAGE}")
+    return how
+
+
+def ended_before(settings: Settings, directory: RunDirectory, checkpoint: Path | None, alone: bool) -> str:
+    """Return how the run has ended already, "" if there is something left to do."""
+    folder = directory.path
+    if has_reached(checkpoint, settings.steps):
+        print(f"{folder} has reached step {settings.steps} already")
+        if directory.status().get("how") not in ENDED:  # it was killed between its last checkpoint and its end
+            directory.write_stability_report("finished")
+            directory.write_status("finished", settings.steps)
+        return "finished"
+    if not alone and directory.status().get("how") == "collapsed":
+        print(f"{folder} has collapsed; it goes on with resume={folder} only")
+        return "collapsed"
+    return ""
+
+
+def leave(directory: RunDirectory, how: str, step: int, reason: str, tracker: Tracker) -> str | None:
+    """Record how the run ended, and close its tracker; return the command that uploads it to W&B, if one is needed."""
+    try:
+        directory.write_status(how, step, reason)
+        with suppress(OSError):  # a full disk was reported already; `gspo report` can make the page later
+            directory.write_page()
+    finally:
+        sync = tracker.finish(W_AND_B[how])
+    return sync
+
+
+def model_warnings(policy: Policy) -> list[str]:
+    """Return the warnings that the model's architecture calls for."""
+    kind, found = type(policy.model).__name__, []
+    if policy.active_parameters is None:
+        found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
+    if not policy.network:
+        found.append(f"{kind} as configured here is not a known architecture: its own forward is used, which is slower")
+    return found
+
+
+def print_sampling_notes(settings: Settings) -> None:
+    """Print what confines the programs that the task runs, and the engine's precision if it is not the trainer's."""
+    print_sandbox_layers(settings.task.ready())
+    if settings.rollout.dtype != "float32":
+        print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")

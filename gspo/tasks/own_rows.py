@@ -1,0 +1,104 @@
+"""The rows of the user's own file or data set, scored by a reward function of the user's own.
+
+    python experiments/train.py task=rows task.train_path=problems.jsonl task.columns.prompt=question \
+        task.reward=my_pkg.rewards:score model=hf model.path=MODEL
+
+With `task.path` the problems of that file are held out. Without it 1 in 8 of the training file's are, chosen by their
+text alone, so that every run holds out the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from gspo.core.ranges import outside_code, ranged
+from gspo.core.types import Problem, Score
+from gspo.tasks.base import held_out
+from gspo.tasks.benchmark import Benchmark, Item, without
+from gspo.tasks.records_file import Row
+from gspo.verifiers.reward_function import RewardFunction
+
+COLUMNS = ("prompt", "family", "rating")
+
+
+@dataclass
+class OwnRows(Benchmark):
+    """Problems are rows of a file or of a hub data set; `reward` names the function that scores responses to them.
+
+    The function gets the prompt, the response's text and the row as a dictionary; see gspo.verifiers.reward_function.
+    A response that was cut off scores 0 without being asked about, as in every task.
+    """
+
+    name: str = "rows"
+    reward: str = outside_code()  # the reward function, for example my_pkg.rewards:score
+    seconds: float = ranged(10.0, above=0)  # the longest that one call of it may take
+    # which columns hold the prompt (a text, or a chat of one user message) and, if given, the family and the rating
+    columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
+    suffix: str = ""  # text after every prompt, for example an instruction on the form of the answer
+    hub_split: str = "test"  # with `hub`: the split that is held out, and the one to train on
+    hub_train_split: str = "train"
+
+    key: ClassVar[str] = "task"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.reward:
+            raise ValueError(f"{self.key}.reward is not given: say where your function is, my_pkg.rewards:score")
+        if unknown := set(self.columns) - set(COLUMNS):
+            raise ValueError(f"{self.key}.columns.{min(unknown)}: choose from {', '.join(COLUMNS)}")
+        if "prompt" not in self.columns:
+            raise ValueError(f"{self.key}.columns.prompt is not given: say which column holds the prompt")
+        if "/" in self.name or not self.name:
+            raise ValueError(f"{self.key}.name={self.name!r} must be a plain name: it stands in the names of metrics")
+        self._function = RewardFunction(self.reward, f"{self.key}.reward", self.seconds)
+
+    def item(self, row: Row, training: bool) -> Item | None:
+        text = prompt_text(row, self.columns["prompt"])
+        family = str(row.get(self.columns["family"], str, int)) if "family" in self.columns else ""
+        rating = float(row.get(self.columns["rating"], int, float)) if "rating" in self.columns else None
+        return Item(text, text + self.suffix, row.values, family, rating)
+
+    def _evaluation_items(self) -> list[Item]:
+        if self.path or self.hub:
+            return super()._evaluation_items()
+        items = [item for item in self._rows_of_training() if held_out(item.text)]
+        if not items:
+            raise ValueError(
+                f"{self.key}.train_path={self.train_path}: none of its problems is among the 1 in 8 that are held out; "
+                f"give {self.key}.path=FILE with problems to evaluate on"
+            )
+        return without(items, set())
+
+    def _rows_of_training(self) -> list[Item]:
+        return [self.item(row, training=True) for row in self._training_source().rows()]
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        """Score the responses that ended by themselves by the reward function, and 0 those that were cut off."""
+        scores = [Score(0.0, "truncated")] * len(answers)
+        asked = [place for place, (_, _, ended) in enumerate(answers) if ended]
+        problems, texts = [answers[place][0] for place in asked], [answers[place][1] for place in asked]
+        found = self._function([p.prompt for p in problems], texts, [p.answer for p in problems]) if asked else []
+        for place, score in zip(asked, found, strict=True):
+            scores[place] = score
+        return scores
+
+    def ready(self) -> dict[str, str]:
+        """Start the process of the reward function, which imports it. Raises ValueError if that fails."""
+        self._function.start()
+        return {}
+
+    def close(self) -> None:
+        """End the process of the reward function."""
+        self._function.close()
+
+
+def prompt_text(row: Row, column: str) -> str:
+    """Return the prompt of a row: a text, or the content of a chat that is one user message."""
+    value = row.get(column, str, list)
+    if isinstance(value, str):
+        return row.text(column)
+    message = value[0] if len(value) == 1 else None
+    if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
+        raise row.wrong(column, 'must be a text, or a chat of one user message, [{"role": "user", "content": ...}]')
+    return message["content"]

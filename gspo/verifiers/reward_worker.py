@@ -1,0 +1,158 @@
+"""The process that a user's reward function runs in; gspo.verifiers.reward_function starts it and says what is asked.
+
+It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first, then for each call it begins
+("begins", places) and for each place that has an outcome ("outcome", place, Score). Printing in the function goes to
+the standard error. The command line gives the connection's descriptor and the place of the function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gspo.core.outside import import_object
+from gspo.core.types import Score
+
+ONE, MANY = ("prompt", "response", "row"), ("prompts", "responses", "rows")
+AT_ONCE = 64  # most calls of an async function that wait at the same time
+LONGEST_REASON = 500  # characters
+Question = tuple[int, str, str, dict[str, Any]]  # place, prompt, response, row
+
+
+def style_of(function: Callable[..., Any], start: str) -> str:
+    """Return "single" for a function of (prompt, response, row), "batch" for one of (prompts, responses, rows).
+
+    Raises ValueError, which begins with `start`, for another signature."""
+    wanted = f"def NAME({', '.join(ONE)}) or, for all responses at once, def NAME({', '.join(MANY)})"
+    if not callable(function):
+        raise ValueError(f"{start}: must be a function, {wanted}")
+    signature = inspect.signature(function)
+    names, needed = tuple(signature.parameters)[:3], [p for p in signature.parameters.values() if p.default is p.empty]
+    if names not in (ONE, MANY) or len(needed) > 3:
+        raise ValueError(f"{start}{signature}: must be {wanted}")
+    return "batch" if names == MANY else "single"
+
+
+def as_score(value: Any) -> Score:
+    """Return what a reward function gave as a score: a number, True or False, None for no reward, or a Score."""
+    if isinstance(value, Score):
+        score = value
+    elif value is None:
+        score = Score(None, "none", reason="the reward function returned None")
+    else:
+        reward = float(value)
+        score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
+    if score.reward is not None and not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}")
+    return score
+
+
+def failure(error: BaseException) -> Score:
+    """Return the score of a response whose reward function raised an exception."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(line.filename)}, line {line.lineno}"
+    return Score(None, "error", reason=f"{type(error).__name__}: {error} ({place})"[:LONGEST_REASON])
+
+
+class Worker:
+    """Calls the function and sends what became of each response."""
+
+    def __init__(self, connection: Connection, function: Callable[..., Any], style: str):
+        self.connection, self.function, self.style = connection, function, style
+
+    def answer(self, questions: list[Question], seconds: float) -> None:
+        """Call the function for all questions."""
+        if self.style == "batch":
+            self.answer_batch(questions, seconds)
+        elif inspect.iscoroutinefunction(self.function):
+            asyncio.run(self.answer_async(questions, seconds))
+        else:
+            for place, *arguments in questions:
+                self.connection.send(("begins", [place]))
+                try:
+                    score = as_score(self.function(*arguments))
+                except Exception as error:  # the user's function may raise anything
+                    score = failure(error)
+                self.connection.send(("outcome", place, score))
+
+    def answer_batch(self, questions: list[Question], seconds: float) -> None:
+        """Call a function of lists once."""
+        places = [place for place, *_ in questions]
+        self.connection.send(("begins", places))
+        try:
+            values = self.function(*(list(column) for column in list(zip(*questions, strict=True))[1:]))
+            if inspect.iscoroutine(values):
+                values = asyncio.run(asyncio.wait_for(values, seconds))
+            values = list(values)
+            if len(values) != len(places):
+                raise ValueError(f"it returned {len(values)} rewards for {len(places)} responses")
+            scores = [as_score(value) for value in values]
+        except TimeoutError:
+            scores = [timeout(seconds)] * len(places)
+        except Exception as error:  # the user's function may raise anything
+            scores = [failure(error)] * len(places)
+        for place, score in zip(places, scores, strict=True):
+            self.connection.send(("outcome", place, score))
+
+    async def answer_async(self, questions: list[Question], seconds: float) -> None:
+        """Call an async function for all questions, up to AT_ONCE at the same time."""
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(place: int, *arguments: Any) -> None:
+            async with room:
+                self.connection.send(("begins", [place]))
+                try:
+                    score = as_score(await asyncio.wait_for(self.function(*arguments), seconds))
+                except TimeoutError:
+                    score = timeout(seconds)
+                except Exception as error:  # the user's function may raise anything
+                    score = failure(error)
+                self.connection.send(("outcome", place, score))
+
+        await asyncio.gather(*(ask(*question) for question in questions))
+
+
+def timeout(seconds: float) -> Score:
+    """Return the score of a response whose reward took too long."""
+    return Score(None, "timeout", reason=f"the reward function took more than {seconds:g} seconds")
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when the one that started it has ended, also during a call that never returns."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(0)
+
+
+def main() -> None:
+    descriptor, path, key, parent = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    os.dup2(2, 1)  # what the function prints
+    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    try:
+        function = import_object(path, key)
+        style = style_of(function, f"{key}={path}")
+    except ValueError as error:
+        connection.send(("refused", str(error)))
+        return
+    connection.send(("ready", style))
+    worker = Worker(connection, function, style)
+    while True:
+        try:
+            questions, seconds = connection.recv()
+        except EOFError:
+            return
+        worker.answer(questions, seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What code.json says of the code."""
+
+import subprocess
+
+from gspo.run import directory
+
+
+def test_a_copy_that_lies_in_another_repository_has_no_commit(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)
+
+    file = tmp_path / "env" / "directory.py"
+    file.parent.mkdir()
+    file.write_text("")
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+    monkeypatch.setattr(directory, "__file__", str(file))
+    state = directory.code_state()
+    assert state["commit"] is None and state["changed_files"] == []
+    git("add", "env")
+    git("commit", "-q", "-m", "ours")
+    file.write_text("changed")
+    state = directory.code_state()
+    assert len(state["commit"]) == 40 and state["changed_files"] == ["env/directory.py"]

@@ -1,0 +1,83 @@
+"""Rows of a user's own file: columns, what is held out, scores, and what is refused."""
+
+import json
+import sys
+
+import pytest
+
+import user_code
+from gspo.core.types import Score
+from gspo.tasks.base import held_out
+from gspo.tasks.own_rows import OwnRows
+
+REWARD = "own_package.rewards:batch"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    user_code.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rows = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": f"l{i % 2}"} for i in range(100)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    yield
+    user_code.forget()
+
+
+def task(**changes) -> OwnRows:
+    return OwnRows(**{"reward": REWARD, "train_path": "train.jsonl", "columns": {"prompt": "question"}} | changes)
+
+
+def test_without_a_test_file_one_in_eight_problems_is_held_out_by_its_text():
+    rows = task()
+    evaluated = [rows.problem(0, "rows", i) for i in range(rows.size("rows"))]
+    trained = [rows.problem(3, "train", i) for i in range(rows.size("train"))]
+    assert len(evaluated) + len(trained) == 100 and 5 <= len(evaluated) <= 22
+    assert all(held_out(p.prompt) for p in evaluated) and not any(held_out(p.prompt) for p in trained)
+    assert len({p.prompt for p in trained}) == len(trained)
+    assert evaluated[0].answer["answer"].isdigit() and evaluated[0].task == "rows"
+
+
+def test_a_test_file_is_held_out_and_its_texts_do_not_come_in_training():
+    rows = task(path="test.jsonl", columns={"prompt": "question", "family": "level"}, suffix="\nAnswer:", name="sums")
+    assert rows.size("sums") == 5 and rows.size("train") == 95 and rows.evaluation_sets() == ["sums"]
+    problem = rows.problem(0, "sums", 3)
+    assert (problem.prompt, problem.family) == ("What is 3+3?\nAnswer:", "l1")
+
+
+def test_a_chat_of_one_user_message_is_a_prompt_and_other_chats_are_refused(tmp_path):
+    chats = [[{"role": "user", "content": f"Say {i}"}] for i in range(20)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    assert task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0).prompt.startswith("Say ")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "system", "content": "x"}, *chats[0]]}))
+    with pytest.raises(ValueError, match=r"line 1: .*prompt.*a chat of one user message"):
+        task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0)
+
+
+def test_responses_are_scored_by_the_function_and_cut_ones_are_not_asked_about():
+    rows = task()
+    problem = rows.problem(0, "rows", 0)
+    assert rows.ready() == {}
+    whole, cut = rows.score([(problem, "xyz", True), (problem, "xyz", False)])
+    assert whole.reward == len(problem.answer["answer"]) + 3 and cut == Score(0.0, "truncated")
+    assert rows.score([(problem, "xyz", False)]) == [Score(0.0, "truncated")]
+    rows.close()
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"reward": ""}, "task.reward is not given"),
+        ({"columns": {"answer": "answer"}}, "task.columns.answer: choose from prompt, family, rating"),
+        ({"columns": {"family": "level"}}, "task.columns.prompt is not given"),
+        ({"name": "a/b"}, "must be a plain name"),
+        ({"seconds": 0}, "seconds=0 must be a finite number above 0"),
+        ({"train_path": ""}, "task.path is empty|task.train_path"),
+        ({"columns": {"prompt": "quest"}}, r"train.jsonl, line 1: the key 'quest' is missing; there are question"),
+        ({"columns": {"prompt": "question", "rating": "level"}}, "key 'level' must be int or float, not str"),
+    ],
+)
+def test_what_is_wrong_is_said_with_key_or_line(changes, text):
+    with pytest.raises(ValueError, match=text):
+        task(**changes).problem(0, "rows", 0)
