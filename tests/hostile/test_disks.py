@@ -277,4 +277,4 @@ def test_a_run_that_cannot_be_built_removes_no_folder_that_was_there(tmp_path):
 
 def test_a_run_is_read_by_who_may_read_it_alone(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
-        settings_and_checkpoint(str(tmp_path), -1, consent=False)
+        settings_and_checkpoint(str(tmp_path), -1, consent=False, trust=False)

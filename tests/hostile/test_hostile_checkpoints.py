@@ -82,7 +82,7 @@ def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
     run = copied(real, tmp_path, (UNREADABLE | CHECKPOINTS)[name])
     started = time.process_time()
     with pytest.raises(ValueError, match=re.escape(run.name)):
-        settings, checkpoint = settings_and_checkpoint(str(run), -1, consent=False)
+        settings, checkpoint = settings_and_checkpoint(str(run), -1, consent=False, trust=False)
         if "state" in name:
             has_reached(checkpoint, settings.steps)
     assert time.process_time() - started < 5

@@ -264,6 +264,10 @@ class Layered(WeakRunner):
         return {"bubblewrap": "on", "landlock": "ABI 7", "seccomp": "on", "user": "user id 1", "threads": "at most 32"}
 
 
+def outcome(runner) -> dict[str, str]:
+    return runner.layers() | self_test.attack(runner)
+
+
 def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
     two = tuple(attack for attack in ATTACKS if attack.name in ("read a secret file", "leave early"))
@@ -271,7 +275,7 @@ def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
     with pytest.raises(ValueError, match=r"allow_weak_sandbox=False.*'read a secret file': the secret was printed"):
         self_test.require(Layered(SUITE_LIMITS), allow_weak=False)
     self_test.require(Layered(SUITE_LIMITS), allow_weak=True)
-    states = self_test.self_test(Layered(SUITE_LIMITS))
+    states = outcome(Layered(SUITE_LIMITS))
     assert states["leave early"] == "stopped" and states["read a secret file"] == "the secret was printed"
     assert "  read a secret file  the secret was printed" in self_test.report(states).split("\n")
 
@@ -290,8 +294,8 @@ def test_too_few_layers_are_refused(missing):
 def test_the_self_test_passes_here_and_runs_once(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
     with CodeRunner(SUITE_LIMITS) as runner:
-        states = self_test.self_test(runner)
+        states = outcome(runner)
         assert all(states[attack.name] == "stopped" for attack in QUICK_ATTACKS)
         assert {"landlock", "seccomp", "bubblewrap"} < set(states)
         monkeypatch.setattr(self_test, "scene", None)  # a second run would fail
-        assert self_test.self_test(runner) == states
+        assert outcome(runner) == states
