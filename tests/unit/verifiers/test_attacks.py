@@ -265,7 +265,7 @@ class Layered(WeakRunner):
 
 
 def outcome(runner) -> dict[str, str]:
-    return runner.layers() | self_test.attack(runner)
+    return runner.each(lambda slot, _: slot.layers() | self_test.attack(slot), [None])[0]
 
 
 def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
