@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 import forked
+import user_code
 from analysis import sources
 from gspo.tracking import dashboard, metrics, views
 from gspo.tracking.metrics import METRICS, lookup
@@ -221,8 +222,10 @@ def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
         "rollout.group_size=4 rollout.max_new_tokens=12 trainer.minibatches=2 evaluation.problems=4 "
         "evaluation.every=2 checkpoint.every=2 optim.lr=1e-3 tracking.wandb=disabled"
     )
+    user_code.write(tmp_path)  # one of the panels is for metrics of the user's own
     for overrides in EVERYTHING.values():
-        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *small.split(), *overrides.split()]
+        own = "metrics.long=own_package.extras:Long"
+        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *small.split(), *overrides.split(), own]
         done = forked.run(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     frames = [record.rows for record in sources.records(tmp_path / "runs" / "all")]
