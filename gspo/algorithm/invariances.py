@@ -189,7 +189,7 @@ def no_advantage_no_gradient(objective: Objective) -> Finding:
 
 
 def on_policy_it_is_reinforce(objective: Objective) -> Finding:
-    """Where all ratios are 1, the gradient of every token is that of -A log pi, times one factor per response."""
+    """Check that where all ratios are 1 the gradient is that of -A log pi, times a positive factor."""
     name = "gradient on policy"
     inputs = random_inputs(0, 0.0)
     inputs = changed(replace(inputs, engine_logp_BT=inputs.old_logp_BT), lambda x: x)

@@ -188,6 +188,9 @@ def copy_outside_code(settings: Settings, folder: Path) -> None:
 def recorded_places(content: dict[str, Any]) -> dict[str, str]:
     """Return the places of all code from outside that recorded settings would import, by setting."""
     found = {}
+    for name in ("outside", *NAMED):
+        if not isinstance(content.get(name) or {}, dict):
+            raise ValueError(f"settings.yaml: {name}={str(content[name])[:40]} must be a mapping")
     for key, code in (content.get("outside") or {}).items():
         found[key] = str(code.get("path")) if isinstance(code, dict) else ""
     for group in NAMED:

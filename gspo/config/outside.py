@@ -46,7 +46,7 @@ BASES: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
     "callbacks": (Callback, {}),
 }
 NAMED = ("metrics", "callbacks")  # settings that are mappings from names to classes of the user's
-ALL = ("before_step", "after_step")
+HOOKS = ("before_step", "after_step")  # the methods of a callback, one of which it must have
 
 
 # ------------------------------------------------------------------------------------------------- options of groups
@@ -100,8 +100,8 @@ def load_class(path: str, group: str, key: str) -> type:
         raise ValueError(f"{key}={path}: write @dataclass above the class, so that its fields are settings")
     for name, given in methods.items():
         check_method(kind, base, name, given, f"{key}={path}")
-    if base is Callback and all(getattr(kind, name) is getattr(base, name) for name in ALL):
-        raise ValueError(f"{key}={path}: must have a method {' or '.join(ALL)}")
+    if base is Callback and all(getattr(kind, name) is getattr(base, name) for name in HOOKS):
+        raise ValueError(f"{key}={path}: must have a method {' or '.join(HOOKS)}")
     if base is CustomMetric and not (kind.unit and kind.meaning):
         raise ValueError(f"{key}={path}: must say its unit and its meaning, as class attributes")
     if option_name(kind) in CHOICES.get(group, {}):
@@ -202,11 +202,10 @@ def outside_places(settings: Settings) -> Iterator[tuple[str, str]]:
 def changed_source(recorded: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe the first setting whose outside code is not what it was when it was recorded; "" if all is the same."""
     for key, entry in recorded.items():
-        before = entry.get("sha256") if isinstance(entry, dict) else None
-        after = now.get(key, {}).get("sha256", {})
+        before, after = entry.get("sha256") or {}, now.get(key, {}).get("sha256", {})
         if before != after:
-            files = sorted(
-                {name for name in {**(before or {}), **after} if (before or {}).get(name) != after.get(name)}
+            files = sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
+            return (
+                f"the source of {key}={entry.get('path')} is not what it was when the run was made ({', '.join(files)})"
             )
-            return f"the source of {key}={entry['path']} is not what it was when the run was made ({', '.join(files)})"
     return ""

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 
@@ -246,6 +247,14 @@ def test_code_that_another_users_run_names_is_not_imported_without_consent(packa
     (folder / "settings.yaml").write_text(text[:start] + text[end:])
     with pytest.raises(ValueError, match=r"is unknown here|allow_outside_code=true"):
         read_settings(folder)
+
+
+@pytest.mark.parametrize("name", ["outside", "metrics", "callbacks"])
+def test_a_recorded_list_in_place_of_a_mapping_is_refused_in_a_line(run, name):
+    content = yaml.safe_load((run / "settings.yaml").read_text())
+    (run / "settings.yaml").write_text(yaml.safe_dump(content | {name: [1]}))
+    with pytest.raises(ValueError, match=f"{name}=.*must be a mapping"):
+        read_settings(run)
 
 
 def test_a_built_in_objective_is_no_outside_code():
