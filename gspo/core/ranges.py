@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
@@ -122,6 +123,7 @@ def check_ranges(settings: Any, prefix: str = "") -> None:
             raise ValueError(wrong)
 
 
+@cache
 def field_facts(kind: type) -> dict[str, dict[str, Any]]:
     """Return the metadata of a dataclass's fields; a field that a subclass declares anew keeps what its base stated."""
     found: dict[str, dict[str, Any]] = {}
@@ -131,6 +133,7 @@ def field_facts(kind: type) -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
 def declared(kind: type) -> dict[str, Range]:
     """Return the ranges of a dataclass by field, each from the most derived class that states one."""
     return {name: facts["range"] for name, facts in field_facts(kind).items() if "range" in facts}

@@ -135,7 +135,8 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     descriptor, path, key, parent = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    os.dup2(2, 1)  # what the function prints
+    os.dup2(2, 1)  # what the function prints is shown at once, beside the run's own output
+    sys.stdout.reconfigure(line_buffering=True)
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     try:

@@ -20,6 +20,7 @@ from speed.workload import TINY, WORKLOADS, EvenText, Shape, made
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [120, 250])
 def test_responses_of_a_random_model_end_after_about_the_length_that_was_asked_for(tokens):
     shape = Shape(hidden=32, layers=2, heads=2, key_value_heads=2, width=16, mean_length=tokens)

@@ -151,6 +151,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(call)[:80])
 def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
     script, *words = call

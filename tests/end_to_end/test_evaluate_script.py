@@ -47,6 +47,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         assert list(command("run=x", spelling).tasks) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

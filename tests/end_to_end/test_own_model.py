@@ -56,6 +56,7 @@ def test_sizes_stand_below_experiment_preset_and_command_line():
     assert settings("model=tiny_dense").rollout.max_new_tokens == 80, "a tiny model's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_a_testbed_brings_its_own_clip_range_which_everything_after_it_overrides(experiment):
     chosen, tiny = settings(f"experiment={experiment}"), settings("objective=gspo_tiny").objective

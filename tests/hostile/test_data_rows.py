@@ -172,6 +172,7 @@ def bomb(path: Path, head: bytes, body: bytes, times: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head", "body"),
     [

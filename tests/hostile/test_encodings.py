@@ -72,6 +72,7 @@ def test_every_file_of_ours_is_utf_8_whatever_the_machine_says(folder):
     assert not found, 'say encoding="utf-8":\n' + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_figures_and_summaries_are_written_and_printed_under_an_ascii_locale(tmp_path):
     """The name of a model comes from a user who writes Greek."""
     for seed in (1, 2):

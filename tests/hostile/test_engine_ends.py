@@ -72,6 +72,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_source_whose_engine_ends_is_as_before(kind):
     policy, sizes = small_policy(), {"prompts_per_step": 4, "group_size": 2, "max_new_tokens": 8}

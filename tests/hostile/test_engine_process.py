@@ -64,6 +64,7 @@ def test_it_answers_in_a_session_and_folder_of_its_own(start, tmp_path):
     assert not alive(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, words", [
     (signal.SIGKILL, r"the engine \(process \d+\) was killed by SIGKILL, perhaps by the kernel for want of memory"),
     (signal.SIGTERM, r"was ended by SIGTERM"),
@@ -152,6 +153,7 @@ def test_it_ends_with_a_trainer_that_is_killed_and_leaves_no_file(tmp_path, monk
     assert end_soon(int(pid), int(below)) and not (tmp_path / "engine").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_trainers_group_does_not_reach_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
     script = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)\n" + TRAINER.replace("600", "1.5")

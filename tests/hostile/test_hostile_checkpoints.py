@@ -77,6 +77,7 @@ def copied(real: Path, folder: Path, spoil) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_SETTINGS, *CHECKPOINTS])
 def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
     run = copied(real, tmp_path, (UNREADABLE | CHECKPOINTS)[name])
@@ -88,6 +89,7 @@ def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
     assert time.process_time() - started < 5
 
 
+@pytest.mark.slow
 def test_odd_states_are_no_states(real, tmp_path):
     run = copied(real, tmp_path, CHECKPOINTS["state says words"])
     with pytest.raises(ValueError, match=r"state\.json is damaged: step="):
@@ -128,6 +130,7 @@ def test_a_whole_checkpoint_is_whole(real, tmp_path):
     assert damage(run / STEP) == "checksums.json is missing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["evaluate", "sample"])
 def test_in_a_process(real, tmp_path, script):
     """One spoiled file of each kind; the message itself does nothing on a terminal."""
@@ -143,6 +146,7 @@ def test_in_a_process(real, tmp_path, script):
         assert run.name in said[-1] and "\x1b" not in done.stderr and "\u202e" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
     """The issue's own attack: a row of data set the clipboard and the title, and cleared the screen."""
     rows = tmp_path / "test.jsonl"

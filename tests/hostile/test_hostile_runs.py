@@ -56,6 +56,7 @@ def assert_left_out(spoiled: dict[str, Path], said: str) -> None:
     assert not missing, f"{missing} are not named in: {said}"
 
 
+@pytest.mark.slow
 def test_compare(spoiled):
     folder = spoiled["whole"].parents[2]
     done = call("experiments/compare.py", *spoiled.values(), cwd=folder)
@@ -65,6 +66,7 @@ def test_compare(spoiled):
     assert_left_out(spoiled, done.stdout)
 
 
+@pytest.mark.slow
 def test_sweep_status(spoiled):
     done = call("experiments/sweep_status.py", spoiled["whole"].parent, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
@@ -75,6 +77,7 @@ def test_sweep_status(spoiled):
     assert "has an alias" in lines[spoiled["alias bomb"].name]
 
 
+@pytest.mark.slow
 def test_report_of_every_run(spoiled):
     done = call("experiments/report.py", *(f"run={run}" for run in spoiled.values()), cwd=spoiled["whole"].parents[2])
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -129,12 +132,14 @@ def assert_inert(markdown: str) -> None:
             assert "evil" not in address and token.type != "html_inline", token
 
 
+@pytest.mark.slow
 def test_curves(spoiled, tmp_path):
     done = call("analysis/fig_curves.py", "runs", "--out", tmp_path, "--format", "svg", cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
     assert_left_out(spoiled, done.stdout)
 
 
+@pytest.mark.slow
 def test_dashboard(spoiled, tmp_path):
     arguments = ["project=p", "publish=no", f"out={tmp_path}", "runs=runs"]
     done = call("experiments/dashboard.py", *arguments, cwd=spoiled["whole"].parents[2])
@@ -143,6 +148,7 @@ def test_dashboard(spoiled, tmp_path):
     assert (tmp_path / "stability.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*UNREADABLE, *READABLE])
 def test_one_bad_run_beside_a_good_one(spoiled, known_jobs, name, tmp_path, monkeypatch):
     """In this process, so that it is seen which file does the harm."""

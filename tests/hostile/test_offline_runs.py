@@ -134,6 +134,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_tables_are_staged_in_the_run_directory_and_cleared(tmp_path):
     (home := tmp_path / "home").mkdir()
     run = tmp_path / "gspo-seed1-abc"

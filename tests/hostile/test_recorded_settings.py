@@ -51,6 +51,7 @@ def resolved(monkeypatch):
     OmegaConf.clear_resolver("seen")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_looks_like_an_interpolation_survives_unchanged(text, tmp_path, resolved):
     run = settings("task=reasoning_gym", "task.dataset=chain_sum", "tracking.wandb=offline")
@@ -154,6 +155,7 @@ FORGERIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FORGERIES)
 def test_of_a_run_that_is_not_ones_own_no_place_is_taken_over(how, tmp_path):
     write_settings(settings(), tmp_path)
@@ -211,6 +213,7 @@ def contents(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file())
 
 
+@pytest.mark.slow
 def test_a_token_does_not_leave_by_a_strangers_run(made, tmp_path):
     run = tmp_path / made.name
     shutil.copytree(made, run)
@@ -288,6 +291,7 @@ def consented(tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "key"), [("code", "task"), ("mixed", "task.code"), ("humaneval", "task")])
 def test_consent_is_not_read_from_a_directory(task, key, tmp_path):
     write_settings(settings(f"task={task}", f"{key}.allow_weak_sandbox=true"), tmp_path)

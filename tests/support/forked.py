@@ -3,24 +3,28 @@
     done = forked.run([sys.executable, "experiments/train.py", "steps=3"], cwd=folder, env=environment())
     done = forked.run([sys.executable, "-c", "import sys; print(sys.stdin.read())"], input="text", seconds=60)
 
-Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server per test process has
-imported them, and forks a child for each script: a real process with arguments, environment, folder, exit code and
-output of its own, which may be killed. What reads the environment while it is being imported, and signals that come
-while it is, are for `subprocess.run`.
+Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server, for all processes of
+a test run, has imported them. It forks a handler for each test process that connects, and the handler forks a child for
+each script: a real process with arguments, environment, folder, exit code and output of its own, which may be killed.
+What reads the environment while it is being imported, and signals that come while it is, are for `subprocess.run`.
 """
 
 import atexit
+import errno
 import gc
 import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -65,10 +69,10 @@ def run(
             "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, out, err)],
             "seconds": seconds,
         }
-        server = _server()
-        server.stdin.write(json.dumps(asked) + "\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
+        connection = server()
+        connection.write(json.dumps(asked) + "\n")
+        connection.flush()
+        code = int(connection.readline())
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
@@ -79,29 +83,63 @@ def _file() -> TextIO:
 
 
 @cache
-def _server() -> subprocess.Popen:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    server = subprocess.Popen([sys.executable, __file__], start_new_session=True, **pipes)
-    atexit.register(server.stdin.close)  # at the end of its input it ends
-    return server
+def server() -> TextIO:
+    """The connection to this process's handler. The first of the test processes to ask starts the server."""
+    address = f"\0tests-forked-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            listener.listen()
+            inherited = listener.fileno()
+            command = [sys.executable, __file__, str(inherited)]
+            subprocess.Popen(command, start_new_session=True, pass_fds=[inherited], stdin=subprocess.DEVNULL)
+    connection = socket.socket(socket.AF_UNIX)
+    while connection.connect_ex(address):  # bound by another process, which has yet to listen
+        time.sleep(0.01)
+    return connection.makefile("rw")
 
 
-def _serve() -> None:
+def _serve(listener: socket.socket) -> None:
+    """Import once; fork a handler per connection. When the last handler has ended, the server ends."""
     for module in MODULES:
         importlib.import_module(module)
     for name in CLASSES:
         getattr(sys.modules["transformers"], name)
-    folders = [kept.name for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]
+    folders = [kept for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]  # W&B's
+    for folder in folders:
+        folder.cleanup()
     gc.freeze()  # else a child's first collection copies every page
-    while line := sys.stdin.readline():
-        asked = json.loads(line)
-        if child := os.fork():
-            status = os.waitpid(child, 0)[1]
-            print(os.waitstatus_to_exitcode(status), flush=True)
-        else:
+    handlers = {_handler(listener, folders)}  # of the process that started the server
+    listener.settimeout(1)
+    while handlers:
+        with suppress(TimeoutError):
+            handlers.add(_handler(listener, folders))
+        handlers = {handler for handler in handlers if os.waitpid(handler, os.WNOHANG) == (0, 0)}
+
+
+def _handler(listener: socket.socket, folders: list[tempfile.TemporaryDirectory]) -> int:
+    """Wait for a test process to connect, and fork the process that runs its scripts, one after the other."""
+    connection, _ = listener.accept()
+    if handler := os.fork():
+        connection.close()
+        return handler
+    listener.close()
+    with connection, connection.makefile("rw") as words:
+        while line := words.readline():
+            asked = json.loads(line)
+            if child := os.fork():
+                words.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+                words.flush()
+                continue
+            os.close(connection.fileno())
             for folder in folders:
-                os.makedirs(folder, exist_ok=True)  # W&B's, made by its import; the child before took it away
+                folder.__init__()  # each process makes its own, and removes it at its end
             os._exit(_become(**asked))
+    os._exit(0)
 
 
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], seconds: int) -> int:
@@ -140,4 +178,4 @@ def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], se
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

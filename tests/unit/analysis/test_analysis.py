@@ -176,12 +176,14 @@ def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, mo
         assert path.read_bytes() == (tmp_path / "figures" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
 def test_one_seed_and_censored_runs_draw(tmp_path, below):
     write_arms(tmp_path / "runs", {GSPO: (0.25, 0.1), GRPO_R2: (0.25, 0.1)}, seeds=(1,), steps=8)
     assert all(path.is_file() for path in fig2_clipping.draw(load.load([tmp_path / "runs"]), tmp_path))
     assert all(path.is_file() for path in fig_efficiency.draw(below, tmp_path))
 
 
+@pytest.mark.slow
 def test_runs_as_a_script_without_torch():
     modules = ", ".join(sorted(file.stem for file in ANALYSIS.glob("*.py") if file.stem != "wandb_report"))
     code = f"import sys; sys.path.insert(0, {str(ANALYSIS)!r}); import {modules}; print(sorted(sys.modules))"
@@ -192,6 +194,7 @@ def test_runs_as_a_script_without_torch():
     assert "which share of the tokens is clipped" in shown and "Expected" in shown and "--out" in shown
 
 
+@pytest.mark.slow
 def test_without_evaluation_and_routing(tmp_path):
     for arm in (GSPO, GRPO_R2):
         file = write_run(tmp_path, arm, 1, 0.2, 0.1, steps=12) / "metrics.jsonl"

@@ -130,6 +130,7 @@ def test_the_gap_in_words(whole):
     assert "in float32, where only rounding differs, single seeds differ by up to 0.000" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gspo, words",
     [
@@ -208,6 +209,7 @@ def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_program_prints_and_draws(whole, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fig", str(whole), "--out", str(tmp_path)])
     fig.main()

@@ -87,6 +87,7 @@ def test_unequal_seeds(runs):
     assert text.endswith("The runs differ also in trainer.aggregation.mode.")
 
 
+@pytest.mark.slow
 def test_the_figure_shows_zero_as_never_and_is_the_same_twice(runs, tmp_path, monkeypatch):
     shown = []
     save = fig_objectives.style.save
@@ -107,6 +108,7 @@ def test_the_figure_shows_zero_as_never_and_is_the_same_twice(runs, tmp_path, mo
     assert "never: not of one token (SAPO: no band)" in caption and "seed" in caption and "norm 1." in caption
 
 
+@pytest.mark.slow
 def test_one_arm_that_always_clips_and_old_runs_without_weight(tmp_path, capsys, monkeypatch):
     file = write_run(tmp_path / "runs", "gspo", 1, 0.1) / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]

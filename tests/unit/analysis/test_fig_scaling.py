@@ -33,6 +33,7 @@ def test_exponents_are_slopes_between_neighbouring_points():
     assert "| experts | 1 | 8 | 0.80 | 0.40 | 0.27 | 1000 | 508 | 1.00 |" in [" ".join(line.split()) for line in table]
 
 
+@pytest.mark.slow
 def test_the_script_draws_and_says_what_is_missing(tmp_path):
     (tmp_path / "scaling.json").write_text(json.dumps({"points": POINTS}))
     command = [sys.executable, str(ROOT / "analysis" / "fig_scaling.py")]

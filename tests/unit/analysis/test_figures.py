@@ -129,6 +129,7 @@ def test_wrong_values_are_refused(option, why, capsys, tmp_path):
     assert stop.value.code == 2 and why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_formats_width_and_caption(folder, tmp_path):
     data, view = load.load([folder]), View(formats=("svg", "png"), width=7)
     svg, png = fig2_clipping.draw(data, tmp_path / "a", view)
@@ -178,6 +179,7 @@ def test_a_folder_of_two_studies_says_what_to_type(tmp_path, capsys, monkeypatch
 
 
 # ------------------------------------------------------------------------------------------------ the arms there are
+@pytest.mark.slow
 def test_a_dense_study_draws_the_arms_that_it_has(dense, drawn, capsys):
     for figure in (fig1_stability, fig2_clipping, fig_efficiency):
         figure.draw(dense, Path())

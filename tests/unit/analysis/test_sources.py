@@ -37,6 +37,7 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_directory_and_offline_files_are_the_same_run(recorded, wandb_folder):
     (directory,) = sources.records(recorded)
     (offline,) = sources.records(wandb_folder)
@@ -57,6 +58,7 @@ def test_a_copy_that_followed_links_is_not_read_twice(recorded, tmp_path):
     assert record.rows["step"].tolist() == list(range(41)) and not record.notes
 
 
+@pytest.mark.slow
 def test_the_same_figure_comes_out_of_both(recorded, wandb_folder, tmp_path):
     files = {}
     for name, source in (("directory", recorded), ("offline", wandb_folder)):
@@ -65,6 +67,7 @@ def test_the_same_figure_comes_out_of_both(recorded, wandb_folder, tmp_path):
     assert files["directory"] == files["offline"]
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_said_and_the_rest_is_read(tmp_path):
     log(tmp_path / "gspo-seed1-abc", rows(0, 400))  # several blocks
     wandb_folder = shutil.copytree(tmp_path / "gspo-seed1-abc" / "wandb", tmp_path / "elsewhere", symlinks=True)
@@ -125,6 +128,7 @@ def test_runs_of_one_name_in_two_studies_are_two(recorded, tmp_path):
     assert len(sources.joined([replace(found[0], settings={"study": study}) for study in "ab"])) == 2
 
 
+@pytest.mark.slow
 def test_a_later_run_of_the_name_replaces_an_earlier_one(tmp_path):
     """A rollback: the directory goes on as a W&B run of its own."""
     folder = tmp_path / "gspo-seed1-abc"

@@ -58,6 +58,7 @@ def study(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_what_a_study_says(study):
     done = call("runs", cwd=study)
     assert done.returncode == 0, done.stderr

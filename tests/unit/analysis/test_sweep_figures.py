@@ -56,6 +56,7 @@ def test_the_recorded_options_make_no_other_arm(tmp_path):
     assert data.of("GSPO")[1].settings["options.objective"] == "gspo_tiny"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     write(tmp_path, "gspo", HEALTHY, trainer__minibatches=16)
     data = load.load([learning_rates, tmp_path])
@@ -86,6 +87,7 @@ def test_replay_is_a_setting_where_it_is_swept(tmp_path):
     assert set(fig_sweep.measure(data, "optim.lr", "")["arm"]) == {"GRPO", "GRPO + Routing Replay (R2)"}
 
 
+@pytest.mark.slow
 def test_clip_ranges_by_hand(tmp_path):
     for seed in (1, 2):
         for low in (3e-4, 0.2):
@@ -114,6 +116,7 @@ def stressed(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(early_warning, "RECORDED", tmp_path / "kept")
     for arguments in ([str(stressed), "--save"], []):
@@ -146,6 +149,7 @@ def test_unfinished_runs_are_not_judged(tmp_path):
     assert frame["run"].nunique() == 1 and any(note.startswith("unfinished") for note in notes)
 
 
+@pytest.mark.slow
 def test_the_recorded_runs_are_enough_and_small():
     frame = pd.read_parquet(early_warning.RECORDED)
     runs = foresight.histories(frame)
@@ -156,6 +160,7 @@ def test_the_recorded_runs_are_enough_and_small():
     assert early_warning.shipped(frame) == {k: v for k, v in asdict(Thresholds()).items() if v}
 
 
+@pytest.mark.slow
 def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     data = load.load([learning_rates])
     pdf, png = fig_curves.draw(data, tmp_path)

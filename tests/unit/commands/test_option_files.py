@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from gspo.commands import option_files
 from gspo.commands.option_files import CONF, SWEEPS
 
@@ -16,6 +18,7 @@ def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
     assert option_files.folder_of("conf") == package / "conf"
 
 
+@pytest.mark.slow
 def test_a_folder_that_the_user_names_comes_before_the_sweeps(tmp_path):
     script = f"""
 import sys

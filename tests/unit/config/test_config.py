@@ -5,7 +5,6 @@ import re
 import sys
 import tempfile
 from dataclasses import asdict
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ NEEDS = {  # what an option cannot do without
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [*CHOICES, "experiment", "preset", "arm"])
 def test_every_option_file_composes_and_every_class_has_one(group):
     for option in options(group):
@@ -50,17 +50,12 @@ def test_the_help_names_every_option():
         assert sections[group].split() == options(group)
 
 
+@pytest.mark.slow
 def test_paper_clip_ranges_are_what_the_option_files_say():
     ranges = {o: settings(f"objective={o}").objective for o in options("objective")}
     assert (ranges["gspo"].clip_low, ranges["gspo"].clip_high) == (3e-4, 4e-4)
     assert (ranges["gspo_token"].clip_low, ranges["gspo_token"].clip_high) == (3e-4, 4e-4)
     assert (ranges["grpo"].clip_low, ranges["grpo"].clip_high) == (0.2, 0.27)
-
-
-def test_an_experiment_keeps_an_objectives_own_values():
-    """Every objective once, in the experiments in turn; the slow test takes every pair."""
-    for experiment, objective in zip(cycle(options("experiment")), options("objective"), strict=False):
-        keeps_its_values(experiment, objective)
 
 
 @pytest.mark.slow
@@ -153,6 +148,7 @@ def of_sweep(path: Path, *overrides: str):
     return settings(f"hydra.searchpath=[file://{CONF}]", *overrides, name=path.stem, folder=path.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_every_sweep_composes(path):
     assert of_sweep(path).on_existing == "resume"
@@ -525,6 +521,7 @@ CLI = [
 ]
 
 
+@pytest.mark.slow
 def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
     for i, (override, named) in enumerate(CLI):
         (tmp_path / str(i)).mkdir()

@@ -13,6 +13,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", options("preset"))
 def test_every_preset_trains(preset):
     overrides = [*SMALL, "reward.overlong_cache=4"] if preset == "dapo" else SMALL

@@ -37,6 +37,7 @@ def flat(tree: object, prefix: str = "") -> set[str]:
     return {key for name in fields for key in flat(getattr(tree, name), f"{prefix}{name}.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WANDB, ids=lambda path: path.stem)
 def test_what_an_agent_of_wandb_would_start_composes(path):
     """The commands as W&B's own agent writes them, for values drawn from the file."""

@@ -53,6 +53,7 @@ def test_the_prior():
     assert got.rating == pytest.approx(rating) and got.stderr == pytest.approx((-curvature) ** -0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("true", "spread"), [(800, 34), (1500, 25), (2200, 25)])
 def test_simulated_players(true, spread):
     """100 problems rated 800 to 3500, 8 attempts at each: no bias, and the reported error is the real one."""

@@ -207,6 +207,7 @@ def evaluated(path, engine, settings=None, problems=10, samples=4):
     return folder.finish(results, {}).read_bytes(), told
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_it_ends_the_same(tmp_path):
     task = Graded(fails=((3, "#3"),))
     engine = Demonstrator(task, batch_rows=12)  # chunks of 3 problems

@@ -110,8 +110,8 @@ def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     assert not list(empty.iterdir()) and load_pending(empty, None) == PendingRollouts()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", [{}, SIZES])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("kind", [pytest.param({}, marks=pytest.mark.slow), SIZES])
 def test_a_resumed_source_goes_on_with_what_it_held(kind, overlap, tmp_path):
     options = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 12} | kind
     whole = gap_trainer(lr=0.0, old="behaviour", staleness=2, overlap=overlap, **options)

@@ -320,7 +320,7 @@ def test_a_stale_batch_comes_from_the_weights_of_so_many_batches_ago():
     assert ages == [{0}, {0}, {0}, {1}, {2}]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_overlap_changes_no_number(dtype):
     runs = []
     for overlap in (False, True):
@@ -366,7 +366,7 @@ class FailsOnce(FirstCharacter):
         return super().score(answers)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_weights(overlap, tmp_path):
     """No checkpoint is made without it: going on from one, it would be sampled from newer weights."""
     options = dict(lr=1e-2, old="behaviour", staleness=2, overlap=overlap)

@@ -102,6 +102,7 @@ def test_refill_rounds_of_a_step_see_different_problems(sampler):
         assert len({place for batch in rounds for place in batch}) == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 8])
 @pytest.mark.parametrize("count", [512, 100, 97])
 def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more(count, limit):

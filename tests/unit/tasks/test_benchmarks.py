@@ -414,6 +414,7 @@ def test_completions_are_cut_at_the_stop_sequences(tmp_path):
     task.close()
 
 
+@pytest.mark.slow
 def test_mbpp_scores_both_formats_and_both_wordings(tmp_path):
     sanitized = {"task_id": 12, "prompt": "Root.", "code": "def root(x): return x ** 0.5",
                  "test_imports": ["import math"], "test_list": ["assert math.isclose(root(4), 2)"]}  # fmt: skip

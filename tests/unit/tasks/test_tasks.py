@@ -82,6 +82,7 @@ def test_held_out_families_are_new_compositions_of_known_operations(mixture):
     assert len({problem.family for problem in problems(mixture.code, "code", 1000)}) >= 24
 
 
+@pytest.mark.slow
 def test_texts_are_short_and_spelled_in_printable_ascii(mixture):
     rng = random.Random(0)
     lengths = {"math": [], "code": []}
@@ -113,16 +114,19 @@ def test_rated_problems_cover_easier_and_harder_than_training():
 # demonstrations
 
 
+@pytest.mark.slow
 def test_demonstrations_without_wrong_steps_score_one(mixture):
     for split in ("cold_start", *mixture.evaluation_sets()):
         assert set(rewards(mixture, problems(mixture, split, 150), 0.0)) == {1.0}
 
 
+@pytest.mark.slow
 def test_demonstrations_of_wrong_steps_score_zero(mixture):
     for split in ("cold_start", "code_heldout"):
         assert set(rewards(mixture, problems(mixture, split, 300), 1.0)) == {0.0}
 
 
+@pytest.mark.slow
 def test_one_wrong_step_scores_zero():
     """At a rate of 0.12 most wrong demonstrations have a single wrong step: all that differ from the right one fail."""
     task = FunctionWriting()
@@ -136,6 +140,7 @@ def test_one_wrong_step_scores_zero():
     assert {score.verdict for score in scores} == {"pass", "wrong"}
 
 
+@pytest.mark.slow
 def test_the_share_of_right_demonstrations_follows_from_the_rate(mixture):
     """(1 - rate)^steps; for math, 1 to 5 steps at 0.12: mean 0.694, standard error 0.007 over 4,000."""
     chosen = problems(mixture.math, "cold_start", 4000)
@@ -235,6 +240,7 @@ def test_programs_are_judged_by_what_they_return(mixture):
     assert verdict(mixture, pairs, " return x,x") == "pass"
 
 
+@pytest.mark.slow
 def test_no_constant_and_no_copy_of_the_input_passes(mixture):
     chosen = problems(mixture.code, "train", 200)
     for problem in chosen:

@@ -103,6 +103,7 @@ def test_a_step_without_a_number_neither_crashes_nor_counts(hole):
     assert same == events and again.active == monitor.active
 
 
+@pytest.mark.slow
 def test_it_costs_little_in_a_long_run():
     monitor, started = Monitor(MonitorSettings()), time.process_time()
     for step in range(1, 5001):

@@ -34,6 +34,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_what_was_logged_seconds_before_a_kill_is_on_disk(tmp_path):
     done = forked.run([sys.executable, "-c", DIES, str(tmp_path)], env=environment())
     assert done.returncode == -9

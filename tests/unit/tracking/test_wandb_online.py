@@ -44,6 +44,7 @@ def online(server, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_one_run_with_every_row_once(server, online):
     (run,) = server.runs.values()
     steps = [run.rows[number]["step"] for number in sorted(run.rows)]
@@ -59,6 +60,7 @@ def test_a_resumed_run_is_one_run_with_every_row_once(server, online):
     assert about == names and run.config["objective"]["value"]["clip_low"] == 3e-4
 
 
+@pytest.mark.slow
 def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
     (directory,), (answered,) = sources.records(online), sources.records("wandb:team/gspo")
     same(directory.rows, answered.rows)

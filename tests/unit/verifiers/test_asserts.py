@@ -150,6 +150,7 @@ def test_wrong_programs_fail(grader):
             assert grade.verdict in ("wrong", "runtime-error", "missing"), (entry, wrong, grade)
 
 
+@pytest.mark.slow
 def test_no_hack_passes(grader):
     tests = [
         "assert f(1) == 918273646",
@@ -246,6 +247,7 @@ def test_inputs_drawn_at_random_are_the_same_for_all():
             assert grader.grade([check(code, test)])[0].verdict == "pass"
 
 
+@pytest.mark.slow
 def test_waiting_for_the_other_is_not_charged():
     """Program and test compute in turn, each longer than the other may wait."""
     with CodeGrader(cpu_seconds=2, wall_seconds=0.2, memory_mb=256) as grader:

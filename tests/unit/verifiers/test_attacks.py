@@ -84,10 +84,12 @@ def test_attacks_have_names_of_their_own_and_compile():
             assert not any(f"@{word}@" in text for word in ("SECRET", "FOLDER", "TOKEN", "HOST", "NAME", "WORD"))
 
 
+@pytest.mark.slow
 def test_quick_attacks_are_stopped_as_the_present_user():
     suite_as((sys.executable,), bubblewrap=False, names=QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_all", [False, True])
 def test_attacks_of_the_self_test_are_stopped_as_an_ordinary_user(reads_all):
     layers = suite_as(user_command(reads_all), bubblewrap=False, names=tuple(attack.name for attack in QUICK_ATTACKS))
@@ -173,6 +175,7 @@ def stopped_without_a_sandbox(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(result.name, result.seen) for result in results if result.stopped]
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_attacks_are_seen_to_succeed():
     assert stopped_without_a_sandbox(HARMLESS) == []
 
@@ -182,6 +185,7 @@ def test_without_a_sandbox_more_attacks_are_seen_to_succeed():
     assert stopped_without_a_sandbox(SLOW_HARMLESS) == []
 
 
+@pytest.mark.slow
 def test_what_was_seen_says_which_effect_it_was():
     names = (
         "read a secret file",

@@ -244,6 +244,7 @@ def test_identical_submissions_are_graded_once(grader):
     assert grader.grade([]) == []
 
 
+@pytest.mark.slow
 def test_a_waiting_program_is_tried_again():
     with CodeGrader(cpu_seconds=0.3, wall_seconds=0.3, memory_mb=256) as grader:
         start = time.monotonic()
@@ -265,6 +266,7 @@ def descendants(pid):
     return found + [below for child in found for below in descendants(child)]
 
 
+@pytest.mark.slow
 @LINUX
 def test_killed_servers_lose_no_submission():
     with CodeGrader(slots=2, **LIMITS) as grader:
@@ -312,6 +314,7 @@ def test_a_sandbox_error_twice_is_no_reward():
         assert grade.verdict == "sandbox-error" and grade.cases == ("sandbox-error",) and grade.detail
 
 
+@pytest.mark.slow
 def test_threads_forks_and_pickles(grader):
     def check(grader, start):
         made = [function(f"def f(x): return x + {i}", ((1,), 1 + i), ((2,), 3)) for i in range(start, start + 5)]

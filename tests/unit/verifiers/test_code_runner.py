@@ -144,6 +144,7 @@ def test_bad_settings_are_refused_by_name():
         CodeRunner(LIMITS, slots=0)
 
 
+@pytest.mark.slow
 @LINUX
 def test_servers_start_late_restart_when_killed_and_leave_no_process():
     runner = CodeRunner(LIMITS, slots=2)
@@ -185,6 +186,7 @@ def test_a_server_killed_mid_way_is_a_sandbox_error_and_its_program_dies_with_it
         assert run(runner, ("print(2)", ""))[0][0] == b"2\n"
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("bubblewrap", [False, True])
 def test_everything_ends_with_a_killed_parent(bubblewrap):
@@ -291,6 +293,7 @@ def test_threads_that_queue_together_excuse_their_program_once(tmp_path, monkeyp
     assert look({0: 0.010 + 0.045}, 0.020) == pytest.approx(0.005)
 
 
+@pytest.mark.slow
 def test_programs_run_faster_than_interpreters_start():
     """The harness forks one that has started. The best of some tries: others may be busy here."""
     gains = []
@@ -415,6 +418,7 @@ class OneChildServer(Server):
         control.close()
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("action, why", HOSTILE)
 def test_hostile_frames_end_the_session_not_the_grader(action, why):
@@ -430,6 +434,7 @@ def test_hostile_frames_end_the_session_not_the_grader(action, why):
     os.waitpid(session.server.server, 0)
 
 
+@pytest.mark.slow
 def test_allowances_are_renewed_by_each_exchange_and_waiting_counts_only_within_one():
     action = (
         "from gspo.verifiers.sandbox.frames import Channel\nc = Channel(3)\nwhile True:\n"

@@ -176,6 +176,7 @@ class OpenSlot:
         return done.stdout, Ended("exit", done.returncode)
 
 
+@pytest.mark.slow
 def test_the_check_notices_attacks_that_come_through():
     with pytest.raises(ValueError, match="allow_weak_sandbox=False") as error:
         self_test.require(OpenSlot(), allow_weak=False)
@@ -234,6 +235,7 @@ USERNS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare")
 def test_where_the_spare_user_is_not_mapped_there_are_no_threads_but_the_rest_holds():
     command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", USERNS]
@@ -302,6 +304,7 @@ with CodeRunner() as runner:
 """
 
 
+@pytest.mark.slow
 def test_a_harness_with_many_open_files_does_not_pass_its_control_socket_to_programs():
     import resource
 
@@ -334,6 +337,7 @@ def ordinary_python() -> list[str]:
     pytest.skip("an ordinary user cannot run Python here")
 
 
+@pytest.mark.slow
 def test_the_threads_of_an_ordinary_user_are_counted_apart_from_those_of_the_harness():
     done = subprocess.run([*ordinary_python(), "-c", MANY_THREADS], capture_output=True, text=True, cwd=ROOT)
     if done.stdout.startswith("none"):

@@ -44,6 +44,7 @@ def test_no_wrong_answer_is_accepted(verifier):
     assert accepted(verifier, HELD_WRONG + MORE_WRONG) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, lead", [("hash", "#### "), ("answer", "Answer: ")])
 def test_no_wrong_answer_is_accepted_in_another_form(form, lead):
     with MathVerifier(form=form) as verifier:

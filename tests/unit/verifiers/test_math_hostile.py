@@ -45,6 +45,7 @@ def gold_rewrites() -> list[tuple[str, str]]:
     return [(gold, answer) for gold in sorted(golds) for answer in rewrites(gold)]
 
 
+@pytest.mark.slow
 def test_no_hack_is_accepted(verifier):
     tried = list(hacks())
     found = verifier.verify(boxed(tried))
@@ -100,6 +101,7 @@ def test_rewritten_golds_are_accepted(verifier):
     assert len(missed) <= 0.03 * len(pairs)
 
 
+@pytest.mark.slow
 def test_changed_and_swapped_golds_are_not_accepted(verifier):
     golds = sorted({gold for truth, _, gold, _ in PAIRS if truth == "T"})
     changed = [(gold, answer) for gold in golds for answer in changes(gold)]

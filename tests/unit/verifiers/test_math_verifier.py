@@ -73,6 +73,7 @@ def test_a_long_computation_ends_in_time_and_is_remembered():
         assert time.monotonic() - start < 0.5
 
 
+@pytest.mark.slow
 def test_time_outs_count_cpu_time(verifier):
     """A worker that waits for a second and a half of its 0.8 seconds is not blamed for it."""
     with MathVerifier(seconds=2.0) as verifier:
@@ -84,11 +85,13 @@ def test_time_outs_count_cpu_time(verifier):
         assert verifier.worker_pids() == [pid]
 
 
+@pytest.mark.slow
 def test_memory_is_bounded():
     with MathVerifier(memory_mb=256, seconds=20.0) as verifier:
         assert verdicts(verifier, (r"\boxed{x}", "x+" + "(9^{99999999})!"), (FORMULA, GOLD)) == ["timeout", "correct"]
 
 
+@pytest.mark.slow
 def test_a_killed_or_stopped_worker_is_replaced_and_no_answer_is_lost():
     with MathVerifier(seconds=0.5) as verifier:
         for number, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=2):
@@ -124,6 +127,7 @@ def _in_a_copy(verifier: MathVerifier, queue) -> None:
     verifier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_copies_in_other_processes_have_workers_of_their_own(verifier, method):
     verdicts(verifier, (FORMULA, GOLD))
@@ -176,6 +180,7 @@ def test_an_answer_of_many_formulas_needs_no_cache():
         assert verdicts(verifier, (r"\boxed{3\sqrt{2},2\sqrt{3}}", r"\sqrt{12},\sqrt{18}")) == ["correct"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_question_does_not_answer_the_next():
     with MathVerifier(seconds=5.0) as verifier:
         verdicts(verifier, (FORMULA, GOLD))

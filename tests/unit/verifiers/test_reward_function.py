@@ -61,6 +61,7 @@ def test_a_process_that_ends_takes_one_response_with_it(function):
     assert dead.reward is None and dead.reason == "the reward function's process ended (exit status 3)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocks", "hangs"])
 def test_a_call_that_takes_too_long_is_ended_and_the_others_are_answered(function, name):
     one, hung, other = ask(function(name, seconds=0.5), "x", "hang", "y")

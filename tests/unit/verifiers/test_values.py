@@ -126,6 +126,7 @@ def test_the_standard_librarys_dicts_are_dicts():
         encode(Fake("a"))
 
 
+@pytest.mark.slow
 def test_huge_and_circular_values_are_refused_soon():
     circle, ring = [], {}
     circle.append(circle)
@@ -232,6 +233,7 @@ def test_random_forms_are_values_or_nonsense():
     assert values > 500
 
 
+@pytest.mark.slow
 def test_hostile_forms_take_no_time():
     colliding = [(2**61 - 1) * i for i in range(100_000)]  # all with the hash 0
     digits = "f" * 2_000_000
