@@ -24,6 +24,7 @@ def check(s: Settings) -> None:
     """Raise ValueError for the first combination of settings that cannot work."""
     check_updates(s)
     check_replay(s)
+    check_router(s)
     check_objective(s)
     check_credit(s)
     check_kl(s)
@@ -101,6 +102,22 @@ def check_replay(s: Settings) -> None:
             f"policy.routing_replay={replay} with rollout.token_budget={s.rollout.token_budget} and policy.old_logprobs"
             f"={s.policy.old_logprobs}: each policy routes anew what stands before its own segment, so a cut "
             "response has no one record of experts; use routing_replay=none, or r2 with old_logprobs=step_start"
+        )
+
+
+def check_router(s: Settings) -> None:
+    """Refuse settings of the routers where there is none, or where a frozen one would ignore them."""
+    given = {
+        "policy.freeze_router=true": s.policy.freeze_router,
+        f"optim.router_lr_factor={s.optim.router_lr_factor:g}": s.optim.router_lr_factor != 1,
+        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": s.trainer.router_aux_loss_coef != 0,
+    }
+    chosen = [setting for setting, is_chosen in given.items() if is_chosen]
+    if chosen and s.model.is_dense:
+        raise ValueError(f"{chosen[0]} needs an MoE model; model={s.model.name} is dense")
+    if s.policy.freeze_router and len(chosen) > 1:
+        raise ValueError(
+            f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as they are"
         )
 
 

@@ -152,6 +152,8 @@ def of_result(settings: Settings) -> dict[str, Any]:
     for group in content:
         for name in outside_result_of(getattr(settings, group)):
             content[group].pop(name)
+        for name in left_as_they_were(getattr(settings, group)):
+            content[group].pop(name)
     content["outside"] = {key: code for key, code in settings.outside.items() if not key.startswith("metrics.")}
     for name in ("callbacks", "outside"):
         if not content[name]:
@@ -164,6 +166,14 @@ def of_result(settings: Settings) -> dict[str, Any]:
 def outside_result_of(group: Any) -> list[str]:
     """Return the names of a group's fields that the run's numbers do not depend on; none for a plain value."""
     return fields_with(type(group), "outside_result") if is_dataclass(group) else []
+
+
+def left_as_they_were(group: Any) -> list[str]:
+    """Return the names of a group's fields that were added later and have their default; none for a plain value."""
+    if not is_dataclass(group):
+        return []
+    defaults = {field.name: field.default for field in fields(group)}
+    return [name for name in fields_with(type(group), "hashed_if_changed") if getattr(group, name) == defaults[name]]
 
 
 def changeable_on_resume() -> list[str]:

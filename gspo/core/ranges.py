@@ -23,6 +23,8 @@ LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
 # at most. The second kind may also be given another value when a run is resumed.
 OUTSIDE_RESULT = {"outside_result": True}
 CHANGEABLE = {"outside_result": True, "changeable_on_resume": True}
+# The metadata of settings that were added later: a run that leaves them as they are keeps the hash that it had.
+HASHED_IF_CHANGED = {"hashed_if_changed": True}
 # The metadata of a task's fields that change how fast it scores and no score: an evaluation goes on with others.
 SPEED_ONLY = {"speed_only": True}
 

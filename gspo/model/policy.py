@@ -33,6 +33,9 @@ class PolicyOutput:
     entropy_BT: Tensor | None  # float32, -sum_v pi log pi, no gradient; None if not asked for
     experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None if dense
     values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without a critic
+    balance_BT: Tensor | None = (
+        None  # float32, E sum_e load_e p_e, mean over MoE layers; None outside Routing.balancing
+    )
 
 
 class Policy:
@@ -128,6 +131,7 @@ class Policy:
         """Compute log-probs of the response tokens, 0 at padding. If the batch has `replay_BSLK`, the tokens go through
         those experts. `entropy` says whether to compute the entropy too."""
         batch = batch.to(self.device)
+        self.routing.begin_forward()
         return self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
@@ -138,7 +142,7 @@ class Policy:
             hidden_NW, own_NLK = self.network(
                 sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
             )
-        hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+        hidden_MW, balance_N = hidden_NW.index_select(0, sequences.predicting_M), self.routing.balance()
         rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
         logp_M, entropy_M = TokenLogProbs.apply(
             rounded_MW, self.network.head, sequences.target_M, self.temperature, entropy
@@ -148,6 +152,9 @@ class Policy:
             sequences.responses(entropy_M, width) if entropy else None,
             sequences.experts(own_NLK) if own_NLK is not None else None,
             sequences.responses(self.value_head(hidden_MW), width) if self.value_head else None,
+            None
+            if balance_N is None
+            else sequences.responses(balance_N.index_select(0, sequences.predicting_M), width),
         )
 
     def _rounding(self) -> AbstractContextManager:
@@ -178,7 +185,9 @@ class Policy:
         logp_BT = target_BT - logits_BTV.logsumexp(-1)
         entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1) if entropy else None
         values_BT = self.value_head.values_of_last_forward() if self.value_head else None
-        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
+        balance_N = self.routing.balance()
+        balance_BT = None if balance_N is None else balance_N.view(len(batch), -1)[:, -width - 1 : -1]
+        return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT, balance_BT)
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, micro_batch_size: int) -> PolicyOutput:

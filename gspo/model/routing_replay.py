@@ -39,6 +39,8 @@ class Routing:
         self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
         self._own_LNK: list[Tensor | None] | None = None
         self._replay_BSLK: Tensor | None = None
+        self._loads_LE: Tensor | None = None
+        self._balances: list[Tensor] = []
         for layer, router in enumerate(self.routers):
             router.register_forward_hook(partial(self._hook, layer))
 
@@ -57,6 +59,12 @@ class Routing:
         """How many experts a token goes to (K); 0 for a dense model."""
         return self.routers[0].top_k if self.routers else 0
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the weights of all routers. Raises ValueError if there is none."""
+        if not self.routers:
+            raise ValueError(f"this model has no router that is known here; known are {', '.join(ROUTERS)}")
+        return [parameter for router in self.routers for parameter in router.parameters()]
+
     def check_replay(self) -> None:
         """Raise ValueError if there is no router to replay, or if a router's gate weights differ from our formula."""
         if not self.routers:
@@ -74,6 +82,26 @@ class Routing:
         finally:
             self._own_LNK = self._replay_BSLK = None
 
+    @contextmanager
+    def balancing(self, loads_LE: Tensor | None) -> Iterator[None]:
+        """Within this context every forward computes E sum_e load_e p_e of each token and MoE layer, where p is the
+        softmax of the router's logits and has a gradient. Without loads nothing is computed.
+
+        The backward pass belongs into the context too: with checkpointing it repeats the forward."""
+        self._loads_LE = loads_LE
+        try:
+            yield
+        finally:
+            self._loads_LE, self._balances = None, []
+
+    def begin_forward(self) -> None:
+        """Forget what an earlier forward computed within `balancing`."""
+        self._balances = []
+
+    def balance(self) -> Tensor | None:
+        """Return what the forward computed within `balancing`, mean over the layers, [N]; None if nothing."""
+        return torch.stack(self._balances).mean(0) if self._balances else None
+
     def recorded(self, rows: int) -> Tensor:
         """Return the routers' own choice in the last forward within `recording`, also during a replay, as
         [B, S, L, K]."""
@@ -81,9 +109,12 @@ class Routing:
 
     def _hook(self, layer: int, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
         """Record a router's choice; during a replay, return weights and experts that replace its output."""
+        logits_NE, weights_NK, own_NK = output
+        if self._loads_LE is not None:
+            loads_E = self._loads_LE[layer].to(logits_NE.device)
+            self._balances.append(self.experts * (logits_NE.softmax(-1, dtype=torch.float32) @ loads_E))
         if self._own_LNK is None:
             return None
-        logits_NE, weights_NK, own_NK = output
         self._own_LNK[layer] = own_NK.detach()
         if self._replay_BSLK is None:
             return None

@@ -18,8 +18,9 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout
 from gspo.run.build import evaluation_engine, local_engine
 from gspo.run.directory import ROWS, RunDirectory
+from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
-from gspo.tracking.tracker import Progress, Tracker, read_rows
+from gspo.tracking.tracker import PAUSE, Progress, Tracker, read_rows
 from gspo.train.checkpoint import CheckpointWriter
 from gspo.train.trainer import Trainer
 
@@ -49,7 +50,8 @@ class Session:
         self.engine = evaluation_engine(trainer, settings)
         keep = settings.checkpoint.keep
         self.writer = CheckpointWriter(folder, trainer.policy, trainer.optimizer, keep, settings_hash(settings))
-        self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone)
+        pause = math.inf if shown_by_sweep() else PAUSE
+        self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone, pause)
         self.monitor = Monitor(settings.monitor)
         rows = read_rows(folder / ROWS)
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]

@@ -30,6 +30,7 @@ from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of
 from gspo.core.files import append_to, refuse_links
 from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, print_error
+from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
 
 
@@ -59,6 +60,8 @@ class WriteManifest(Callback):
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
             # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.progress = SweepProgress(config.study, planned)
+        self.progress.start()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Note in the manifest why a job did not finish, because it may have had no directory yet."""
@@ -69,6 +72,7 @@ class WriteManifest(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the command that uploads the study, and note which jobs did not finish for the exit code."""
+        self.progress.close()
         if command := upload(Path(config.runs) / config.study):
             print(f"to upload all runs of the study to W&B: {command}")
         for entry in entries(Path(config.runs) / config.study):

@@ -197,6 +197,13 @@ METRICS = [
     Metric("routing/engine_agreement_layer_*", "share of experts", "the same, for one MoE layer"),
     Metric("routing/engine_changed_any_layer", TOKEN, "response tokens with another expert in at least one layer"),
     Metric("routing/load_entropy", "share", "entropy of expert loads / log(number of experts), mean over layers"),
+    Metric("routing/load_max", "ratio", "largest load of an expert / mean load, mean over layers"),
+    Metric("routing/unused_experts", "share of experts", "experts that no response token was sent to"),
+    Metric(
+        "routing/balance",
+        "ratio",
+        "auxiliary loss before its coefficient: E x sum of load x probability; 1 if balanced",
+    ),
     # how old the responses are
     Metric("staleness/mean", "rollout batches", "age of the weights that sampled, mean over tokens; 0 on policy"),
     Metric("staleness/max", "rollout batches", "age of the oldest token's weights"),

@@ -143,12 +143,16 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
 
 
+PAUSE = 10.0  # seconds between two lines of a run's progress
+
+
 class Progress:
     """Shows step, reward and time left: as a bar on a terminal, else as a line every few seconds.
 
-    `alone` says that no other job writes to the same terminal."""
+    `alone` says that no other job writes to the same terminal. Without end to `seconds_between_lines`, nothing is shown
+    and the steps are only logged."""
 
-    def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = 10.0):
+    def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = PAUSE):
         self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
         self.started, self.printed = time.perf_counter(), 0.0
         bar = alone and sys.stderr.isatty()
@@ -165,7 +169,7 @@ class Progress:
         if self.bar:
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
-        elif now - self.printed > self.pause or step == self.steps:
+        elif now - self.printed > self.pause or (step == self.steps and self.pause < math.inf):
             print(line(shown), flush=True)
             self.printed = now
 

@@ -130,7 +130,10 @@ VIEWS = (
             ("Consistency", (
                 _panel("routing/: consistency consistency_after_step"), _panel("routing/consistency_layer_*"),
                 _panel("routing/consistency_minibatch_*"), _panel("routing/changed_any_layer"),
-                _panel("routing/load_entropy"),
+            )),
+            ("Loads of the experts", (
+                _panel("routing/load_entropy"), _panel("routing/load_max"), _panel("routing/unused_experts"),
+                _panel("routing/balance"),
             )),
             ("Engine", (
                 _panel("routing/engine_agreement"), _panel("routing/engine_agreement_layer_*"),

@@ -83,6 +83,8 @@ class MetricAccumulator:
         result = means | shares | extremes | self._seconds | self._counts
         if self.expert_loads_LE is not None and self.expert_loads_LE.sum() > 0:
             result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
+            result["routing/load_max"] = load_max(self.expert_loads_LE)
+            result["routing/unused_experts"] = float((self.expert_loads_LE == 0).double().mean())
         return result
 
 
@@ -102,3 +104,11 @@ def load_entropy(loads_LE: Tensor) -> float:
     """
     share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
     return float((torch.special.entr(share_LE).sum(-1) / math.log(loads_LE.shape[-1])).mean())
+
+
+def load_max(loads_LE: Tensor) -> float:
+    """Compute the largest load of an expert divided by the mean load, as the mean over layers.
+
+    1 means that all experts are used equally, E / K that every token goes to the same ones.
+    """
+    return float((loads_LE.max(-1).values / loads_LE.double().mean(-1)).mean())

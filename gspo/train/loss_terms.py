@@ -103,18 +103,43 @@ class ValueTerm:
         return self.settings.value_coef * Aggregation("token-mean")(error_BT, mask_BT, totals)
 
 
+@dataclass
+class BalanceTerm:
+    """The auxiliary loss that balances the loads of the experts (arXiv:2101.03961, equation 4), mean over MoE layers:
+
+    router_aux_loss_coef * E * sum_e f_e P_e
+
+    P_e is the mean over the response tokens of the probability that the router gives expert e. f_e is the share of the
+    mini-batch's choices that fell on e under the old policy: fixed for the whole optimizer step, so that the gradient
+    does not depend on the micro-batches. The sum is 1 where all experts are used equally.
+    """
+
+    coef: float
+    needs_every_row: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+        balance = Aggregation("token-mean")(inputs.balance_BT, inputs.mask_BT, totals)
+        accumulator.mean("routing/balance", balance.detach(), inputs.mask_BT.sum() / max(totals.tokens, 1))
+        return self.coef * balance
+
+
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
     """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if there is one."""
     return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()
 
 
-def loss_terms(algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None) -> list[Term]:
-    """List the addends of the loss: the policy term, and the KL and value terms of algorithms that have them."""
+def loss_terms(
+    algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None, router_aux_loss_coef: float
+) -> list[Term]:
+    """List the addends of the loss: the policy term, the KL and value terms of algorithms that have them, and the
+    auxiliary loss of the routers if its coefficient is not 0."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
     if algorithm.kl.in_loss:
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
         terms.append(ValueTerm(algorithm.advantage))
+    if router_aux_loss_coef:
+        terms.append(BalanceTerm(router_aux_loss_coef))
     return terms
 
 
@@ -131,4 +156,5 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         values_BT=output.values_BT,
         old_values_BT=batch.old_values_BT,
         returns_BT=batch.returns_BT,
+        balance_BT=output.balance_BT,
     )

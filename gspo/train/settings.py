@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gspo.algorithm.aggregation import Aggregation
-from gspo.core.ranges import Ranged, cost_only, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 
 
 @dataclass
@@ -19,6 +19,8 @@ class OptimSettings(Ranged, key="optim"):
     # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning (arXiv:2506.13585)
     eps: float = ranged(1e-15, least=0)
     weight_decay: float = ranged(0.0, least=0)
+    # the learning rate of an MoE model's routers, as a multiple of lr
+    router_lr_factor: float = ranged(1.0, least=0, metadata=HASHED_IF_CHANGED)
     max_grad_norm: float = ranged(1.0, above=0)
     # the run stops after more than this many updates in a row that are skipped because their gradient is not finite
     max_skipped: int = ranged(8, least=0)
@@ -35,6 +37,10 @@ class TrainerSettings(Ranged, key="trainer"):
     aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
     # leave responses that were cut off at the limit out of the loss; their rewards stay in the baseline
     mask_truncated: bool = False
+    # coefficient of the auxiliary loss that balances the loads of the experts (BalanceTerm). The GSPO paper's
+    # formula has none. transformers' router_aux_loss_coef is 0.001 for Qwen3-MoE and Mixtral and 0.01 for OLMoE; its
+    # loss is K times as large as ours.
+    router_aux_loss_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
     consistency_sample: int = ranged(32, least=1)  # responses on which routing is measured after the last update
 
 
@@ -45,6 +51,8 @@ class PolicySettings:
     # none | r2: gradient steps go through the experts that the trainer chose under the old policy
     #      | r3: old log-probs and gradient steps go through those that the engine chose
     routing_replay: str = "none"
+    # leave the routers of an MoE model as they were when the run began
+    freeze_router: bool = field(default=False, metadata=HASHED_IF_CHANGED)
     # step_start: recomputed under the weights of the step's start | behaviour: under those that sampled
     #            | engine: as the engine reported. The first two differ where responses are older than the step.
     old_logprobs: str = "step_start"

@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from gspo.algorithm.aggregation import Totals
@@ -67,10 +69,10 @@ class Trainer:
         self.coefficient = KLCoefficient(algorithm.kl) if algorithm.kl.needs_reference else None
         if self.coefficient and not reference:
             raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
-        self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient)
+        self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient, settings.router_aux_loss_coef)
         self.every_row = any(term.needs_every_row for term in self.terms)
         self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router),
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
@@ -238,22 +240,24 @@ class Trainer:
     def update(self, batch: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
         """Take one optimizer step on a mini-batch; its loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
+        loads_LE = expert_loads(batch, self.policy.routing.experts) if self.settings.router_aux_loss_coef else None
         every_row = self.every_row or not batch.adv_BT.any()
         for micro in batch.split(self.settings.micro_batch_size):
             learns = every_row or bool(micro.adv_BT.any())  # otherwise the gradient of these rows is exactly 0
             micro = micro.to(self.policy.device)
-            with torch.set_grad_enabled(learns):
-                output = self.policy.forward(micro)
-                inputs = loss_inputs(output, micro)
-                loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
-            if learns:
-                loss.backward()
+            with self.policy.routing.balancing(loads_LE):
+                with torch.set_grad_enabled(learns):
+                    output = self.policy.forward(micro)
+                    inputs = loss_inputs(output, micro)
+                    loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
+                if learns:
+                    loss.backward()
             accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
             with accumulator.timed("time/diagnostics_s"):
                 self.observe(output, micro, minibatch, accumulator)
         lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm)
         finite = bool(norm.isfinite())
         if finite:
@@ -306,3 +310,27 @@ class Trainer:
         every = self.algorithm.kl.refresh_every
         if self.reference and every and step % every == 0:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
+
+
+def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: bool) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: all parameters, and the routers by themselves if their learning rate is another.
+
+    Raises ValueError if there is no router to freeze or to give another learning rate."""
+    everything = policy.parameters()
+    if router_lr_factor == 1 and not freeze_router:
+        return [{"params": everything}]
+    routers = policy.routing.parameters()
+    if freeze_router:
+        for parameter in routers:
+            parameter.requires_grad_(False)
+        return [{"params": [p for p in everything if p.requires_grad]}]
+    its_own = {id(p) for p in routers}
+    others = [p for p in everything if id(p) not in its_own]
+    return [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
+
+
+def expert_loads(batch: TrainBatch, experts: int) -> Tensor:
+    """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E]."""
+    chosen_NLK = diagnostics.predicting(batch.experts_BSLK, batch)[batch.mask_BT].long()
+    counts_LE = [torch.bincount(chosen_NK.flatten(), minlength=experts) for chosen_NK in chosen_NLK.unbind(1)]
+    return torch.stack(counts_LE).float() / max(chosen_NLK[:, 0].numel(), 1)

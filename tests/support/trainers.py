@@ -53,6 +53,8 @@ def trainer(
     parts=None,
     old_pass="always",
     eps=1e-15,
+    freeze_router=False,
+    router_lr_factor=1.0,
     **settings,
 ) -> Trainer:
     """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
@@ -67,9 +69,9 @@ def trainer(
         policy,
         source,
         algorithm,
-        optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps),
+        optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor),
         settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings),
-        policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass),
+        policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass, freeze_router=freeze_router),
         seed=seed,
         reference=small_policy(model) if algorithm.kl.name != "none" else None,
     )

@@ -38,6 +38,7 @@ class LossInputs:
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), with gradient
     old_values_BT: Tensor | None = None  # the critic's values at the start of the step
     returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
+    balance_BT: Tensor | None = None  # what the auxiliary loss of an MoE model is the mean of, with gradient
 
     def __post_init__(self):
         for name in ("logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"):

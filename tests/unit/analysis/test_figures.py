@@ -238,6 +238,7 @@ def test_the_papers_benchmarks_stand_below_our_scores(folder, drawn):
     assert len(paper.series("fig1_aime24", GRPO_R2).dropna()) == len(rival.get_ydata()) + 1  # two of CodeForces hidden
 
 
+@pytest.mark.slow
 def test_bars_and_bands_are_95_percent_and_said_to_be(folder, drawn):
     data = load.load([folder])
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing, fig_curves):

@@ -103,6 +103,7 @@ def test_roll_legacy_is_the_option_list_of_rolls_first_gspo_page():
     assert (s.trainer.epochs, s.reward.clip, s.reward.shift, s.reward.scale) == (1, 10, "none", "none")
 
 
+@pytest.mark.slow
 def test_presets_of_peers_state_their_conventions():
     expected = {  # objective, clip range, bound, aggregation, rows, eps of the std, KL
         "trl": ("gspo", 3e-4, 4e-4, 80, "seq-mean-token-mean", "all", 1e-4, "none"),

@@ -225,6 +225,7 @@ def test_a_run_is_not_resumed_with_another_source_and_says_which(run, package):
         read_settings(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [ALL[:2], ALL[2:3], ALL[3:8], ALL[8:9], ALL[9:11]])
 def test_code_that_another_users_run_names_is_not_imported_without_consent(package, tmp_path, monkeypatch, kept):
     folder = tmp_path / "foreign"

@@ -302,6 +302,7 @@ def test_with_staleness_only_the_sampling_policys_log_probs_let_it_reach_the_cli
     assert found["behaviour"]["clip/token_outside"] == pytest.approx(found["engine"]["clip/token_outside"], abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_stale_batch_comes_from_the_weights_of_so_many_batches_ago():
     t = gap_trainer(lr=1e-2, old="behaviour", staleness=2, replay="r2")
     before, ages = [], []

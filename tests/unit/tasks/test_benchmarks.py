@@ -468,6 +468,7 @@ def test_what_could_not_be_run_has_no_reward(tmp_path, monkeypatch):
 # --- the real files
 
 
+@pytest.mark.slow
 @real
 @pytest.mark.parametrize(
     "kind, folder, size, train",

@@ -362,7 +362,7 @@ def test_bad_settings_and_tests_are_refused():
 
 @pytest.mark.slow
 def test_speed():
-    """150 small function programs of 8 cases a second on 2 cores, if nothing else runs; half of it on a busy "
+    """150 small function programs of 8 cases a second on 2 cores, if nothing else runs; a third of it on a busy "
     "machine."""
     cases = [((i, [i] * 5), 2 * i) for i in range(8)]
     with CodeGrader(slots=2) as grader:
@@ -372,4 +372,4 @@ def test_speed():
             start = time.monotonic()
             assert {grade.verdict for grade in grader.grade(made)} == {"pass"}
             best = max(best, 150 / (time.monotonic() - start))
-    assert best > (150 if os.getloadavg()[0] < 2 else 75)
+    assert best > (150 if os.getloadavg()[0] < 2 else 50)

@@ -1,0 +1,108 @@
+"""Shows how far a whole sweep is, in one line: runs done, steps done, time left.
+
+    paper_figures: 9 of 24 runs, 1180 of 2880 steps  3.4 steps/s  8:20 left
+
+The process that launches the jobs looks at their run directories every few seconds, so it does not matter where they
+run. Jobs that write to the same terminal then leave out the lines of their own progress.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gspo.core.escaping import line
+from gspo.core.files import read_status
+
+LAUNCHER = "GSPO_SWEEP_LAUNCHER"  # the process id of the one that shows the line; jobs that it starts inherit it
+TAIL = 1 << 18  # bytes at the end of metrics.jsonl that hold its last row
+PAUSE = 10.0  # seconds between two lines
+PAUSE_OF_BAR = 2.0  # and on a terminal between two updates of the bar
+
+
+def shown_by_sweep() -> bool:
+    """Tell whether this process is a job of a sweep that shows its line on the same terminal."""
+    return os.environ.get(LAUNCHER) in (str(os.getpid()), str(os.getppid()))
+
+
+class SweepProgress(threading.Thread):
+    """The line of a sweep, from `start` to `close`. `planned` is what gspo.run.sweeps.plan returns."""
+
+    def __init__(self, study: str, planned: list[dict[str, Any]]):
+        super().__init__(daemon=True)
+        self.study = study
+        self.jobs = [(Path(job["folder"]), job["steps"]) for job in planned if "folder" in job and "same_as" not in job]
+        self.total = sum(steps for _, steps in self.jobs)
+        self.first, self.began = self.done()[1], time.monotonic()
+        self.closing = threading.Event()
+        self.bar: tqdm | None = None
+        os.environ[LAUNCHER] = str(os.getpid())
+
+    def run(self) -> None:
+        """Show the line again and again until `close` is called."""
+        if sys.stderr.isatty():
+            self.bar = tqdm(
+                total=self.total, initial=self.first, unit="step", dynamic_ncols=True, desc=line(self.study)
+            )
+        while not self.closing.wait(PAUSE_OF_BAR if self.bar else PAUSE):
+            self.show()
+
+    def close(self) -> None:
+        """Show the line a last time."""
+        if not self.closing.is_set():
+            self.closing.set()
+            self.join()
+            self.show()
+            if self.bar:
+                self.bar.close()
+
+    def show(self) -> None:
+        """Print the line, or update the bar."""
+        runs, steps = self.done()
+        counted = f"{runs} of {len(self.jobs)} runs"
+        if self.bar:
+            self.bar.set_postfix_str(counted, refresh=False)
+            self.bar.update(steps - self.bar.n)
+            return
+        pace = (steps - self.first) / (time.monotonic() - self.began)
+        left = f"{clock((self.total - steps) / pace)} left" if pace else "time left unknown"
+        print(line(f"{self.study}: {counted}, {steps} of {self.total} steps  {pace:.1f} steps/s  {left}"), flush=True)
+
+    def done(self) -> tuple[int, int]:
+        """Return how many runs have ended and how many steps are done; a run that has collapsed needs no more."""
+        runs = counted = 0
+        for folder, steps in self.jobs:
+            step = min(last_step(folder / "metrics.jsonl"), steps)
+            ended = step == steps or read_status(folder).get("how") == "collapsed"
+            runs += ended
+            counted += steps if ended else step
+        return runs, counted
+
+
+def last_step(file: Path) -> int:
+    """Return the step of the last whole row of a run's metrics; 0 if there is none."""
+    try:
+        with open(file, "rb") as rows:
+            rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL, 0))
+            lines = rows.read().splitlines()
+    except OSError:
+        return 0
+    for row in reversed(lines):
+        try:
+            return int(json.loads(row)["step"])
+        except (ValueError, TypeError, KeyError):  # a row that is being written
+            continue
+    return 0
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
