@@ -81,7 +81,8 @@ def starts_at_one(s: Settings) -> bool:
 
 def shares_weights(s: Settings) -> bool:
     """Tell whether the engine computes with the trainer's own weights, in the trainer's precision."""
-    return s.rollout.name == "local" and s.rollout.dtype == "float32"
+    exact = s.rollout.dtype == "float32" and s.rollout.quantization == "none"
+    return s.rollout.name == "local" and exact
 
 
 def check_replay(s: Settings) -> None:

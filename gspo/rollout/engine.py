@@ -22,6 +22,7 @@ from gspo.core.seeding import uniforms
 from gspo.core.types import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.decode import Decoder, PlainDecoder
+from gspo.rollout.quantization import quantize
 from gspo.rollout.requests import Row, Sampling, further_rows, new_rows, to_response
 
 LIVE_SHARE = 0.9  # finished rows are dropped from the cache once at most this share of its rows is unfinished
@@ -161,19 +162,32 @@ class LocalEngine(Engine):
 
     With `dtype` equal to the policy's it samples with the policy's own tensors. With another `dtype` it samples with a
     copy that computes as an engine of that precision would: weights and activations are rounded, and the softmax of the
-    logits is taken in float32.
+    logits is taken in float32. With a `quantization` the weights of that copy are rounded further.
     """
 
-    def __init__(self, policy: Policy, batch_rows: int = 512, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        policy: Policy,
+        batch_rows: int = 512,
+        dtype: torch.dtype = torch.float32,
+        quantization: str = "none",
+    ):
         self.policy = policy
         self.batch_rows = batch_rows
-        self.shares_weights = dtype == policy.model.dtype
+        self.quantization = quantization
+        self.shares_weights = dtype == policy.model.dtype and quantization == "none"
         self.sampler = policy if self.shares_weights else policy.copy(dtype)
+        self._quantize()
+
+    def _quantize(self) -> None:
+        if self.quantization != "none":
+            quantize(self.sampler, self.quantization)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the weights into the engine's own tensors, if it has any."""
         if not self.shares_weights:
             self.sampler.load_tensors(named_tensors)
+            self._quantize()
 
     def close(self) -> None:
         """Do nothing: the tensors are freed with the object."""

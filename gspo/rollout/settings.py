@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gspo.core.ranges import Ranged, cost_only, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
+from gspo.rollout.quantization import KINDS
 from gspo.rollout.requests import Sampling
 
 DTYPES = ("float32", "bfloat16")
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens after a sync, by
 # the engine's precision.
-SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
+SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "fp4_e2m1": 3.0}
 
 
 @dataclass
@@ -23,6 +24,7 @@ class RolloutSettings(Ranged, key="rollout"):
 
     name            the engine's name
     dtype           the precision that the engine computes in; the trainer's is float32
+    quantization    none, or the format that the in-process engine's weights are rounded to: gspo.rollout.quantization
     routes          whether the engine returns the experts of every token (MoE models); Routing Replay R3 turns it on
     routes_floor    the least share of the engine's experts that the trainer's router must choose too; less is an error
     sync_tolerance  the largest mean |log-prob difference| of engine and trainer after a sync; null: by precision
@@ -47,6 +49,7 @@ class RolloutSettings(Ranged, key="rollout"):
     # responses sampled at once; bounds the memory of the cache, changes no response
     batch_rows: int = ranged(512, least=1, cost_only=True)
     dtype: str = "float32"
+    quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
     routes: bool = False
     routes_floor: float = ranged(0.5, least=0, most=1, cost_only=True)
     sync_tolerance: float | None = ranged(None, above=0, cost_only=True)
@@ -100,6 +103,8 @@ class RolloutSettings(Ranged, key="rollout"):
     def _check_engine(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.quantization not in KINDS:
+            raise ValueError(f"rollout.quantization={self.quantization!r}: choose one of {', '.join(KINDS)}")
 
     def _check_ahead(self) -> None:
         if self.overlap and not self.staleness:
@@ -130,7 +135,8 @@ class RolloutSettings(Ranged, key="rollout"):
     @property
     def tolerance(self) -> float:
         """The largest mean |log-prob difference| in nats that the guard after a sync lets pass."""
-        return self.sync_tolerance or SYNC_TOLERANCE[self.dtype]
+        rounding = self.dtype if self.quantization == "none" else self.quantization
+        return self.sync_tolerance or SYNC_TOLERANCE[rounding]
 
     def limit(self, step: int) -> int:
         """Return the largest number of response tokens at a step; later steps never have a smaller one."""
@@ -172,6 +178,8 @@ class VLLMRollout(RolloutSettings):
                 f"rollout.tensor_parallel_size={self.tensor_parallel_size} with rollout.own_process=false: its workers "
                 "have processes of their own; set rollout.own_process=true"
             )
+        if self.quantization != "none":
+            raise ValueError(f"rollout.quantization={self.quantization} is read by rollout=local alone")
         if self.sleep and self.overlap:
             raise ValueError("rollout.sleep=true with rollout.overlap=true: the engine is never idle")
 

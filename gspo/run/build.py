@@ -229,7 +229,8 @@ def make_engine(policy: Policy, settings: Settings) -> Engine:
 def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
     """Return an in-process engine in the precision of a run's rollouts. It also samples held-out problems, during
     training and afterwards. With `batch_rows` 0 it has the run's."""
-    return LocalEngine(policy, batch_rows or rollout.batch_rows, getattr(torch, rollout.dtype))
+    dtype = getattr(torch, rollout.dtype)
+    return LocalEngine(policy, batch_rows or rollout.batch_rows, dtype, rollout.quantization)
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:

@@ -122,3 +122,5 @@ def print_sampling_notes(settings: Settings) -> None:
     print_sandbox_layers(settings.task.ready())
     if settings.rollout.dtype != "float32":
         print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
+    if settings.rollout.quantization != "none":
+        print(f"{settings.label()}: the engine's weights are rounded to {settings.rollout.quantization}")

@@ -63,6 +63,10 @@ class WriteManifest(Callback):
         self.progress = SweepProgress(config.study, planned)
         self.progress.start()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the thread behind where a launcher sends this object to its jobs."""
+        return {name: value for name, value in self.__dict__.items() if name != "progress"}
+
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Note in the manifest why a job did not finish, because it may have had no directory yet."""
         why = job_return._return_value  # a dict from gspo.run.cli.one_line, or an error of Hydra's own

@@ -38,6 +38,7 @@ def check(folder: Path, limit: bool, **environment: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_programs_run_and_are_confined_where_few_descriptors_and_long_folders_are_all_there_is(tmp_path):
     usual = check(tmp_path, limit=False)
     assert "42" in usual["a program"]

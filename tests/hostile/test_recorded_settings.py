@@ -69,6 +69,7 @@ def test_what_looks_like_an_interpolation_survives_unchanged(text, tmp_path, res
     assert resolved == [] and SECRET not in (tmp_path / "settings.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -28,6 +28,7 @@ from spoiled_runs import ESCAPE, MARKUP, ROOT
 EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
 
 
+@pytest.mark.slow
 def test_every_character_that_acts_or_hides_is_written_as_its_code():
     kept = [c for c in EVERY if shown(c) == c]
     controls = [c for c in kept if unicodedata.category(c) in ("Cc", "Cs") or unicodedata.bidirectional(c) in BIDI]

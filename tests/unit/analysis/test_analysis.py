@@ -50,6 +50,7 @@ def verdicts(data: load.Data) -> dict[str, str]:
     return {claim.claim: claim.verdict for claim in claims.all_claims(data)}
 
 
+@pytest.mark.slow
 def test_effects_that_are_there_are_seen(paper_like):
     found = verdicts(load.load([paper_like]))
     assert len(found) == 8

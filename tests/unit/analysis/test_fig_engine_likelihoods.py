@@ -169,6 +169,7 @@ def test_one_seed_is_not_judged(tmp_path):
     assert cells(fig.effect_table(data))["GSPO, bfloat16, R3"]["each seed"] == "2: -0.020"
 
 
+@pytest.mark.slow
 def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monkeypatch):
     for seed in (1, 2, 3):
         shutil.rmtree(runs / f"grpo-engine-bfloat16-r3-seed{seed}")

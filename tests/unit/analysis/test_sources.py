@@ -118,6 +118,7 @@ def test_a_damaged_run_directory_is_noted_and_the_others_are_read(recorded, tmp_
     assert [run.path.name for run in data.runs] == ["gspo-seed1-abc"] and any(said in note for note in data.notes)
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_in_two_studies_are_two(recorded, tmp_path):
     for study in ("one", "two"):
         folder = tmp_path / study / "gspo-seed1-abc"

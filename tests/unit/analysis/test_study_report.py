@@ -86,6 +86,7 @@ def test_whom_an_arm_is_compared_with():
     assert study_parts.rivals(arms, "SAPO [x=1]") == dict.fromkeys(arms[:3], "SAPO [x=1]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

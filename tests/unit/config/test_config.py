@@ -166,6 +166,7 @@ def test_every_sweep_composes_with_each_of_its_options(path):
             assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local", "submitit_slurm", "two_jobs"])
 def test_a_sweep_file_leaves_the_launcher_to_the_command_line(launcher):
     overrides = [f"hydra.searchpath=[file://{CONF}]", f"hydra/launcher={launcher}"]
@@ -302,6 +303,7 @@ def test_what_cannot_work_is_refused_naming_key_and_value(overrides, message):
         settings(*overrides.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

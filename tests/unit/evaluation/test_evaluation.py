@@ -55,6 +55,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow
 def test_the_numbers_of_earlier_runs_have_not_changed():
     task = Mixture()
     try:

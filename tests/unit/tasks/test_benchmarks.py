@@ -516,6 +516,7 @@ def test_worked_solutions_are_correct_and_the_neighbours_wrong():
     task.close()
 
 
+@pytest.mark.slow
 @real
 def test_math500_solutions_are_correct():
     task = Math500(path=str(DATA / "math500"))

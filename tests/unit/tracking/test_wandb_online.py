@@ -258,6 +258,7 @@ def test_one_command_uploads_the_runs_of_a_study_once(tmp_path, monkeypatch):
         assert all(steps(run) in (list(range(26)), list(range(41))) for run in server.runs.values())
 
 
+@pytest.mark.slow
 def test_refusals_are_one_line(server, capsys):
     with pytest.raises(ValueError, match="write wandb:ENTITY/PROJECT"):
         sources.records("wandb:team")

@@ -237,6 +237,7 @@ def test_the_program_never_sees_the_test(grader):
     assert grader.grade([check(look, "assert f(1) is False")])[0].verdict == "pass"
 
 
+@pytest.mark.slow
 def test_inputs_drawn_at_random_are_the_same_for_all():
     code = "seen = []\ndef f(x): return x"
     test = "import random\n"

@@ -142,6 +142,7 @@ def math500() -> tuple[list[str], list[str]]:
     return [part[0] for part in parts], [part[2] for part in parts]
 
 
+@pytest.mark.slow
 def test_math500_reference_solutions(verifier):
     solutions, golds = math500()
     found = verifier.verify(list(zip(solutions, golds, strict=True)))

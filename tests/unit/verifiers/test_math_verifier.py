@@ -60,6 +60,7 @@ def test_the_answer_is_reported_in_its_normal_form(verifier):
     assert [verdict.answer for verdict in found] == ["15/2", r"2\sqrt{2}", ""]
 
 
+@pytest.mark.slow
 def test_a_long_computation_ends_in_time_and_is_remembered():
     with MathVerifier(seconds=2.0) as verifier:
         assert verdicts(verifier, (FORMULA, GOLD)) == ["correct"]
@@ -147,6 +148,7 @@ def test_pickling_keeps_the_settings(verifier):
     assert (copy.form, copy.workers, copy.seconds, copy.memory_mb, copy.cache) == ("hash", 3, 1.5, 512, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_with_a_killed_parent():
     program = (

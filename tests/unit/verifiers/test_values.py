@@ -190,6 +190,7 @@ def test_nonsense_is_told_from_values(form):
             assert not equal(sent(expected), form)
 
 
+@pytest.mark.slow
 def test_random_forms_are_values_or_nonsense():
     rng = random.Random(1)
     leaves = [
@@ -287,6 +288,7 @@ def test_rules_of_equality():
     assert close(10**30, 1e30) == (10**30 == 1e30) and close(7, 7) and not close(7, 8)
 
 
+@pytest.mark.slow
 def test_equal_agrees_with_python_on_values_without_floats_and_bools():
     rng = random.Random(0)
 

@@ -1,0 +1,77 @@
+"""An engine whose weights are rounded: by hand, what is rounded, and how far its likelihoods are then off."""
+
+import pytest
+import torch
+
+from builders import batch_of, perturb, problems, small_policy
+from composing import settings
+from gspo.model.loading import TinyDense
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.quantization import LARGEST, quantize, rounded
+from gspo.rollout.requests import Sampling
+
+
+def test_by_hand():
+    four = torch.tensor([[6.0, -3.1, 0.2, 0.3, -5.1, 0.0], [0.6, 0.06, -0.04, 0.0, 0.0, 0.0]])
+    expected = torch.tensor([[6.0, -3.0, 0.0, 0.5, -6.0, 0.0], [0.6, 0.05, -0.05, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(rounded(four, "fp4_e2m1"), expected)
+    eight = torch.tensor([[448.0, 1.0, 1.06, 1.07, -0.5, 2.0**-9, 2.0**-11]])
+    torch.testing.assert_close(rounded(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]]))
+    torch.testing.assert_close(rounded(eight / 448, "fp8_e4m3") * 448, rounded(eight, "fp8_e4m3"))
+    assert not rounded(torch.zeros(2, 3), "fp8_e5m2").any(), "a row of zeros has no scale"
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("fp8_e4m3", 3), ("fp8_e5m2", 2)])
+def test_the_error_is_half_a_unit_of_the_last_bit_and_rounding_again_changes_nothing(kind, bits):
+    weight = torch.randn(7, 16, 40, generator=torch.Generator().manual_seed(1))
+    near = rounded(weight, kind)
+    assert (
+        (near - weight).abs() <= weight.abs() * 2.0 ** -(bits + 1) + weight.abs().amax(-1, keepdim=True) / 2**14
+    ).all()
+    assert ((near - weight).abs() > weight.abs() * 2.0 ** -(bits + 3)).float().mean() > 0.3, "it is that coarse"
+    torch.testing.assert_close(rounded(near, kind), near, atol=0, rtol=1e-6)
+    torch.testing.assert_close(near.abs().amax(-1), weight.abs().amax(-1))
+
+
+@pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=2, heads=2, width=48)])
+def test_matrices_of_layers_are_rounded_in_the_engine_alone_after_every_sync(model):
+    policy = small_policy(model)
+    engine = LocalEngine(policy, quantization="fp8_e4m3")
+    for _ in range(2):
+        held = dict(engine.sampler.model.named_parameters())
+        for name, weight in policy.model.named_parameters():
+            layer = ".layers." in name and weight.ndim >= 2 and not name.endswith("mlp.gate.weight")
+            expected = rounded(weight, "fp8_e4m3") if layer else weight
+            assert torch.equal(held[name], expected), name
+            assert torch.equal(held[name], weight) != layer, name
+        perturb(policy, 0.1)
+        engine.load_weights(policy.named_tensors())
+
+
+def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
+    policy, off = small_policy(), {}
+    for kind in ("none", *LARGEST):
+        engine = LocalEngine(policy, dtype=torch.float32, quantization=kind)
+        groups = engine.generate(problems(), 4, Sampling(1.0, 12), (1, "dose"))
+        batch = batch_of(policy, [r for group in groups for r in group])
+        difference = (batch.engine_logp_BT - batch.old_logp_BT).abs()[batch.mask_BT]
+        off[kind] = float(difference.mean())
+    assert off["none"] < 1e-5 < off["fp8_e4m3"] < off["fp8_e5m2"] < off["fp4_e2m1"]
+
+
+def test_a_copy_that_was_rounded_is_no_longer_the_policy():
+    policy = small_policy()
+    twin = policy.copy()
+    quantize(twin, "fp4_e2m1")
+    assert LocalEngine(policy).shares_weights and not LocalEngine(policy, quantization="fp4_e2m1").shares_weights
+    head = policy.model.get_output_embeddings().weight
+    assert torch.equal(head, twin.model.get_output_embeddings().weight)
+
+
+def test_refusals():
+    with pytest.raises(
+        ValueError, match=r"rollout.quantization='int3': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1"
+    ):
+        settings("rollout.quantization=int3")
+    with pytest.raises(ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"):
+        settings("rollout=vllm", "rollout.quantization=fp8_e4m3")
