@@ -210,7 +210,7 @@ EVERYTHING = {  # runs that together report every metric there is
     "cold_start.steps=500 cold_start.lr=5e-3 task.max_operands=2 task.largest=5",
     "dynamic sampling": "preset=dapo task=mixed_tiny reward.overlong_cache=4 trainer.mask_truncated=true",
     "an engine of its own, old responses": "objective=grpo_verl correction=mis rollout.staleness=2 "
-    "rollout.dtype=bfloat16 rollout.max_prompt_tokens=100",
+    "rollout.dtype=bfloat16 rollout.max_prompt_tokens=100 trainer.router_aux_loss_coef=0.001",
 }
 
 
