@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
-
-import forked
 
 if TYPE_CHECKING:
     from gspo.model.policy import Policy
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 def pytest_collection_finish():
     gc.freeze()  # the garbage collector need not look again and again at what the imports have made
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and (forked := sys.modules.get("forked")):
         forked.server()  # most tests that need it wait for it if it starts when it is first asked for
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gspo.core import untrusted
 from gspo.core.escaping import line
 from gspo.core.files import read_status
 
@@ -89,15 +90,15 @@ class SweepProgress(threading.Thread):
 def last_step(file: Path) -> int:
     """Return the step of the last whole row of a run's metrics; 0 if there is none."""
     try:
-        with open(file, "rb") as rows:
+        with open(file, "rb", opener=untrusted.plain_file) as rows:
             rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL, 0))
-            lines = rows.read().splitlines()
-    except OSError:
+            lines = rows.read(TAIL).splitlines()
+    except (OSError, untrusted.Unreadable):
         return 0
     for row in reversed(lines):
         try:
             return int(json.loads(row)["step"])
-        except (ValueError, TypeError, KeyError):  # a row that is being written
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # a row that is being written
             continue
     return 0
 

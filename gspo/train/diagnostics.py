@@ -240,6 +240,12 @@ def predicting(x_BS: Tensor, batch: TrainBatch) -> Tensor:
     return x_BS[:, batch.prompt_width - 1 : -1]
 
 
+def expert_counts(experts_BSLK: Tensor, batch: TrainBatch, experts: int) -> Tensor:
+    """Count how often each expert was chosen at the positions that predict a response token: [L, E]."""
+    chosen_NLK = predicting(experts_BSLK, batch)[batch.mask_BT].long()
+    return torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for chosen in chosen_NLK.unbind(1)])
+
+
 def routing(
     own_BSLK: Tensor, batch: TrainBatch, experts: int, minibatch: int | None, accumulator: MetricAccumulator
 ) -> None:
@@ -250,9 +256,7 @@ def routing(
     """
     own_BTLK, old_BTLK = predicting(own_BSLK, batch), predicting(batch.experts_BSLK, batch)
     if minibatch is not None:
-        loads_LE = torch.stack(
-            [torch.bincount(layer.reshape(-1).long(), minlength=experts) for layer in own_BTLK[batch.mask_BT].unbind(1)]
-        )
+        loads_LE = expert_counts(own_BSLK, batch, experts)
         accumulator.expert_loads_LE = (
             loads_LE if accumulator.expert_loads_LE is None else accumulator.expert_loads_LE + loads_LE
         )

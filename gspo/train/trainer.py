@@ -240,7 +240,7 @@ class Trainer:
     def update(self, batch: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
         """Take one optimizer step on a mini-batch; its loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
-        loads_LE = expert_loads(batch, self.policy.routing.experts) if self.settings.router_aux_loss_coef else None
+        loads_LE = old_loads(batch, self.policy.routing.experts) if self.settings.router_aux_loss_coef else None
         every_row = self.every_row or not batch.adv_BT.any()
         for micro in batch.split(self.settings.micro_batch_size):
             learns = every_row or bool(micro.adv_BT.any())  # otherwise the gradient of these rows is exactly 0
@@ -329,8 +329,7 @@ def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: boo
     return [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
 
 
-def expert_loads(batch: TrainBatch, experts: int) -> Tensor:
+def old_loads(batch: TrainBatch, experts: int) -> Tensor:
     """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E]."""
-    chosen_NLK = diagnostics.predicting(batch.experts_BSLK, batch)[batch.mask_BT].long()
-    counts_LE = [torch.bincount(chosen_NK.flatten(), minlength=experts) for chosen_NK in chosen_NLK.unbind(1)]
-    return torch.stack(counts_LE).float() / max(chosen_NLK[:, 0].numel(), 1)
+    counts_LE = diagnostics.expert_counts(batch.experts_BSLK, batch, experts)
+    return counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1)

@@ -16,6 +16,7 @@ from gspo.core.telemetry import OFF
 from gspo.core.types import Problem
 from gspo.model.loading import TinyDense
 from gspo.model.policy import Policy
+from gspo.rollout.engine_folder import PREFIX
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import VLLMRollout
@@ -53,15 +54,18 @@ def last_line(process: subprocess.Popen) -> str:
         process.kill()
 
 
-def left_behind() -> set[str]:
-    return {p.name for base in ("/dev/shm", "/tmp") for p in Path(base).glob("gspo-vllm-*")}
+def engine_folders(pid: int) -> list[Path]:
+    """The folders through which this trainer passes weights: it holds a lock on each."""
+    held = [Path(os.readlink(file)) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    return [path for path in held if path.name.startswith(PREFIX)]
 
 
 def test_an_engine_that_is_killed_ends_the_run_with_what_is_whole(tmp_path):
-    before = left_behind()
     process = begin(tmp_path)
     wait_for_step(tmp_path, 3, process)
     (engine,) = engines(process.pid)
+    (folder,) = engine_folders(process.pid)
+    assert folder.exists()
     assert os.getpgid(engine.pid) == os.getsid(engine.pid) == engine.pid
     engine.send_signal(signal.SIGKILL)
     line = last_line(process)
@@ -73,7 +77,7 @@ def test_an_engine_that_is_killed_ends_the_run_with_what_is_whole(tmp_path):
         f"resume={run.relative_to(tmp_path)}"
     )
     assert json.loads((run / "status.json").read_text())["how"] == "failed"
-    assert left_behind() <= before
+    assert not folder.exists()
     done = train(tmp_path, f"resume={run}", f"steps={step + 1}")
     assert done.returncode == 0, done.stderr[-3000:]
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(step + 2))
@@ -129,7 +133,6 @@ NAMED = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "MASTER
 @pytest.mark.parametrize("own", ["true", "false"])
 def test_no_port_is_open_to_other_machines_and_nothing_is_left(tmp_path, own):
     """On a machine whose name stands for an address of its network, where the user may make one (root); here else."""
-    before = left_behind()
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     hosts = tmp_path / "hosts"
@@ -150,14 +153,15 @@ def test_no_port_is_open_to_other_machines_and_nothing_is_left(tmp_path, own):
     try:
         wait_for_step(tmp_path, 1, process)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        assert len(engines(process.pid)) == (own == "true")
+        folders = engine_folders(process.pid)
+        assert len(engines(process.pid)) == len(folders) == (own == "true")
         open_to = listening(family)
         assert open_to and set(open_to) <= set(LOOPBACK), open_to
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=SECONDS) == 143
     finally:
         process.kill()
-    assert left_behind() <= before
+    assert not any(folder.exists() for folder in folders)
     assert [p.name for p in temporary.iterdir() if "wandb" not in p.name] == []
 
 

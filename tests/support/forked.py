@@ -97,8 +97,10 @@ def server() -> TextIO:
             inherited = listener.fileno()
             command = [sys.executable, __file__, str(inherited)]
             subprocess.Popen(command, start_new_session=True, pass_fds=[inherited], stdin=subprocess.DEVNULL)
-    connection = socket.socket(socket.AF_UNIX)
-    while connection.connect_ex(address):  # bound by another process, which has yet to listen
+    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 60
+    while failed := connection.connect_ex(address):  # bound by another process, which has yet to listen
+        if time.monotonic() > deadline:
+            raise OSError(failed, f"the server of the forked scripts does not listen: {os.strerror(failed)}")
         time.sleep(0.01)
     return connection.makefile("rw")
 

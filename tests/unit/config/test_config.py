@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from composing import CONF, options, settings
 from gspo.config.checks import check, check_training_set, warnings, warnings_after
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
 from gspo.config.schema import to_dataclass
-from gspo.config.settings import CHOICES, run_directory, same_result, settings_hash
+from gspo.config.settings import CHOICES, Settings, of_result, run_directory, same_result, settings_hash
+from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.build import open_policy
 from gspo.run.cli import explain
 
@@ -341,6 +342,29 @@ def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
     for other in ("optim.lr=1e-3", "seed=2", "policy.routing_replay=r2", "objective=grpo", "task.code_share=0.1"):
         assert settings_hash(settings("experiment=tiny_moe", other)) != settings_hash(base), other
     assert run_directory(base).match(f"runs/tiny_moe/gspo-seed1-{settings_hash(base)}")
+
+
+LATER = {  # settings that were added after runs had been made and published, each with another value than its default
+    "optim.router_lr_factor": 0.5,
+    "policy.freeze_router": True,
+    "trainer.router_aux_loss_coef": 0.01,
+    "rollout.quantization": "fp8_e4m3",
+}
+
+
+@pytest.mark.parametrize("key", LATER)
+def test_a_setting_added_later_changes_the_hash_of_no_run_that_leaves_it_alone(key):
+    group, name = key.split(".")
+    base, changed = settings("experiment=tiny_moe"), settings("experiment=tiny_moe", f"{key}={LATER[key]}")
+    assert name not in of_result(base)[group] and of_result(changed)[group][name] == LATER[key]
+    assert settings_hash(base) != settings_hash(changed) and group in same_result(base, changed)
+
+
+def test_all_settings_added_later_are_tested():
+    (fact,) = HASHED_IF_CHANGED
+    groups = [(f.name, kind) for f in fields(Settings) for kind in CHOICES.get(f.name, {0: f.default_factory}).values()]
+    stated = {f"{name}.{key}" for name, kind in groups if is_dataclass(kind) for key in fields_with(kind, fact)}
+    assert stated == set(LATER)
 
 
 def chosen(*overrides: str, name: str = "train", folder: Path = CONF):

@@ -56,6 +56,15 @@ def test_the_line_comes_by_itself_and_a_last_time_at_the_end(tmp_path, capsys, m
     assert len(lines) >= 3 and set(lines) == {"study: 0 of 1 runs, 4 of 10 steps  0.0 steps/s  time left unknown"}
 
 
+def test_what_is_no_file_of_metrics_counts_as_no_step(tmp_path):
+    pipe, link, big, deep = (tmp_path / name for name in ("pipe", "link", "big", "deep"))
+    os.mkfifo(pipe)
+    big.write_text('{"step": 3}\n{"step": 1e999}\n')
+    deep.write_text('{"step": 4}\n' + "[" * 100_000 + "\n")
+    link.symlink_to(big)
+    assert [last_step(file) for file in (pipe, link, tmp_path, tmp_path / "none", big, deep)] == [0, 0, 0, 0, 3, 4]
+
+
 def test_only_jobs_of_the_launcher_leave_out_their_own_lines(monkeypatch):
     script = "from gspo.run.sweep_progress import shown_by_sweep; print(shown_by_sweep())"
     ours = os.environ | {LAUNCHER: str(os.getpid())}
