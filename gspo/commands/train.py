@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 
+# wandb.init imports this. It searches all modules that are loaded, so it takes a second less before PyTorch is.
+import wandb.sdk.launch.inputs.internal  # noqa: F401
+
+# isort: split
+
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode

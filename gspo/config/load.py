@@ -46,6 +46,9 @@ def register_schemas() -> None:
     """Register the dataclasses with Hydra, under the names that conf/ refers to, and the door for outside code."""
     open_door()
     OmegaConf.register_new_resolver("options", options_in_words, replace=True)
+    # Hydra would copy all that its one store holds whenever it looks up the options of a group, 150 times for `--help`.
+    # It reads the store alone: what it changes are copies of single entries.
+    ConfigStore.__deepcopy__ = lambda store, memo: store
     store = ConfigStore.instance()
     commands = {"_evaluate": EvaluateCommand, "_sample": SampleCommand, "_benchmark": BenchmarkCommand}
     for name, kind in ({"_settings": Settings} | commands).items():
