@@ -2,6 +2,7 @@
 
     runs/paper_figures                       run directories below it (settings.yaml and metrics.jsonl)
     copied/wandb                             offline W&B files below it that lie in no run directory
+    analysis/data/paper_figures.parquet      a study that recorded_study.py has written
     wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a group is a study
 
 W&B's files inside a run directory are a view of it and are not read again.
@@ -28,6 +29,8 @@ from gspo.core.files import replace_bytes
 
 SERVER = "wandb:"
 KEY = b"gspo"  # the key of the metadata in a cache file
+STUDY_FILE, STUDY_KEY = ".parquet", b"gspo.study"  # a recorded study's suffix, and the key of its runs' settings
+RUN = "run"  # its column that says to which of these runs a row belongs
 
 
 @dataclass
@@ -49,6 +52,8 @@ def records(path: Path | str) -> list[Record]:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
+    if path.suffix == STUDY_FILE and path.is_file():
+        return recorded_study(path)
     files = sorted(path.rglob("settings.yaml"))
     folders = [file.parent for file in files if os.path.lexists(file.parent / "metrics.jsonl")]
     found = []
@@ -145,6 +150,24 @@ def joined(segments: list[Record]) -> list[Record]:
             segment.notes.append(f"{segment.path}: two W&B runs, {before.id} and {segment.id}; the newer one counts")
         runs[key] = segment
     return list(runs.values())
+
+
+# --------------------------------------------------------------------------------------------------- recorded studies
+def recorded_study(file: Path) -> list[Record]:
+    """Read the runs of a study's Parquet file, under the paths <file>/<run>. Raises ValueError in one line if it is no
+    such file."""
+    try:
+        table = parquet.read_table(file)
+        settings = json.loads(table.schema.metadata[STUDY_KEY])
+        rows = {str(name): frame for name, frame in table.to_pandas().groupby(RUN, observed=True)}
+        found = []
+        for name, flat in sorted(settings.items()):
+            numbers = rows[name].select_dtypes("number").dropna(axis="columns", how="all")
+            found.append(Record(file / name, dict(flat), numbers.astype({"step": "int64"}).reset_index(drop=True)))
+        return found
+    except (KeyError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{file} is no study that analysis/recorded_study.py has written: {reason}") from None
 
 
 # ------------------------------------------------------------------------------------------------------ W&B's server

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-# wandb.init imports this. It searches all modules that are loaded, so it takes a second less before PyTorch is.
-import wandb.sdk.launch.inputs.internal  # noqa: F401
+import gspo.tracking.preload  # noqa: F401
 
 # isort: split
 

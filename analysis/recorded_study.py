@@ -1,0 +1,67 @@
+"""Keeps the metrics of a study's runs in one small Parquet file, which every figure reads like the runs themselves.
+
+    python analysis/recorded_study.py runs/paper_figures --to analysis/data/paper_figures.parquet
+    python analysis/reproduce.py analysis/data/paper_figures.parquet
+
+The file has a row per run and step with the metrics in single precision, and in its metadata the settings of every run.
+What a run directory holds besides (checkpoints, responses, reports) is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+from pyarrow import parquet
+
+from analysis import load, script
+from analysis.sources import RUN, STUDY_FILE, STUDY_KEY
+from gspo.core.files import replace_bytes
+
+# What figures read. Other metrics are for --metrics.
+METRICS = (
+    "reward/mean", "compute/*", "clip/token_active", "clip/token_outside", "kl/old_k3", "routing/consistency*",
+    "routing/load_max", "eval/*", "length/mean", "policy/entropy", "optim/grad_norm",
+)  # fmt: skip
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("runs", nargs="+", help="run directories, or folders above them")
+    options.add_argument("--to", type=Path, required=True, metavar="FILE", help=f"the file to write, *{STUDY_FILE}")
+    options.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="the metrics; * stands for any")
+    args = options.parse_args()
+    if args.to.suffix != STUDY_FILE:
+        load.die(f"--to {args.to}: the name must end with {STUDY_FILE}")
+    write(load.load(args.runs), args.to, args.metrics)
+    print(f"{args.to}: {args.to.stat().st_size / 1000:.0f} kB")
+
+
+def write(data: load.Data, file: Path, metrics: tuple[str, ...] | list[str] = METRICS) -> None:
+    """Write the runs that have finished or collapsed to `file`. Others may still change, and are refused."""
+    for run in data.runs:
+        if not run.finished and run.collapsed is None:
+            load.die(f"{run.path} is unfinished: {run.last} of {run.planned} batches")
+    names = [name for name in data.metrics("") if any(fnmatchcase(name, pattern) for pattern in metrics)]
+    frames = [
+        run.rows.reindex(columns=["step", *names]).assign(**{RUN: run.path.name}).sort_values("step")
+        for run in sorted(data.runs, key=lambda run: run.path.name)
+    ]
+    rows = pd.concat(frames, ignore_index=True)
+    rows = rows.astype(dict.fromkeys(names, "float32") | {"step": "int32", RUN: "category"})
+    table = pa.Table.from_pandas(rows[[RUN, "step", *names]], preserve_index=False)
+    settings = {run.path.name: run.settings for run in data.runs}
+    table = table.replace_schema_metadata({**table.schema.metadata, STUDY_KEY: json.dumps(settings, sort_keys=True)})
+    content = io.BytesIO()
+    parquet.write_table(table, content, compression="zstd")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_bytes(file, content.getvalue())
+
+
+if __name__ == "__main__":
+    script.command(main)
