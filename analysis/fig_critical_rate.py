@@ -1,0 +1,218 @@
+"""Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or the size of the step?
+
+    python analysis/fig_critical_rate.py runs/critical_rate runs/critical_rate_matched
+
+Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the fitted logistic
+curves and the rates at which half of the runs collapse (critical_rate.py). Right: the reward at the end against the
+measured KL of an update, a point per arm and rate: arms that differ only in the size of their steps lie on one line.
+GRPO with a clip range other than that of most of its runs is an arm of its own, the one matched to GSPO's KL. Prints
+Markdown tables; writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from analysis import load, script, style
+from analysis.blocks import aligned_table
+from analysis.critical_rate import Runs, fit, probability, ratio
+from analysis.fig_sweep import arm as base_arm
+from analysis.fig_sweep import rewards
+from analysis.load import Data, Run
+from analysis.looks import Look, looks, tint
+from analysis.stats import START, t_interval
+from analysis.style import View
+from gspo.tracking.collapse import collapse
+
+RATE, CLIP = "optim.lr", "objective.clip_low"
+MATCHED = " at GSPO's KL"
+REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
+LAST = 5  # the reward at the end is the mean of the last fifth of the batches
+
+
+def main() -> None:
+    args = script.parser(__doc__, refused=REFUSED).parse_args()
+    data = load.load(args.runs)
+    for note in data.notes:
+        if note.startswith(("unfinished", "left out", "lost")):
+            print(f"note: {note}")
+    numbers = measure(data)
+    ratios = compare(numbers)
+    paths = draw(data, numbers, ratios, args.out, script.view(args))
+    print("\n".join(["", *table(numbers), "", *ratio_table(numbers, ratios), "", *map(str, paths)]))
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+def measure(data: Data) -> pd.DataFrame:
+    """Return a row per run that has finished or collapsed: arm, seed, rate, start, end, collapsed, kl."""
+    runs = [run for run in data.runs if run.finished or run.collapsed is not None]
+    if not runs:
+        load.die("fig_critical_rate needs runs that have finished or collapsed")
+    others = [key for key in load.differing(runs) if not key.startswith(("objective.", "policy.routing_replay", RATE))]
+    if others:
+        load.die(f"the runs differ also in {', '.join(others)}: give those that differ in the learning rate alone")
+    usual = {
+        name: Counter(run.settings.get(CLIP) for run in runs if base_arm(run, RATE, "") == name).most_common(1)[0][0]
+        for name in {base_arm(run, RATE, "") for run in runs}
+    }
+    numbers = pd.DataFrame([measured(run, usual) for run in runs])
+    twice = numbers[numbers.duplicated(["arm", "seed", "rate"])]
+    if len(twice):
+        load.die(f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, rate {twice.iloc[0]['rate']:g}")
+    return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
+
+
+def measured(run: Run, usual: dict[str, object]) -> dict[str, object]:
+    """Return one run's numbers."""
+    name, reward, kl = base_arm(run, RATE, ""), rewards(run), run.column("kl/old_k3")
+    return {
+        "arm": name if run.settings.get(CLIP) == usual[name] else name + MATCHED,
+        "seed": run.seed,
+        "rate": float(run.settings[RATE]),
+        "start": reward.head(START).mean(),
+        "end": reward.tail(max(run.planned // LAST, 1)).mean(),
+        "collapsed": collapse(reward.tolist()) is not None,
+        "kl": kl.mean() if len(kl) else np.nan,
+    }
+
+
+def as_runs(numbers: pd.DataFrame) -> tuple[Runs, list[str]]:
+    """Return the runs for the fit, and the arms' names by their numbers."""
+    arms = sorted(numbers["arm"].unique())
+    number = numbers["arm"].map({arm: i for i, arm in enumerate(arms)})
+    columns = (number, numbers["seed"], numbers["rate"], numbers["collapsed"])
+    return Runs(*(column.to_numpy() for column in columns)), arms
+
+
+def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
+    """Return for each pair of arms with the same seeds the ratio of their critical rates: its interval and its p."""
+    runs, arms = as_runs(numbers)
+    seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
+    first = sorted(arms, key=lambda arm: (not arm.startswith("GSPO"), arm.endswith(MATCHED), "Replay" not in arm, arm))
+    pairs = [(a, b) for a, b in combinations(first, 2) if seeds[a] == seeds[b]]
+    return {(a, b): ratio(runs, len(arms), arms.index(a), arms.index(b)) for a, b in pairs}
+
+
+def table(numbers: pd.DataFrame) -> list[str]:
+    """Return a Markdown row per arm and rate."""
+    rows = [
+        ["objective", "learning rate", "seeds", "reward, start", "reward, last fifth", "collapsed", "KL of an update"]
+    ]
+    for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
+        row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
+        row += [t_interval(runs["end"].to_numpy()).text(), f"{runs['collapsed'].sum()} of {len(runs)}"]
+        rows.append([*row, f"{runs['kl'].mean():.2g}"])
+    return aligned_table(rows)
+
+
+def ratio_table(numbers: pd.DataFrame, ratios: dict) -> list[str]:
+    """Return a Markdown row per arm with its critical rate, and one per pair with the ratio."""
+    runs, arms = as_runs(numbers)
+    _, critical = fit(runs, len(arms))
+    rows = [["arms", "critical learning rate, or ratio", "95 % interval", "p"]]
+    rows += [[arm, beyond(rate, numbers["rate"]), "", ""] for arm, rate in zip(arms, critical, strict=True)]
+    for (a, b), (value, p) in ratios.items():
+        rows.append([f"{a} / {b}", f"{value.mean:.2f}", f"[{value.low:.2f}, {value.high:.2f}]", f"{p:.2g}"])
+    return aligned_table(rows)
+
+
+def beyond(rate: float, rates: pd.Series) -> str:
+    """Return a critical rate in words: where it lies outside of the rates that were run, only on which side."""
+    if rate > rates.max():
+        return f"above {rates.max():g}"
+    return f"below {rates.min():g}" if rate < rates.min() else f"{rate:.3g}"
+
+
+# ---------------------------------------------------------------------------------------------------------- figure
+def draw(data: Data, numbers: pd.DataFrame, ratios: dict, out: Path, view: View | None = None) -> list[Path]:
+    """Draw the three panels."""
+    view, own = view or View(), looks(sorted(numbers["arm"].unique()))
+    figure = style.canvas(3.6, view)
+    axes = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    ends(axes[0], numbers, own)
+    shares(axes[1], numbers, own)
+    if numbers["kl"].notna().any():
+        against_kl(axes[2], numbers, own)
+    style.key(axes[0], dict(sorted(own.items(), reverse=True)), loc="lower left")
+    return style.save(figure, out, "fig_critical_rate", caption(data, numbers, ratios), view)
+
+
+def rate_axis(ax: Axes, rates: np.ndarray) -> None:
+    """Set up a logarithmic axis with a tick at every rate."""
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(rates, [f"{1e4 * rate:.3g}" for rate in rates])
+    ax.set_xlabel("learning rate ($10^{-4}$)")
+
+
+def ends(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
+    """Draw the reward at the end against the rate: the mean with its 95 % interval over seeds."""
+    for arm, runs in numbers.groupby("arm"):
+        means = [(rate, t_interval(cell["end"].to_numpy())) for rate, cell in runs.groupby("rate")]
+        rates, mean = [rate for rate, _ in means], np.array([interval.mean for _, interval in means])
+        spans = [(i.mean - i.low, i.high - i.mean) for _, i in means]
+        ax.errorbar(rates, mean, yerr=np.nan_to_num(np.transpose(spans)), lw=1.8, ms=5, elinewidth=1, **own[arm].plot())
+    start = numbers.groupby("rate")["start"].mean()
+    ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
+    rate_axis(ax, np.sort(numbers["rate"].unique()))
+    ax.set_title("Reward at the end")
+    ax.set_ylabel("training reward, last fifth")
+
+
+def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
+    """Draw the share of collapsed runs against the rate, with the fitted curves."""
+    runs, arms = as_runs(numbers)
+    slope, critical = fit(runs, len(arms))
+    rates = np.sort(numbers["rate"].unique())
+    fine = np.geomspace(rates[0], rates[-1], 200)
+    for arm, at in zip(arms, critical, strict=True):
+        shown = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
+        look = own[arm]
+        ax.plot(shown.index, shown, look.marker, ms=5, color=look.colour, mec="white", mew=0.5)
+        ax.plot(fine, probability(fine, slope, at), color=look.colour, ls=look.line, lw=1.6)
+        if rates[0] <= at <= rates[-1]:
+            ax.plot([at, at], [0, 0.5], color=tint(look.colour, 0.6), lw=0.9)
+    ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
+    ax.set_ylim(-0.05, 1.05)
+    rate_axis(ax, rates)
+    ax.set_title("Collapsed runs")
+    ax.set_ylabel("share of the seeds")
+
+
+def against_kl(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
+    """Draw the reward at the end against the KL of an update, a point per arm and rate, joined in their order."""
+    for arm, runs in numbers.groupby("arm"):
+        cells = runs.groupby("rate")[["kl", "end"]].mean()
+        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **own[arm].plot())
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.set_xlabel("KL of an update (kl/old_k3)")
+    ax.set_title("Reward against step size")
+
+
+def caption(data: Data, numbers: pd.DataFrame, ratios: dict) -> str:
+    """Return the caption: what was run, what is drawn, and the ratios."""
+    run, count = data.runs[0], numbers.groupby(["arm", "rate"])["seed"].count()
+    counted = f"{count.min()}" if count.min() == count.max() else f"{count.min()} to {count.max()}"
+    words = f"{len(numbers)} runs of {run.planned} rollout batches in {run.settings.get('trainer.minibatches')} "
+    words += (
+        f"mini-batches, {counted} seeds per arm and rate. Left: means with 95 % intervals over seeds; dashed: reward "
+    )
+    words += "of the first batches. Middle: the share of the seeds that collapsed by the registered rule, and logistic "
+    words += "curves with one slope. Right: means over seeds, joined in the order of the rates."
+    found = [
+        f"{a} / {b}: {value.mean:.2f} [{value.low:.2f}, {value.high:.2f}], p = {p:.2g}"
+        for (a, b), (value, p) in ratios.items()
+    ]
+    return f"{words}\nRatio of the critical rates, 95 % interval, exact p: {'; '.join(found)}." if found else words
+
+
+if __name__ == "__main__":
+    script.command(main)

@@ -1,0 +1,86 @@
+"""The figure of critical rates on runs of a known truth: what it counts, which arms it sees, what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from analysis import fig_contrast, fig_critical_rate, load
+from analysis.style import View
+from commands import ROOT
+from recorded_runs import COLLAPSED, HEALTHY, write
+from three_arms import write_run
+
+RATES = (1e-4, 2e-4, 4e-4, 8e-4)
+LAST = {"gspo": 4e-4, "grpo": 2e-4}  # the largest rate at which an objective's runs do not collapse
+
+
+@pytest.fixture
+def study(tmp_path):
+    for rate in RATES:
+        for seed in (1, 2, 3, 4):
+            for name, clip, scale in (("gspo", 0.2, 1.0), ("grpo", 0.2, 2.0), ("grpo", 0.05, 1.0)):
+                late = seed == 4 and rate == LAST[name]  # one seed falls a rate earlier
+                rewards = COLLAPSED if rate > LAST[name] or late else HEALTHY
+                run = write(tmp_path / "runs", name, rewards, seed, optim__lr=rate, objective__clip_low=clip)
+                rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                rows = [row | {"kl/old_k3": scale * rate} if row["step"] else row for row in rows]
+                (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed in (1, 2):  # so that the matched arm is the rarer one
+        write(tmp_path / "runs", "grpo", HEALTHY, seed, optim__lr=5e-5)
+    return tmp_path / "runs"
+
+
+def test_what_is_counted(study):
+    numbers = fig_critical_rate.measure(load.load([study]))
+    assert sorted(numbers["arm"].unique()) == ["GRPO", "GRPO at GSPO's KL", "GSPO"]
+    share = numbers.groupby(["arm", "rate"])["collapsed"].mean()
+    assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share["GRPO"].tolist() == [0, 0, 0.25, 1, 1]
+    cell = numbers[(numbers["arm"] == "GRPO") & (numbers["rate"] == 4e-4)]
+    assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell["end"].tolist() == pytest.approx([0.1] * 4)
+    ratios = fig_critical_rate.compare(numbers)
+    value, p = ratios["GSPO", "GRPO at GSPO's KL"]
+    assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
+    assert ("GSPO", "GRPO") in ratios and value.seeds == 4
+    lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
+    assert "GSPO / GRPO " in lines and "e-04" not in lines
+
+
+@pytest.mark.slow
+def test_the_script_draws_and_prints(study, tmp_path):
+    command = [sys.executable, str(ROOT / "analysis" / "fig_critical_rate.py"), "runs", "--format", "png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "| 4 of 4 " in done.stdout and (tmp_path / "figures" / "fig_critical_rate.png").stat().st_size > 10_000
+
+
+def test_runs_that_differ_in_more_are_refused(study):
+    write(study, "gspo", HEALTHY, 9, trainer__minibatches=16)
+    with pytest.raises(load.Refused, match=r"trainer\.minibatches"):
+        fig_critical_rate.measure(load.load([study]))
+
+
+# ---------------------------------------------------------------------------------------------------------- contrast
+def arms_of(folder, rate: float, gain: dict[str, float]):
+    for arm, more in gain.items():
+        for seed in range(1, 7):
+            write_run(folder, arm, seed, 0.3, more, optim={"lr": rate})
+    return load.load([folder])
+
+
+def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_path):
+    calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
+    edge = arms_of(tmp_path / "edge", 8e-4, dict(zip(load.ARMS[:3], (0.3, 0.2, 0.1), strict=True)))
+    assert fig_contrast.titles([calm, edge]) == ["learning rate 0.0002", "learning rate 0.0008"]
+    pair = load.ARMS[0], load.ARMS[2]
+    assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][1].startswith("seen")
+    paths = fig_contrast.draw([calm, edge], tmp_path, View(formats=("png",)))
+    assert [path.name for path in paths] == ["fig_contrast.png"]
+    lines = fig_contrast.table([calm, edge])
+    assert len(lines) == 2 + 6 and "learning rate 0.0008" in lines[-1]
+
+
+def test_a_contrast_is_between_two(tmp_path):
+    calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
+    with pytest.raises(load.Refused, match="two studies"):
+        fig_contrast.draw([calm], tmp_path)
