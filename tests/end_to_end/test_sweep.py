@@ -28,9 +28,12 @@ COMMAND = [
 OVERRIDES = [o for o in SMALL if not o.startswith(("study=", "steps=", "checkpoint."))]
 
 
+TYPED = [*COMMAND, *OVERRIDES, "seed=1", "steps=40", "checkpoint.every=100"]
+
+
 def sweep(folder, **options) -> subprocess.Popen:
     return subprocess.Popen(
-        [*COMMAND, *OVERRIDES, "seed=1", "steps=40", "checkpoint.every=100"],
+        TYPED,
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -83,8 +86,8 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
     stopped = steps_of(tmp_path)
     for name, step in stopped.items():  # no step that was computed is lost
         assert latest(tmp_path, name) == f"step_{step:06d}"
-    output, _ = (again := sweep(tmp_path)).communicate(timeout=400)
-    assert again.returncode == 0, output
+    again = forked.run(TYPED, cwd=tmp_path, env=environment())
+    assert again.returncode == 0, again.stdout + again.stderr
     assert set(steps_of(tmp_path).values()) == {40} and len(steps_of(tmp_path)) == 3
     for name, step in stopped.items():
         rows = read_rows(tmp_path / "runs" / "paper_figures" / name / "metrics.jsonl")
@@ -92,8 +95,8 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
         assert not (tmp_path / "runs" / "paper_figures" / name / "superseded").exists(), (
             f"{name} lost steps before {step}"
         )
-    output, _ = (third := sweep(tmp_path)).communicate(timeout=120)
-    assert third.returncode == 0 and output.count("has reached step 40 already") == 3
+    third = forked.run(TYPED, cwd=tmp_path, env=environment())
+    assert third.returncode == 0 and third.stdout.count("has reached step 40 already") == 3
 
 
 SIX = [
