@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, fields_with, ranged
+from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, as_hashed, fields_with, ranged
 from gspo.evaluation.evaluate import EvaluationSettings
 from gspo.model.loading import HFModel, TinyDense, TinyMoE
 from gspo.model.prompts import PromptFormat
@@ -147,12 +147,10 @@ def settings_hash(settings: Settings) -> str:
 def of_result(settings: Settings) -> dict[str, Any]:
     """Return the settings that the run's numbers depend on, as nested dictionaries."""
     left_out = fields_with(Settings, "outside_result")
-    content = {key: value for key, value in asdict(settings).items() if key not in left_out}
+    content = {key: value for key, value in as_hashed(settings).items() if key not in left_out}
     content["task"] = with_consent(content["task"], False)
     for group in content:
         for name in outside_result_of(getattr(settings, group)):
-            content[group].pop(name)
-        for name in left_as_they_were(getattr(settings, group)):
             content[group].pop(name)
     content["outside"] = {key: code for key, code in settings.outside.items() if not key.startswith("metrics.")}
     for name in ("callbacks", "outside"):
@@ -166,14 +164,6 @@ def of_result(settings: Settings) -> dict[str, Any]:
 def outside_result_of(group: Any) -> list[str]:
     """Return the names of a group's fields that the run's numbers do not depend on; none for a plain value."""
     return fields_with(type(group), "outside_result") if is_dataclass(group) else []
-
-
-def left_as_they_were(group: Any) -> list[str]:
-    """Return the names of a group's fields that were added later and have their default; none for a plain value."""
-    if not is_dataclass(group):
-        return []
-    defaults = {field.name: field.default for field in fields(group)}
-    return [name for name in fields_with(type(group), "hashed_if_changed") if getattr(group, name) == defaults[name]]
 
 
 def changeable_on_resume() -> list[str]:

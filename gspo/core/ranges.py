@@ -146,6 +146,19 @@ def fields_with(kind: type, fact: str) -> list[str]:
     return [name for name, facts in field_facts(kind).items() if facts.get(fact)]
 
 
+def as_hashed(settings: Any) -> Any:
+    """Return a dataclass as nested dictionaries, without the fields that were added later and have their default."""
+    if isinstance(settings, dict):
+        return {key: as_hashed(value) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [as_hashed(value) for value in settings]
+    if not dataclasses.is_dataclass(settings):
+        return settings
+    later = fields_with(type(settings), "hashed_if_changed")
+    kept = [(f.name, getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)]
+    return {name: as_hashed(value) for name, value, default in kept if name not in later or value != default}
+
+
 def refusal(kind: type, name: str, value: Any, key: str) -> str:
     """Return the reason why a field may not have this value; "" if its range allows it."""
     limits = declared(kind).get(name)

@@ -11,10 +11,10 @@ Each line of the response begins with one space. The reward is 1 if all hidden t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gspo.core.ranges import SPEED_ONLY, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
 from gspo.tasks.base import Task, check_split, draw_prompt
@@ -36,9 +36,13 @@ MAX_DRAWS = 100
 
 @dataclass
 class FunctionWriting(Task):
-    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes."""
+    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes.
+
+    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 36 characters at most.
+    """
 
     name: str = "code"
+    variables: str = field(default="xas", metadata=HASHED_IF_CHANGED)
     slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(0.5, least=0.01, most=60)
     wall_seconds: float = ranged(2.0, least=0.01, most=600)
@@ -48,6 +52,8 @@ class FunctionWriting(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.variables or not set(self.variables) <= set(CATALOGUE):
+            raise ValueError(f"variables={self.variables!r}: name one or more of {''.join(CATALOGUE)}")
         if self.wall_seconds < self.cpu_seconds:
             raise ValueError(f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}")
         self._grader = CodeGrader(
@@ -61,6 +67,7 @@ class FunctionWriting(Task):
         """Return problem `index` of a split; "code_heldout" has the families that training never sees."""
         check_split(split, self.evaluation_sets())
         families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
+        families = [family for family in families if family[0] in self.variables]
         rng = generator(seed, self.name, split, index)
         for _ in range(MAX_DRAWS):
             prompt = draw_prompt(split, lambda: _prompt(rng.choice(families), rng))

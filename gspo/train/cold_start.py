@@ -23,7 +23,7 @@ import torch
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.core.batch import TrainBatch, layout
 from gspo.core.files import append_to, sync
-from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.core.ranges import LARGEST_SEED, Ranged, as_hashed, ranged
 from gspo.core.seeding import generator
 from gspo.core.untrusted import read_json
 from gspo.model.loading import ModelSettings, save
@@ -68,7 +68,7 @@ def cold_start(
     `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the folder is damaged.
     """
     prompts = prompts or PromptFormat()
-    key = json.dumps([asdict(model), asdict(task), asdict(settings), asdict(prompts)], sort_keys=True)
+    key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
     folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from dataclasses import asdict, fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from gspo.config.settings import CHOICES, Settings, of_result, run_directory, sa
 from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.build import open_policy
 from gspo.run.cli import explain
+from gspo.tasks.function_writing import FunctionWriting
 
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
@@ -349,22 +351,25 @@ LATER = {  # settings that were added after runs had been made and published, ea
     "policy.freeze_router": True,
     "trainer.router_aux_loss_coef": 0.01,
     "rollout.quantization": "fp8_e4m3",
+    "task.code.variables": "x",
 }
 
 
 @pytest.mark.parametrize("key", LATER)
 def test_a_setting_added_later_changes_the_hash_of_no_run_that_leaves_it_alone(key):
-    group, name = key.split(".")
+    *groups, name = key.split(".")
     base, changed = settings("experiment=tiny_moe"), settings("experiment=tiny_moe", f"{key}={LATER[key]}")
-    assert name not in of_result(base)[group] and of_result(changed)[group][name] == LATER[key]
-    assert settings_hash(base) != settings_hash(changed) and group in same_result(base, changed)
+    before, after = (reduce(dict.__getitem__, groups, of_result(each)) for each in (base, changed))
+    assert name not in before and after[name] == LATER[key]
+    assert settings_hash(base) != settings_hash(changed) and groups[0] in same_result(base, changed)
 
 
 def test_all_settings_added_later_are_tested():
     (fact,) = HASHED_IF_CHANGED
     groups = [(f.name, kind) for f in fields(Settings) for kind in CHOICES.get(f.name, {0: f.default_factory}).values()]
+    groups += [("task.code", FunctionWriting)]  # as a part of a mixture
     stated = {f"{name}.{key}" for name, kind in groups if is_dataclass(kind) for key in fields_with(kind, fact)}
-    assert stated == set(LATER)
+    assert stated == {*LATER, "task.variables"}
 
 
 def chosen(*overrides: str, name: str = "train", folder: Path = CONF):
