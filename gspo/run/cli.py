@@ -237,7 +237,7 @@ def explain(error: BaseException) -> str:
     if plain := plain_words(error):
         return plain
     messages = []
-    while error is not None:
+    while error is not None and type(error).__name__ != "_RemoteTraceback":  # loky's, of what a worker raised
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         messages += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
         error = error.__cause__

@@ -67,6 +67,8 @@ class SweepProgress(threading.Thread):
     def show(self) -> None:
         """Print the line, or update the bar."""
         runs, steps = self.done()
+        if steps == self.first:  # a cold start and the start of the workers say nothing about the pace
+            self.began = time.monotonic()
         counted = f"{runs} of {len(self.jobs)} runs"
         if self.bar:
             self.bar.set_postfix_str(counted, refresh=False)
