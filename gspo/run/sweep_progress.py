@@ -74,7 +74,7 @@ class SweepProgress(threading.Thread):
             self.bar.set_postfix_str(counted, refresh=False)
             self.bar.update(steps - self.bar.n)
             return
-        pace = (steps - self.first) / (time.monotonic() - self.began)
+        pace = (steps - self.first) / max(time.monotonic() - self.began, 1e-9)
         left = f"{clock((self.total - steps) / pace)} left" if pace else "time left unknown"
         print(line(f"{self.study}: {counted}, {steps} of {self.total} steps  {pace:.1f} steps/s  {left}"), flush=True)
 

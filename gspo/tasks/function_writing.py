@@ -38,7 +38,7 @@ MAX_DRAWS = 100
 class FunctionWriting(Task):
     """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes.
 
-    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 36 characters at most.
+    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 40 characters at most.
     """
 
     name: str = "code"

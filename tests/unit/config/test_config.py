@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from joblib.externals.loky.process_executor import _RemoteTraceback
 from omegaconf import OmegaConf, open_dict
 
 import forked
@@ -602,3 +603,9 @@ def test_check_runs_on_plain_dataclasses_too():
     good.rollout.group_size = 1
     with pytest.raises(ValueError, match=r"rollout.group_size=1"):
         check(good)
+
+
+def test_what_a_worker_raised_is_told_without_its_traceback():
+    error = ConfigCompositionException("In 'experiment/mine': the key is wrong")
+    error.__cause__ = _RemoteTraceback('"""\nTraceback (most recent call last):\n  File ...')
+    assert explain(error) == "In 'experiment/mine': the key is wrong"

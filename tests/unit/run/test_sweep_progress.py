@@ -45,6 +45,17 @@ def test_the_time_left_is_that_of_the_pace_since_the_sweep_began(tmp_path, capsy
     assert capsys.readouterr().out == "study: 0 of 2 runs, 12 of 20 steps  0.5 steps/s  0:16 left\n"
 
 
+def test_the_cold_start_before_the_first_step_says_nothing_about_the_pace(tmp_path, capsys, monkeypatch):
+    sweep = SweepProgress("study", [{"run": "one", "folder": str(tmp_path / "one"), "steps": 10}])
+    began = sweep.began
+    monkeypatch.setattr(time, "monotonic", lambda: began + 200.0)
+    sweep.show()
+    write(tmp_path / "one", 4)
+    monkeypatch.setattr(time, "monotonic", lambda: began + 208.0)
+    sweep.show()
+    assert capsys.readouterr().out.splitlines()[1] == "study: 0 of 1 runs, 4 of 10 steps  0.5 steps/s  0:12 left"
+
+
 def test_the_line_comes_by_itself_and_a_last_time_at_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep_progress, "PAUSE", 0.05)
     sweep = SweepProgress("study", [write(tmp_path / "one", 4)])

@@ -82,6 +82,21 @@ def test_held_out_families_are_new_compositions_of_known_operations(mixture):
     assert len({problem.family for problem in problems(mixture.code, "code", 1000)}) >= 24
 
 
+def test_functions_of_numbers_alone_are_short(mixture):
+    numbers = FunctionWriting(variables="x")
+    rng = random.Random(1)
+    for split in ("train", "code", "code_heldout"):
+        drawn = problems(numbers, split, 300)
+        assert {problem.family[0] for problem in drawn} == {"x"} and len({problem.family for problem in drawn}) >= 3
+        assert max(len(numbers.demonstration(problem, 0.0, rng)) for problem in drawn) <= 40
+    assert [p.prompt for p in problems(FunctionWriting(variables="xas"), "train", 50)] == [
+        p.prompt for p in problems(mixture.code, "train", 50)
+    ], "the default draws the problems that it drew before"
+    for wrong in ("", "xy", "X"):
+        with pytest.raises(ValueError, match="name one or more of xas"):
+            FunctionWriting(variables=wrong)
+
+
 @pytest.mark.slow
 def test_texts_are_short_and_spelled_in_printable_ascii(mixture):
     rng = random.Random(0)
