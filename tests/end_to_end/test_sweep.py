@@ -151,6 +151,27 @@ def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
     assert sum("leaves no room for a prompt" in line for line in found) == 2, found
 
 
+@pytest.mark.slow
+def test_option_files_edited_while_a_sweep_runs_make_no_other_runs(tmp_path):
+    mine = tmp_path / "mine" / "study.yaml"
+    mine.parent.mkdir()
+    words = "defaults: [train, _self_]\noptim: {lr: 1e-3}\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
+    mine.write_text(words)
+    options = [option for option in SMALL if not option.startswith("optim.lr=")]
+    command = [*SIX[:2], "-cd", "mine", "-cn", "study", "-m", *options]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 180
+    while not list(tmp_path.glob("runs/small/*-seed1-*/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    mine.write_text(words.replace("1e-3", "2e-3"))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "its option files were edited after the sweep had begun" in errors
+    assert [run.name.split("-")[1] for run in tmp_path.glob("runs/small/*-seed*")] == ["seed1"]
+    again = forked.run(command, cwd=tmp_path, env=environment())
+    assert again.returncode == 0 and len(list(tmp_path.glob("runs/small/*-seed*"))) == 3, again.stderr[-2000:]
+
+
 def signal_jobs(files, number: int) -> None:
     """To the jobs' own processes, as a scheduler does: the children of submitit's controllers."""
     controllers = {folder.name for folder in (files / ".submitit").iterdir() if folder.name.isdecimal()}
