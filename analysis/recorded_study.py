@@ -55,8 +55,11 @@ def write(data: load.Data, file: Path, metrics: tuple[str, ...] | list[str] = ME
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.astype(dict.fromkeys(names, "float32") | {"step": "int32", RUN: "category"})
     table = pa.Table.from_pandas(rows[[RUN, "step", *names]], preserve_index=False)
-    settings = {run.path.name: run.settings for run in data.runs}
-    table = table.replace_schema_metadata({**table.schema.metadata, STUDY_KEY: json.dumps(settings, sort_keys=True)})
+    every = [run.settings for run in data.runs]
+    common = {key: value for key, value in every[0].items() if all(repr(s.get(key, ...)) == repr(value) for s in every)}
+    own = {run.path.name: {k: v for k, v in run.settings.items() if k not in common} for run in data.runs}
+    about = json.dumps({"common": common, "runs": own}, sort_keys=True)  # once, for metadata are not compressed
+    table = table.replace_schema_metadata({STUDY_KEY: about})
     content = io.BytesIO()
     parquet.write_table(table, content, compression="zstd")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -158,12 +158,13 @@ def recorded_study(file: Path) -> list[Record]:
     such file."""
     try:
         table = parquet.read_table(file)
-        settings = json.loads(table.schema.metadata[STUDY_KEY])
+        about = json.loads(table.schema.metadata[STUDY_KEY])
         rows = {str(name): frame for name, frame in table.to_pandas().groupby(RUN, observed=True)}
         found = []
-        for name, flat in sorted(settings.items()):
+        for name, own in sorted(about["runs"].items()):
             numbers = rows[name].select_dtypes("number").dropna(axis="columns", how="all")
-            found.append(Record(file / name, dict(flat), numbers.astype({"step": "int64"}).reset_index(drop=True)))
+            numbers = numbers.astype({"step": "int64"}).reset_index(drop=True)
+            found.append(Record(file / name, about["common"] | own, numbers))
         return found
     except (KeyError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]

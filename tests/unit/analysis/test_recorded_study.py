@@ -70,12 +70,13 @@ def strange(tmp_path):
     """Files that are no recorded study."""
     table = pa.table({"run": ["a"], "step": [1], "reward/mean": [0.5]})
     yield b"no Parquet at all"
-    for about in (None, b"[]", b"{", b'{"b": {}}', b'{"a": 3}', b'{"a": ["x"]}'):
+    runs = ("[]", "{}", '{"b": {}}', '{"a": 3}', '{"a": ["x"]}', '{"a": {}}')
+    for about in (None, b"[]", b"{", *(f'{{"common": [], "runs": {text}}}'.encode() for text in runs)):
         changed = table.replace_schema_metadata({sources.STUDY_KEY: about} if about else None)
         parquet.write_table(changed, tmp_path / "made.parquet")
         yield (tmp_path / "made.parquet").read_bytes()
     nameless = table.rename_columns(["name", "step", "reward/mean"])
-    about = json.dumps({"a": {}}).encode()
+    about = json.dumps({"common": {}, "runs": {"a": {}}}).encode()
     parquet.write_table(nameless.replace_schema_metadata({sources.STUDY_KEY: about}), tmp_path / "made.parquet")
     yield (tmp_path / "made.parquet").read_bytes()
     words = pa.table({"run": ["a"], "step": ["one"]}).replace_schema_metadata({sources.STUDY_KEY: about})
