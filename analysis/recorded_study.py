@@ -1,15 +1,14 @@
 """Keeps the metrics of a study's runs in one small Parquet file, which every figure reads like the runs themselves.
 
-    python analysis/recorded_study.py runs/paper_figures --to analysis/data/paper_figures.parquet
+    python analysis/recorded_study.py runs/paper_figures --out analysis/data
     python analysis/reproduce.py analysis/data/paper_figures.parquet
 
-The file has a row per run and step with the metrics in single precision, and in its metadata the settings of every run.
-What a run directory holds besides (checkpoints, responses, reports) is not in it.
+The file, which has the study's name, has a row per run and step with the metrics in single precision, and in its
+metadata the settings of every run. What a run directory holds besides (checkpoints, responses, reports) is not in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from analysis import load, script
 from analysis.sources import RUN, STUDY_FILE, STUDY_KEY
 from gspo.core.files import replace_bytes
 
+REFUSED = dict.fromkeys(("seeds", "smooth", "log-x", "format", "no-caption", "width"), "it draws nothing")
 # What figures read. Other metrics are for --metrics.
 METRICS = (
     "reward/mean", "compute/*", "clip/token_active", "clip/token_outside", "kl/old_k3", "routing/consistency*",
@@ -31,15 +31,16 @@ METRICS = (
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("runs", nargs="+", help="run directories, or folders above them")
-    options.add_argument("--to", type=Path, required=True, metavar="FILE", help=f"the file to write, *{STUDY_FILE}")
+    options = script.parser(__doc__, refused=REFUSED)
     options.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="the metrics; * stands for any")
     args = options.parse_args()
-    if args.to.suffix != STUDY_FILE:
-        load.die(f"--to {args.to}: the name must end with {STUDY_FILE}")
-    write(load.load(args.runs), args.to, args.metrics)
-    print(f"{args.to}: {args.to.stat().st_size / 1000:.0f} kB")
+    data = load.load(args.runs)
+    studies = sorted({str(run.settings.get("study")) for run in data.runs})
+    if len(studies) > 1:
+        load.die(f"{len(studies)} studies ({', '.join(studies)}): a file holds one, so name the folder of one")
+    file = args.out / f"{Path(studies[0]).name}{STUDY_FILE}"
+    write(data, file, args.metrics)
+    print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
 def write(data: load.Data, file: Path, metrics: tuple[str, ...] | list[str] = METRICS) -> None:

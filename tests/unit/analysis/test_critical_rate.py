@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from analysis import critical_rate
 from analysis.critical_rate import Runs, fit, probability, ratio
 
 RATES = 1e-4 * 2.0 ** np.arange(8)
@@ -44,7 +45,8 @@ def test_arms_of_which_none_or_all_collapse_lie_outside_of_the_rates():
     assert np.isfinite(critical).all() and critical[0] > RATES[-1] and critical[1] < RATES[0]
 
 
-def test_the_ratio_has_its_interval_and_p():
+def test_the_ratio_has_its_interval_and_p(monkeypatch):
+    monkeypatch.setattr(critical_rate, "REPS", 300)
     rng = np.random.default_rng(3)
     value, p = ratio(drawn((8e-4, 4e-4), 8.0, 10, rng), 2, 0, 1)
     assert 1.5 < value.mean < 2.7 and 1.2 < value.low < value.mean < value.high and p < 0.05 and value.seeds == 10

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from analysis import fig_contrast, fig_critical_rate, load
+from analysis import critical_rate, fig_contrast, fig_critical_rate, load
 from analysis.style import View
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -32,7 +32,8 @@ def study(tmp_path):
     return tmp_path / "runs"
 
 
-def test_what_is_counted(study):
+def test_what_is_counted(study, monkeypatch):
+    monkeypatch.setattr(critical_rate, "REPS", 200)
     numbers = fig_critical_rate.measure(load.load([study]))
     assert sorted(numbers["arm"].unique()) == ["GRPO", "GRPO at GSPO's KL", "GSPO"]
     share = numbers.groupby(["arm", "rate"])["collapsed"].mean()

@@ -43,10 +43,11 @@ def test_a_script_reads_it_and_writes_the_same_bytes_again(study, tmp_path):
         command = [sys.executable, str(ROOT / "analysis" / name), *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
-    assert "one.parquet: " in script("recorded_study.py", "runs", "--to", "one.parquet", "--metrics", "reward/mean")
-    script("recorded_study.py", "one.parquet", "--to", "two.parquet")
-    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
-    columns = parquet.read_table(tmp_path / "one.parquet").column_names
+    said = script("recorded_study.py", "runs", "--out", "one", "--metrics", "reward/mean")
+    assert said.startswith("one/synthetic.parquet: ")
+    script("recorded_study.py", "one/synthetic.parquet", "--out", "two")
+    assert (tmp_path / "one/synthetic.parquet").read_bytes() == (tmp_path / "two/synthetic.parquet").read_bytes()
+    columns = parquet.read_table(tmp_path / "one/synthetic.parquet").column_names
     assert columns == ["run", "step", "reward/mean"]
 
 
