@@ -38,6 +38,7 @@ def test_the_verdicts_are_those_of_the_runs(study, tmp_path):
     assert [claim.verdict for claim in claims.all_claims(again)] == [c.verdict for c in claims.all_claims(data)]
 
 
+@pytest.mark.slow
 def test_a_script_reads_it_and_writes_the_same_bytes_again(study, tmp_path):
     def script(name: str, *arguments: str) -> str:
         command = [sys.executable, str(ROOT / "analysis" / name), *arguments]
