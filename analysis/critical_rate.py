@@ -24,53 +24,48 @@ from analysis.stats import REPS, Interval
 
 SLOPE = 20.0  # collapsed runs go from 27 % to 73 % within 10 % of the rate: steeper slopes are hardly told apart
 EXACT = 12  # seeds up to which every exchange is tried, else REPS random ones
-STEPS = 60  # of Newton's method at most
+STEPS, LONGEST = 60, 5.0  # of Newton's method at most, and the longest: a longer one may overshoot where p is 0 or 1
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Every run as an entry: its arm's number, its seed, its learning rate, and whether it collapsed."""
+class Counts:
+    """How many runs there are, and how many of them collapsed, by seed S, arm A and learning rate R."""
 
-    arm_N: np.ndarray
-    seed_N: np.ndarray
-    rate_N: np.ndarray
-    collapsed_N: np.ndarray
-
-    def of_seeds(self, seeds: np.ndarray) -> Runs:
-        """Return the runs of these seeds, of a seed that is named twice twice."""
-        at = np.concatenate([np.flatnonzero(self.seed_N == seed) for seed in seeds])
-        return Runs(self.arm_N[at], self.seed_N[at], self.rate_N[at], self.collapsed_N[at])
-
-    def exchanged(self, a: int, b: int, seeds: np.ndarray) -> Runs:
-        """Return the runs with the arms a and b exchanged in these seeds."""
-        here = np.isin(self.seed_N, seeds)
-        arm_N = np.where(here & (self.arm_N == a), b, np.where(here & (self.arm_N == b), a, self.arm_N))
-        return Runs(arm_N, self.seed_N, self.rate_N, self.collapsed_N)
+    rates_R: np.ndarray
+    runs_SAR: np.ndarray
+    collapsed_SAR: np.ndarray
 
 
-def fit(runs: Runs, arms: int) -> tuple[float, np.ndarray]:
-    """Return the slope b and the critical rates c_a [arms] of highest posterior probability, by Newton's method.
+def fit(rates_R: np.ndarray, runs_AR: np.ndarray, collapsed_AR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slope b and the critical rates c_a [A] of highest posterior probability, by Newton's method.
 
     With u = b log(r / m) - h_a, where m is the geometric mean of the rates, the log-likelihood is concave in (b, h) and
     c_a = m exp(h_a / b). The heights h have a prior too, of standard deviation SLOPE, which keeps those of arms finite
     of which all runs collapse or none: their rate then lies outside of the rates that were run, and says no more.
+    Counts with further dimensions before A are fitted one by one. Where runs collapse less at higher rates, b is not
+    positive, and there is no critical rate: NaN.
     """
-    middle = np.log(runs.rate_N).mean()
-    design_NP = np.zeros((len(runs.rate_N), 1 + arms))
-    design_NP[:, 0] = np.log(runs.rate_N) - middle
-    design_NP[np.arange(len(runs.rate_N)), 1 + runs.arm_N] = -1.0
-    target_N, weights_P = runs.collapsed_N.astype(float), np.zeros(1 + arms)
-    weights_P[0] = 1.0
+    arms, x_R = runs_AR.shape[-2], np.log(rates_R) - np.log(rates_R).mean()
+    b, h_A = np.ones(runs_AR.shape[:-2]), np.zeros(runs_AR.shape[:-1])
+    prior_PP = np.eye(1 + arms) / SLOPE**2
     for _ in range(STEPS):
-        p_N = 1 / (1 + np.exp(-np.clip(design_NP @ weights_P, -500, 500)))
-        gradient_P = design_NP.T @ (target_N - p_N) - weights_P / SLOPE**2
-        hessian_PP = (design_NP * (p_N * (1 - p_N))[:, None]).T @ design_NP + np.eye(1 + arms) / SLOPE**2
-        step_P = np.linalg.solve(hessian_PP, gradient_P)
-        step_P *= min(1.0, 5.0 / max(np.abs(step_P).max(), 1e-12))  # a longer one may overshoot where p is 0 or 1
-        weights_P += step_P
-        if np.abs(step_P).max() < 1e-8:
+        p_AR = 1 / (1 + np.exp(-np.clip(b[..., None, None] * x_R - h_A[..., None], -500, 500)))
+        rest_AR, spread_AR = collapsed_AR - runs_AR * p_AR, runs_AR * p_AR * (1 - p_AR)
+        gradient_P = np.concatenate([(rest_AR * x_R).sum((-1, -2))[..., None], -rest_AR.sum(-1)], -1)
+        gradient_P -= np.concatenate([b[..., None], h_A], -1) / SLOPE**2
+        hessian_PP = np.zeros((*b.shape, 1 + arms, 1 + arms)) + prior_PP
+        hessian_PP[..., 0, 0] += (spread_AR * x_R**2).sum((-1, -2))
+        hessian_PP[..., 0, 1:] = hessian_PP[..., 1:, 0] = -(spread_AR * x_R).sum(-1)
+        hessian_PP[..., range(1, 1 + arms), range(1, 1 + arms)] += spread_AR.sum(-1)
+        step_P = np.linalg.solve(hessian_PP, gradient_P[..., None])[..., 0]
+        largest = np.abs(step_P).max(-1, keepdims=True)
+        step_P *= np.minimum(1.0, LONGEST / np.maximum(largest, LONGEST))
+        b, h_A = b + step_P[..., 0], h_A + step_P[..., 1:]
+        if largest.max() < 1e-8:
             break
-    return float(weights_P[0]), np.exp(middle + weights_P[1:] / weights_P[0])
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        critical_A = np.exp(np.log(rates_R).mean() + h_A / b[..., None])
+    return b, np.where(b[..., None] > 0, critical_A, np.nan)
 
 
 def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
@@ -78,22 +73,29 @@ def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
     return 1 / (1 + (critical / np.asarray(rates)) ** slope)
 
 
-def ratio(runs: Runs, arms: int, a: int, b: int) -> tuple[Interval, float]:
+def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     """Return c_a / c_b with its 95 % interval over seeds, and its exact p."""
-    seeds, rng = np.unique(runs.seed_N), np.random.default_rng(0)
-    found = log_ratio(runs, arms, a, b)
-    draws = [log_ratio(runs.of_seeds(rng.choice(seeds, len(seeds))), arms, a, b) for _ in range(REPS)]
-    low, high = np.quantile(draws, (0.025, 0.975))
-    if len(seeds) <= EXACT:
-        subsets = [seeds[np.array(chosen, bool)] for chosen in product((0, 1), repeat=len(seeds))]
+    seeds, rng = len(counts.runs_SAR), np.random.default_rng(0)
+    drawn_DS = rng.integers(seeds, size=(REPS, seeds))
+    draws_D = log_ratio(counts.rates_R, counts.runs_SAR[drawn_DS], counts.collapsed_SAR[drawn_DS], a, b)
+    low, high = np.nanquantile(draws_D, (0.025, 0.975))
+    if seeds <= EXACT:
+        exchanged_DS = np.array(list(product((False, True), repeat=seeds)))  # nothing is exchanged in the first
     else:
-        subsets = [seeds[rng.random(len(seeds)) < 0.5] for _ in range(REPS)] + [seeds[:0]]
-    others = np.array([log_ratio(runs.exchanged(a, b, subset), arms, a, b) for subset in subsets])
-    p = float(np.mean(np.abs(others) >= abs(found) - 1e-6))  # Newton leaves 1e-8
-    return Interval(float(np.exp(found)), float(np.exp(low)), float(np.exp(high)), len(seeds), logarithmic=True), p
+        exchanged_DS = np.vstack([np.zeros((1, seeds), bool), rng.random((REPS, seeds)) < 0.5])
+    order_A = np.arange(counts.runs_SAR.shape[1])
+    order_A[[a, b]] = b, a
+    both = [
+        np.where(exchanged_DS[..., None, None], x_SAR[:, order_A], x_SAR)
+        for x_SAR in (counts.runs_SAR, counts.collapsed_SAR)
+    ]
+    others_D = log_ratio(counts.rates_R, *both, a, b)
+    found = others_D[0]
+    p = float(np.mean(~(np.abs(others_D) < abs(found) - 1e-6)))  # Newton's method leaves 1e-8
+    return Interval(float(np.exp(found)), float(np.exp(low)), float(np.exp(high)), seeds, logarithmic=True), p
 
 
-def log_ratio(runs: Runs, arms: int, a: int, b: int) -> float:
-    """Return log(c_a / c_b)."""
-    _, critical = fit(runs, arms)
-    return float(np.log(critical[a] / critical[b]))
+def log_ratio(rates_R: np.ndarray, runs_SAR: np.ndarray, collapsed_SAR: np.ndarray, a: int, b: int) -> np.ndarray:
+    """Return log(c_a / c_b) of the seeds' runs together."""
+    _, critical_A = fit(rates_R, runs_SAR.sum(-3), collapsed_SAR.sum(-3))
+    return np.log(critical_A[..., a] / critical_A[..., b])

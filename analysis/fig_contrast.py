@@ -1,6 +1,6 @@
 """Contrast: does what separates the arms at one learning rate separate them at another?
 
-    python analysis/fig_contrast.py runs/comfortable runs/paper_figures
+    python analysis/fig_contrast.py runs/STUDY runs/OTHER_STUDY
 
 A column for each study, in the order given: above the training reward of the arms, below their paired differences over
 the last half of the batches, a dot per seed. Expected, if the paper is right about stability: no difference where
@@ -22,8 +22,7 @@ from analysis.looks import look
 from analysis.stats import Interval
 from analysis.style import View
 
-NOT_NAMED = ("study", "steps")  # in which the studies differ without being named in the titles
-SHORT = {"optim.lr": "learning rate", "trainer.minibatches": "mini-batches", "steps": "batches"}
+SHORT = {"optim.lr": "learning rate", "trainer.minibatches": "mini-batches"}
 MOST = 2  # differences between studies that a title names
 
 
@@ -67,7 +66,7 @@ def table(studies: list[Data]) -> list[str]:
 def titles(studies: list[Data]) -> list[str]:
     """Return a title per study: the settings in which the studies differ, or its name where there are none."""
     firsts = [data.runs[0].settings for data in studies]
-    keys = [key for key in load.differing([data.runs[0] for data in studies]) if key not in NOT_NAMED]
+    keys = load.differing([data.runs[0] for data in studies])
     keys = [key for key in SHORT if key in keys] or keys
     if not keys:
         return [str(first.get("study")) for first in firsts]

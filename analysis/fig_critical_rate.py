@@ -1,12 +1,13 @@
 """Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or the size of the step?
 
-    python analysis/fig_critical_rate.py runs/critical_rate runs/critical_rate_matched
+    python analysis/fig_critical_rate.py analysis/data/edge_calibration.parquet
 
 Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the fitted logistic
 curves and the rates at which half of the runs collapse (critical_rate.py). Right: the reward at the end against the
 measured KL of an update, a point per arm and rate: arms that differ only in the size of their steps lie on one line.
-GRPO with a clip range other than that of most of its runs is an arm of its own, the one matched to GSPO's KL. Prints
-Markdown tables; writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
+Runs whose clip range is not that of most runs of their objective are an arm of their own, for example GRPO with the
+range that gives it GSPO's KL at each rate. Prints Markdown tables, with the paired differences at each rate; writes
+fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
 from __future__ import annotations
@@ -22,19 +23,17 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from analysis import load, script, style
 from analysis.blocks import aligned_table
-from analysis.critical_rate import Runs, fit, probability, ratio
+from analysis.critical_rate import Counts, fit, probability, ratio
 from analysis.fig_sweep import arm as base_arm
-from analysis.fig_sweep import rewards
 from analysis.load import Data, Run
 from analysis.looks import Look, looks, tint
-from analysis.stats import START, t_interval
+from analysis.stats import sign_flip_p, t_interval
 from analysis.style import View
-from gspo.tracking.collapse import collapse
 
 RATE, CLIP = "optim.lr", "objective.clip_low"
-MATCHED = " at GSPO's KL"
+OTHER_RANGE = ", other clip range"
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
-LAST = 5  # the reward at the end is the mean of the last fifth of the batches
+PART = 5  # start and end are the means of the first and of the last fifth of the batches
 
 
 def main() -> None:
@@ -46,7 +45,8 @@ def main() -> None:
     numbers = measure(data)
     ratios = compare(numbers)
     paths = draw(data, numbers, ratios, args.out, script.view(args))
-    print("\n".join(["", *table(numbers), "", *ratio_table(numbers, ratios), "", *map(str, paths)]))
+    tables = [table(numbers), difference_table(numbers), ratio_table(numbers, ratios)]
+    print("\n".join([line for lines in tables for line in ("", *lines)] + ["", *map(str, paths)]))
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
@@ -71,39 +71,57 @@ def measure(data: Data) -> pd.DataFrame:
 
 def measured(run: Run, usual: dict[str, object]) -> dict[str, object]:
     """Return one run's numbers."""
-    name, reward, kl = base_arm(run, RATE, ""), rewards(run), run.column("kl/old_k3")
+    name, reward, kl = base_arm(run, RATE, ""), run.column("reward/mean"), run.column("kl/old_k3")
+    part = max(run.planned // PART, 1)
     return {
-        "arm": name if run.settings.get(CLIP) == usual[name] else name + MATCHED,
+        "arm": name if run.settings.get(CLIP) == usual[name] else name + OTHER_RANGE,
         "seed": run.seed,
         "rate": float(run.settings[RATE]),
-        "start": reward.head(START).mean(),
-        "end": reward.tail(max(run.planned // LAST, 1)).mean(),
-        "collapsed": collapse(reward.tolist()) is not None,
+        "start": reward.head(part).mean(),
+        "end": reward.tail(part).mean(),
+        "collapsed": run.collapsed is not None,
         "kl": kl.mean() if len(kl) else np.nan,
     }
 
 
-def as_runs(numbers: pd.DataFrame) -> tuple[Runs, list[str]]:
-    """Return the runs for the fit, and the arms' names by their numbers."""
-    arms = sorted(numbers["arm"].unique())
-    number = numbers["arm"].map({arm: i for i, arm in enumerate(arms)})
-    columns = (number, numbers["seed"], numbers["rate"], numbers["collapsed"])
-    return Runs(*(column.to_numpy() for column in columns)), arms
+def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
+    """Return the runs for the fit, and the arms' names in the order in which they should be ahead."""
+    arms = sorted(numbers["arm"].unique(), key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm))
+    rates, seeds = np.sort(numbers["rate"].unique()), np.sort(numbers["seed"].unique())
+    runs, collapsed = np.zeros((2, len(seeds), len(arms), len(rates)), int)
+    for row in numbers.itertuples():
+        at = np.searchsorted(seeds, row.seed), arms.index(row.arm), np.searchsorted(rates, row.rate)
+        runs[at], collapsed[at] = 1, row.collapsed
+    return Counts(rates, runs, collapsed), arms
 
 
 def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
     """Return for each pair of arms with the same seeds the ratio of their critical rates: its interval and its p."""
-    runs, arms = as_runs(numbers)
+    counts, arms = counted(numbers)
     seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
-    first = sorted(arms, key=lambda arm: (not arm.startswith("GSPO"), arm.endswith(MATCHED), "Replay" not in arm, arm))
-    pairs = [(a, b) for a, b in combinations(first, 2) if seeds[a] == seeds[b]]
-    return {(a, b): ratio(runs, len(arms), arms.index(a), arms.index(b)) for a, b in pairs}
+    pairs = [(a, b) for a, b in combinations(arms, 2) if seeds[a] == seeds[b]]
+    return {(a, b): ratio(counts, arms.index(a), arms.index(b)) for a, b in pairs}
+
+
+def difference_table(numbers: pd.DataFrame) -> list[str]:
+    """Return a Markdown row per rate and pair of arms: the paired difference of the rewards at the end."""
+    rows = [["learning rate", "difference of the reward, last fifth", "mean and 95 % interval", "t", "p"]]
+    _, arms = counted(numbers)
+    for rate, cell in numbers.groupby("rate"):
+        ends = cell.pivot(index="seed", columns="arm", values="end")
+        for a, b in combinations([arm for arm in arms if arm in ends], 2):
+            each = (ends[a] - ends[b]).dropna().to_numpy()
+            if len(each) > 1:
+                mean, error = t_interval(each), each.std(ddof=1) / np.sqrt(len(each))
+                t = f"{mean.mean / error:.1f}" if error > 0 else "-"
+                rows.append([f"{rate:g}", f"{a} - {b}", mean.text("+.3f"), t, f"{sign_flip_p(each):.2g}"])
+    return aligned_table(rows)
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per arm and rate."""
     rows = [
-        ["objective", "learning rate", "seeds", "reward, start", "reward, last fifth", "collapsed", "KL of an update"]
+        ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth", "collapsed", "KL of an update"]
     ]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
         row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
@@ -114,12 +132,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
 
 def ratio_table(numbers: pd.DataFrame, ratios: dict) -> list[str]:
     """Return a Markdown row per arm with its critical rate, and one per pair with the ratio."""
-    runs, arms = as_runs(numbers)
-    _, critical = fit(runs, len(arms))
-    rows = [["arms", "critical learning rate, or ratio", "95 % interval", "p"]]
-    rows += [[arm, beyond(rate, numbers["rate"]), "", ""] for arm, rate in zip(arms, critical, strict=True)]
-    for (a, b), (value, p) in ratios.items():
-        rows.append([f"{a} / {b}", f"{value.mean:.2f}", f"[{value.low:.2f}, {value.high:.2f}]", f"{p:.2g}"])
+    counts, arms = counted(numbers)
+    _, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
+    rows += [[arm, beyond(rate, numbers["rate"]), ""] for arm, rate in zip(arms, critical, strict=True)]
+    rows += [[f"{a} / {b}", value.text(".2f"), f"{p:.2g}"] for (a, b), (value, p) in ratios.items()]
     return aligned_table(rows)
 
 
@@ -168,9 +185,9 @@ def ends(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
 
 def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
     """Draw the share of collapsed runs against the rate, with the fitted curves."""
-    runs, arms = as_runs(numbers)
-    slope, critical = fit(runs, len(arms))
-    rates = np.sort(numbers["rate"].unique())
+    counts, arms = counted(numbers)
+    slope, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    rates = counts.rates_R
     fine = np.geomspace(rates[0], rates[-1], 200)
     for arm, at in zip(arms, critical, strict=True):
         shown = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
@@ -201,12 +218,12 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: dict) -> str:
     """Return the caption: what was run, what is drawn, and the ratios."""
     run, count = data.runs[0], numbers.groupby(["arm", "rate"])["seed"].count()
     counted = f"{count.min()}" if count.min() == count.max() else f"{count.min()} to {count.max()}"
-    words = f"{len(numbers)} runs of {run.planned} rollout batches in {run.settings.get('trainer.minibatches')} "
-    words += (
-        f"mini-batches, {counted} seeds per arm and rate. Left: means with 95 % intervals over seeds; dashed: reward "
+    words = (
+        f"{len(numbers)} runs of {run.planned} rollout batches in {run.settings.get('trainer.minibatches')} "
+        f"mini-batches, {counted} seeds per arm and rate. Left: means with 95 % intervals over seeds; dashed: the "
+        "reward of the first fifth of the batches. Middle: the share of the seeds that collapsed by the registered rule, and "
+        "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
-    words += "of the first batches. Middle: the share of the seeds that collapsed by the registered rule, and logistic "
-    words += "curves with one slope. Right: means over seeds, joined in the order of the rates."
     found = [
         f"{a} / {b}: {value.mean:.2f} [{value.low:.2f}, {value.high:.2f}], p = {p:.2g}"
         for (a, b), (value, p) in ratios.items()

@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from analysis import load, script
+from analysis.runs import nearest
 from analysis.sources import RUN, STUDY_FILE, STUDY_KEY
 from gspo.core.files import replace_bytes
 
@@ -49,6 +50,9 @@ def write(data: load.Data, file: Path, metrics: tuple[str, ...] | list[str] = ME
         if not run.finished and run.collapsed is None:
             load.die(f"{run.path} is unfinished: {run.last} of {run.planned} batches")
     names = [name for name in data.metrics("") if any(fnmatchcase(name, pattern) for pattern in metrics)]
+    idle = [pattern for pattern in metrics if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle and metrics is not METRICS:
+        load.die(f"no run has recorded {', '.join(idle)}{nearest(idle[0], data.metrics(''))}")
     frames = [
         run.rows.reindex(columns=["step", *names]).assign(**{RUN: run.path.name}).sort_values("step")
         for run in sorted(data.runs, key=lambda run: run.path.name)

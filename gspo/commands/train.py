@@ -21,7 +21,7 @@ from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.lifecycle import run
 from gspo.run.sweep_state import forecast
-from gspo.run.sweeps import refuse_changed, taken_by_another_job
+from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_run import own_arguments, under_agent
 
 
@@ -45,7 +45,6 @@ def job(config: DictConfig) -> None:
         folder = RunDirectory.for_run(settings, in_sweep=False).path
         print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
         return
-    refuse_changed(settings)
     if first := taken_by_another_job(settings):
         print(f"job {hydra.job.num} is {first}: nothing is left to do")
         return

@@ -116,29 +116,23 @@ def same_run(planned: list[dict], number: int) -> str:
 
 
 def taken_by_another_job(settings: Settings) -> str:
-    """Return, in words, which earlier job of the present sweep makes this run; "" if none does, or outside a sweep."""
+    """Return, in words, which earlier job of the present sweep makes this run; "" if none does, or outside a sweep.
+
+    Raises ValueError if this job has become another run than the one that was planned: Hydra reads the option files
+    anew for each job, so that an edit while a sweep runs would change the jobs to come."""
     job = HydraConfig.get()
     plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
     if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
         return ""
-    mine = plans[-1][job.job.num]["run"] == folder_of(settings).name  # if not, the plan belongs to another sweep
-    return same_run(plans[-1], job.job.num) if mine else ""
-
-
-def refuse_changed(settings: Settings) -> None:
-    """Raise ValueError if this job of a sweep has become another run than the one that was planned.
-
-    Hydra reads the option files anew for each job, so that an edit while a sweep runs would change the jobs to come."""
-    job = HydraConfig.get()
-    plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
-    if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
-        return
     planned, now = plans[-1][job.job.num], folder_of(settings).name
-    if planned["overrides"] == list(job.overrides.task) and planned["run"] != now:
+    if planned["run"] == now:
+        return same_run(plans[-1], job.job.num)
+    if planned["overrides"] == list(job.overrides.task):  # else the plan belongs to another sweep
         raise ValueError(
             f"job {job.job.num} was planned as {planned['run']} and is now {now}: its option files were edited after "
             "the sweep had begun; type the command again to make the runs that they describe now"
         )
+    return ""
 
 
 def _name(config: DictConfig, overrides: list[str]) -> str:

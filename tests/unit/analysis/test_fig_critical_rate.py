@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from analysis import critical_rate, fig_contrast, fig_critical_rate, load
+from analysis import fig_contrast, fig_critical_rate, load
 from analysis.style import View
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -32,20 +32,22 @@ def study(tmp_path):
     return tmp_path / "runs"
 
 
-def test_what_is_counted(study, monkeypatch):
-    monkeypatch.setattr(critical_rate, "REPS", 200)
+def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
-    assert sorted(numbers["arm"].unique()) == ["GRPO", "GRPO at GSPO's KL", "GSPO"]
+    assert sorted(numbers["arm"].unique()) == ["GRPO", "GRPO, other clip range", "GSPO"]
     share = numbers.groupby(["arm", "rate"])["collapsed"].mean()
     assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share["GRPO"].tolist() == [0, 0, 0.25, 1, 1]
     cell = numbers[(numbers["arm"] == "GRPO") & (numbers["rate"] == 4e-4)]
     assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell["end"].tolist() == pytest.approx([0.1] * 4)
     ratios = fig_critical_rate.compare(numbers)
-    value, p = ratios["GSPO", "GRPO at GSPO's KL"]
+    value, p = ratios["GSPO", "GRPO, other clip range"]
     assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
     assert ("GSPO", "GRPO") in ratios and value.seeds == 4
     lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
     assert "GSPO / GRPO " in lines and "e-04" not in lines
+    lines = fig_critical_rate.difference_table(numbers)
+    cell = next(line for line in lines if line.startswith("| 0.0004 ") and "GSPO - GRPO  " in line)
+    assert "+0." in cell and cell.count("|") == 6
 
 
 @pytest.mark.slow

@@ -68,6 +68,12 @@ def test_a_run_that_collapsed_is_kept_and_one_that_may_go_on_is_refused(tmp_path
     assert sum(run.collapsed is None for run in again.runs) == 1
 
 
+def test_a_metric_that_no_run_has_is_refused(study, tmp_path):
+    with pytest.raises(load.Refused, match=r"no run has recorded reward/meen.*reward/mean"):
+        recorded_study.write(load.load([study]), tmp_path / "study.parquet", ["reward/meen", "step"])
+    assert not (tmp_path / "study.parquet").exists()
+
+
 def strange(tmp_path):
     """Files that are no recorded study."""
     table = pa.table({"run": ["a"], "step": [1], "reward/mean": [0.5]})
