@@ -30,19 +30,21 @@ REPLAY = "policy.routing_replay"
 MOST = 8  # the most lines that can be told apart
 REFUSED = script.DOTS | script.NO_CURVES
 PANELS = {  # column: the panel's title, and what its y axis shows
-    "end": ("Reward at the end", f"last {WINDOW} batches"),
+    "end": ("Reward at the end", "last {end} batches"),
     "fall": ("Fall from the peak", "share of it lost at the end"),
     "clipped": ("Clipped tokens", "share, mean of all batches"),
 }
 NAMES = {
     "optim.lr": "learning rate",
     "trainer.minibatches": "mini-batches",
+    "objective.clip_low": "clip range, lower side",
     "rollout.group_size": "responses per prompt",
     "rollout.staleness": "age of the responses, batches",
     "task.max_operands": "summands",
     REPLAY: "Routing Replay",
 }
 DERIVED = {  # the settings that a sweep must change along with the one that it varies
+    "objective.clip_low": ("objective.clip_high",),
     "rollout.group_size": ("rollout.prompts_per_step",),
     "task.max_operands": ("task.min_operands", "cold_start.wrong_step_rate", "rollout.max_new_tokens"),
 }
@@ -52,26 +54,31 @@ def main() -> None:
     parser = script.parser(__doc__, refused=REFUSED)
     parser.add_argument("--x", required=True, help="the setting on the x axis, such as optim.lr")
     parser.add_argument("--by", default="", help="a second setting: a row of panels for each of its values")
+    parser.add_argument(
+        "--end", type=script.batches, default=WINDOW, metavar="N", help=f"batches of the reward at the end ({WINDOW})"
+    )
     args = parser.parse_args()
     data = script.read(args, notes=False)
     for note in data.notes:
         if note.startswith(("unfinished", "left out", "cut")):
             print(f"note: {note}")
-    numbers = measure(data, args.x, args.by)
-    paths = draw(data, numbers, args.x, args.by, args.out, script.view(args))
+    numbers = measure(data, args.x, args.by, args.end)
+    paths = draw(data, numbers, args.x, args.by, args.out, script.view(args), args.end)
     print("\n".join(["", *table(numbers, args.x, args.by), "", *map(str, paths)]))
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
-def measure(data: Data, x: str, row_setting: str) -> pd.DataFrame:
+def measure(data: Data, x: str, row_setting: str, end: int = WINDOW) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed: row (the value of `row_setting`), x, arm, seed, and what
-    `measured` gives.
+    `measured` gives with the last `end` batches as the end.
 
     Raises Refused if the runs lack one of the settings, or differ in others too.
     """
     runs = [run for run in data.runs if run.last >= run.planned or collapse(rewards(run).tolist()) is not None]
     check(runs, x, row_setting)
-    numbers = pd.DataFrame([measured(run, x, row_setting) for run in runs])
+    if end < 1:
+        load.die("--end 0: the reward at the end needs at least one batch")
+    numbers = pd.DataFrame([measured(run, x, row_setting, end) for run in runs])
     twice = numbers[numbers.duplicated(["row", "x", "arm", "seed"])]
     if len(twice):
         load.die(
@@ -109,18 +116,17 @@ def rewards(run: Run) -> pd.Series:
     return run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
 
 
-def measured(run: Run, x: str, row_setting: str) -> dict[str, object]:
+def measured(run: Run, x: str, row_setting: str, end: int) -> dict[str, object]:
     """Return one run's numbers as a row of the table."""
     rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), rewards(run)
     smooth, peak, _ = levels(reward.tolist())
-    start, end = reward.head(START).mean(), reward.tail(WINDOW).mean()
     return {
         "row": run.settings[row_setting] if row_setting else "",
         "x": run.settings[x],
         "arm": arm(run, x, row_setting),
         "seed": run.seed,
-        "start": start,
-        "end": end,
+        "start": reward.head(START).mean(),
+        "end": reward.tail(end).mean(),
         "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
         "collapsed": collapse(reward.tolist()) is not None,
         "clipped": rows["clip/token_active"].astype(float).mean() if "clip/token_active" in rows else math.nan,
@@ -173,7 +179,13 @@ def difference(cell: pd.DataFrame) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(
-    data: Data, numbers: pd.DataFrame, x: str, row_setting: str, out: Path, view: View | None = None
+    data: Data,
+    numbers: pd.DataFrame,
+    x: str,
+    row_setting: str,
+    out: Path,
+    view: View | None = None,
+    end: int = WINDOW,
 ) -> list[Path]:
     """Draw a row of panels for each value of `row_setting`, with the columns PANELS."""
     values, groups = ordered(numbers["x"]), ordered(numbers["row"])
@@ -192,7 +204,7 @@ def draw(
         ax.set_ylim(0, room * max(numbers[column].max(), least))  # the rows share this axis
     for ax, (title, label) in zip(axes[0], PANELS.values(), strict=True):
         ax.set_title(f"{title}\n", pad=2)
-        ax.text(0, 1.03, label, transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
+        ax.text(0, 1.03, label.format(end=end), transform=ax.transAxes, fontsize=8.5, color=style.MUTED)
     for ax in axes[-1]:
         ax.set_xticks(
             range(len(values)), [f"{value:g}" if isinstance(value, float) else f"{value}" for value in values]

@@ -45,6 +45,16 @@ def test_a_sweep_by_hand(learning_rates):
     assert gspo["GSPO - GRPO"] == "+0.420 [+0.395, +0.445]" and not grpo["GSPO - GRPO"]
 
 
+def test_the_end_has_as_many_batches_as_one_says(tmp_path):
+    write(tmp_path, "gspo", [0.4] * 50 + [0.5] * 20 + [0.6] * 20, objective__clip_high=0.3)
+    write(tmp_path, "gspo", [0.4] * 90, 2, objective__clip_low=0.1, objective__clip_high=0.2)
+    data, x = load.load([tmp_path]), "objective.clip_low"
+    ends = [fig_sweep.measure(data, x, "", *end).set_index("seed")["end"][1] for end in ((), (40,), (90,))]
+    assert ends == pytest.approx([0.6, 0.55, (0.4 * 50 + 0.5 * 20 + 0.6 * 20) / 90])
+    with pytest.raises(load.Refused, match="at least one batch"):
+        fig_sweep.measure(data, x, "", 0)
+
+
 def test_the_recorded_options_make_no_other_arm(tmp_path):
     """A run from before they were recorded, and one that was made with objective=gspo_tiny experiment=micro_moe."""
     write(tmp_path, "gspo", HEALTHY, seed=1)
