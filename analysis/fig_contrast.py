@@ -73,13 +73,17 @@ def titles(studies: list[Data]) -> list[str]:
     return [", ".join(f"{SHORT.get(key, key)} {first.get(key)}" for key in keys[:MOST]) for first in firsts]
 
 
+def lacking(studies: list[Data]) -> str | None:
+    """Return why the figure cannot be drawn of these studies, or None."""
+    if len(studies) < 2:
+        return "needs two studies or more: name the folder of each"
+    return next((load.lacking(data, ARMS[:2]) for data in studies if not pairs(data)), None)
+
+
 def draw(studies: list[Data], out: Path, view: View | None = None) -> list[Path]:
     """Draw a column per study; the rows share their y axes."""
-    if len(studies) < 2:
-        load.die("fig_contrast needs two studies or more: name the folder of each")
-    for data in studies:
-        if not pairs(data):
-            load.die(f"fig_contrast {load.lacking(data, ARMS[:2])}")
+    if why := lacking(studies):
+        load.die(f"fig_contrast {why}")
     view = view or View()
     figure = style.canvas(6.2, view)
     axes = figure.subplots(2, len(studies), sharey="row", squeeze=False, height_ratios=[1.3, 1])

@@ -1,6 +1,9 @@
 """What did the runs find? All figures that they permit, a table, and a verdict on each of the paper's claims.
 
-    python analysis/reproduce.py runs/paper_figures         (`make reproduce` ends with it; `make figures` repeats it)
+    python analysis/reproduce.py runs/paper_figures --beside analysis/data/comfortable.parquet
+
+`make reproduce` ends with this command, and `make figures` repeats it. The study that --beside names, here the same
+arms at a learning rate at which nothing is unstable, stands in fig_contrast beside the runs.
 
 Prints the table, the findings in words and the paths of the figures; the same text goes to <out>/summary.md. A claim
 that is not seen is reported as not seen. The criteria stand in analysis/claims.py, one docstring per claim.
@@ -8,6 +11,7 @@ that is not seen is reported as not seen. The criteria stand in analysis/claims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -17,6 +21,7 @@ from analysis import (
     fig1_stability,
     fig2_clipping,
     fig3_routing_replay,
+    fig_contrast,
     fig_efficiency,
     fig_routing,
     load,
@@ -31,18 +36,24 @@ from gspo.core.files import replace_text
 
 
 def main() -> None:
-    args = script.parser(__doc__).parse_args()
+    options = script.parser(__doc__)
+    options.add_argument("--beside", type=Path, metavar="STUDY", help="another study, for fig_contrast")
+    args = options.parse_args()
     data = script.read(args, notes=False)
-    paths, left_out = draw_all(data, args.out, script.view(args))
-    text = "\n".join(summary(data, paths, left_out)) + "\n"
+    beside = [load.load([args.beside])] if args.beside else []
+    paths, left_out = draw_all(data, args.out, script.view(args), beside)
+    text = "\n".join(summary(data, paths, left_out, beside)) + "\n"
     file = args.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, text)
     print(text + f"\nThe same in {file}")
 
 
-def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path], list[str]]:
-    """Draw the figures that the runs permit. Returns their paths, and a reason for each figure that was left out."""
+def draw_all(
+    data: Data, out: Path, view: View | None = None, beside: Sequence[Data] = ()
+) -> tuple[list[Path], list[str]]:
+    """Draw the figures that the runs permit, and the contrast with the study beside them, if one is given. Returns
+    their paths, and a reason for each figure that was left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
         why = figure.lacking(data)
@@ -50,10 +61,14 @@ def draw_all(data: Data, out: Path, view: View | None = None) -> tuple[list[Path
             paths += figure.draw(data, out, view)
         else:
             left_out.append(f"{figure.__name__.removeprefix('analysis.')} left out: {why}")
+    if beside and (why := fig_contrast.lacking([*beside, data])):
+        left_out.append(f"fig_contrast left out: {why}")
+    elif beside:
+        paths += fig_contrast.draw([*beside, data], out, view)
     return paths, left_out
 
 
-def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
+def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence[Data] = ()) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
     notes = [in_markdown(f"Note: {note}") for note in data.notes]
     lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
@@ -75,6 +90,8 @@ def summary(data: Data, paths: list[Path], left_out: list[str]) -> list[str]:
     for claim in claims.all_claims(data):
         found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
         lines += [f"- {in_markdown(claim.claim)} ({claim.where})", f"  - here: {found}", f"  - **{verdict}**"]
+    if beside and fig_contrast.lacking([*beside, data]) is None:
+        lines += ["", "## Beside another study", "", *fig_contrast.table([*beside, data])]
     lines += ["", "## Figures", "", *(f"- {in_markdown(line)}" for line in (*paths, *left_out))]
     return lines
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from analysis import fig_contrast, fig_critical_rate, load
+from analysis import fig_contrast, fig_critical_rate, load, reproduce
 from analysis.style import View
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -79,6 +79,10 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][1].startswith("seen")
     paths = fig_contrast.draw([calm, edge], tmp_path, View(formats=("png",)))
     assert [path.name for path in paths] == ["fig_contrast.png"]
+    drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
+    assert tmp_path / "all" / "fig_contrast.png" in drawn
+    text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
+    assert "## Beside another study\n\n| study" in text and "| learning rate 0.0002 |" in text
     lines = fig_contrast.table([calm, edge])
     assert len(lines) == 2 + 6 and "learning rate 0.0008" in lines[-1]
 
