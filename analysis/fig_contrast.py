@@ -22,7 +22,8 @@ from analysis.looks import look
 from analysis.stats import Interval
 from analysis.style import View
 
-SHORT = {"optim.lr": "learning rate", "trainer.minibatches": "mini-batches"}
+SHORT = {"optim.lr": "learning rate", "trainer.minibatches": "mini-batches", "objective.clip_low": "clip range"}
+IMPLIED = ("objective.clip_high",)  # the sides of a clip range change together
 MOST = 2  # differences between studies that a title names
 
 
@@ -64,13 +65,28 @@ def table(studies: list[Data]) -> list[str]:
 
 
 def titles(studies: list[Data]) -> list[str]:
-    """Return a title per study: the settings in which the studies differ, or its name where there are none."""
-    firsts = [data.runs[0].settings for data in studies]
-    keys = load.differing([data.runs[0] for data in studies])
-    keys = [key for key in SHORT if key in keys] or keys
-    if not keys:
-        return [str(first.get("study")) for first in firsts]
-    return [", ".join(f"{SHORT.get(key, key)} {first.get(key)}" for key in keys[:MOST]) for first in firsts]
+    """Return a title per study: the settings in which the studies differ, or its name where there are none.
+
+    A setting in which one arm alone differs, such as its clip range, stands behind that arm's name."""
+    differing = {
+        arm: [key for key in load.differing([data.of(arm)[0] for data in studies]) if key not in IMPLIED]
+        for arm in ARMS
+        if all(arm in data.arms for data in studies)
+    }
+    everywhere = [key for key in next(iter(differing.values())) if all(key in keys for keys in differing.values())]
+    found = [(key, list(differing)[:1], "") for key in everywhere]
+    for key in sorted({key for keys in differing.values() for key in keys} - set(everywhere)):
+        arms = [arm for arm, keys in differing.items() if key in keys]
+        found.append((key, arms, f"{panels.short_name(min(arms, key=len))}'s "))
+    found.sort(key=lambda each: list(SHORT).index(each[0]) if each[0] in SHORT else len(SHORT))
+    if not found:
+        return [str(data.runs[0].settings.get("study")) for data in studies]
+    return [
+        ", ".join(
+            f"{whose}{SHORT.get(key, key)} {data.of(arms[0])[0].settings.get(key)}" for key, arms, whose in found[:MOST]
+        )
+        for data in studies
+    ]
 
 
 def lacking(studies: list[Data]) -> str | None:

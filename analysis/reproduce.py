@@ -2,8 +2,8 @@
 
     python analysis/reproduce.py runs/paper_figures --beside analysis/data/comfortable.parquet
 
-`make reproduce` ends with this command, and `make figures` repeats it. The study that --beside names, here the same
-arms at a learning rate at which nothing is unstable, stands in fig_contrast beside the runs.
+`make reproduce` ends with this command, and `make figures` repeats it. The studies that --beside names, here the same
+arms at a learning rate at which nothing is unstable, stand in fig_contrast beside the runs.
 
 Prints the table, the findings in words and the paths of the figures; the same text goes to <out>/summary.md. A claim
 that is not seen is reported as not seen. The criteria stand in analysis/claims.py, one docstring per claim.
@@ -37,10 +37,10 @@ from gspo.core.files import replace_text
 
 def main() -> None:
     options = script.parser(__doc__)
-    options.add_argument("--beside", type=Path, metavar="STUDY", help="another study, for fig_contrast")
+    options.add_argument("--beside", nargs="+", default=[], metavar="STUDY", help="other studies, for fig_contrast")
     args = options.parse_args()
     data = script.read(args, notes=False)
-    beside = [load.load([args.beside])] if args.beside else []
+    beside = [load.load([study]) for study in args.beside]
     paths, left_out = draw_all(data, args.out, script.view(args), beside)
     text = "\n".join(summary(data, paths, left_out, beside)) + "\n"
     file = args.out / "summary.md"
@@ -52,8 +52,8 @@ def main() -> None:
 def draw_all(
     data: Data, out: Path, view: View | None = None, beside: Sequence[Data] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Draw the figures that the runs permit, and the contrast with the study beside them, if one is given. Returns
-    their paths, and a reason for each figure that was left out."""
+    """Draw the figures that the runs permit, and the contrast with the studies beside them, if there are any.
+    Returns their paths, and a reason for each figure that was left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
         why = figure.lacking(data)
@@ -91,7 +91,7 @@ def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence
         found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
         lines += [f"- {in_markdown(claim.claim)} ({claim.where})", f"  - here: {found}", f"  - **{verdict}**"]
     if beside and fig_contrast.lacking([*beside, data]) is None:
-        lines += ["", "## Beside another study", "", *fig_contrast.table([*beside, data])]
+        lines += ["", "## Beside other studies", "", *fig_contrast.table([*beside, data])]
     lines += ["", "## Figures", "", *(f"- {in_markdown(line)}" for line in (*paths, *left_out))]
     return lines
 

@@ -82,9 +82,24 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
     assert tmp_path / "all" / "fig_contrast.png" in drawn
     text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
-    assert "## Beside another study\n\n| study" in text and "| learning rate 0.0002 |" in text
+    assert "## Beside other studies\n\n| study" in text and "| learning rate 0.0002 |" in text
     lines = fig_contrast.table([calm, edge])
     assert len(lines) == 2 + 6 and "learning rate 0.0008" in lines[-1]
+
+
+def test_a_contrast_says_whose_setting_differs(tmp_path):
+    for name, rate, clip in (("calm", 1e-4, 0.05), ("wide", 3e-4, 0.2), ("edge", 3e-4, 0.05)):
+        for arm in load.ARMS[:3]:
+            own, kind = 7e-4 if arm == load.GSPO else clip, "gspo" if arm == load.GSPO else "grpo"
+            objective = {"name": kind, "clip_low": own, "clip_high": 4 / 3 * own}
+            write_run(tmp_path / name, arm, 1, 0.3, 0.2, optim={"lr": rate}, objective=objective)
+    studies = [load.load([tmp_path / name]) for name in ("calm", "wide", "edge")]
+    assert fig_contrast.titles(studies) == [
+        "learning rate 0.0001, GRPO's clip range 0.05",
+        "learning rate 0.0003, GRPO's clip range 0.2",
+        "learning rate 0.0003, GRPO's clip range 0.05",
+    ]
+    assert fig_contrast.titles(studies[1:]) == ["GRPO's clip range 0.2", "GRPO's clip range 0.05"]
 
 
 def test_a_contrast_is_between_two(tmp_path):
