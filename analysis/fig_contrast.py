@@ -9,7 +9,7 @@ nothing is unstable, and GSPO above GRPO with Routing Replay above GRPO at the e
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from analysis import claims, load, panels, script, style
 from analysis.blocks import aligned_table
 from analysis.load import ARMS, Data
 from analysis.looks import look
-from analysis.stats import Interval
+from analysis.stats import Interval, paired_difference
 from analysis.style import View
 
 SHORT = {"optim.lr": "learning rate", "trainer.minibatches": "mini-batches", "objective.clip_low": "clip range"}
@@ -54,14 +54,35 @@ def judged(data: Data) -> dict[tuple[str, str], tuple[Interval, str]]:
     return found
 
 
+def between(one: Data, other: Data) -> dict[str, Interval]:
+    """Return for each arm, over the seeds that it has in both studies, the mean paired difference of the training
+    reward, `other` - `one`, over the last half of the batches that all of these runs have."""
+    found = {}
+    for arm in (arm for arm in ARMS if arm in one.arms and arm in other.arms):
+        seeds = sorted(set(one.seeds(arm)) & set(other.seeds(arm)))
+        last = min((run.last for data in (one, other) for run in data.of(arm) if run.seed in seeds), default=0)
+        if last > 1:
+            tables = [data.table(arm, "reward/mean").loc[last // 2 + 1 : last, seeds] for data in (other, one)]
+            found[arm] = paired_difference(*tables)
+    return found
+
+
 def table(studies: list[Data]) -> list[str]:
-    """Return a Markdown row per study and pair of arms."""
-    rows = [["study", "difference of the reward", "95 % interval", "p", "verdict"]]
-    for data, name in zip(studies, titles(studies), strict=True):
+    """Return a Markdown row per study and pair of arms, then one per arm and pair of neighbouring studies."""
+    rows = [["study", "difference of the reward", "mean and 95 % interval", "p", "verdict"]]
+    names = titles(studies)
+    for data, name in zip(studies, names, strict=True):
         for (a, b), (interval, verdict) in judged(data).items():
-            p = f"{interval.p():.2g}" if interval.seeds > 1 else "-"
-            rows.append([name, f"{panels.short_name(a)} - {panels.short_name(b)}", interval.text("+.3f"), p, verdict])
+            rows.append([name, f"{panels.short_name(a)} - {panels.short_name(b)}", *numbers(interval), verdict])
+    for (one, first), (other, second) in pairwise(zip(studies, names, strict=True)):
+        for arm, interval in between(one, other).items():
+            rows.append([f"{second} - {first}", panels.short_name(arm), *numbers(interval), ""])
     return aligned_table(rows)
+
+
+def numbers(interval: Interval) -> list[str]:
+    """Return the mean with its interval, and the exact p."""
+    return [interval.text("+.3f"), f"{interval.p():.2g}" if interval.seeds > 1 else "-"]
 
 
 def titles(studies: list[Data]) -> list[str]:

@@ -82,9 +82,13 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
     assert tmp_path / "all" / "fig_contrast.png" in drawn
     text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
-    assert "## Beside other studies\n\n| study" in text and "| learning rate 0.0002 |" in text
+    assert "## Beside other studies\n\n| study" in text and "| learning rate 0.0002 " in text
     lines = fig_contrast.table([calm, edge])
-    assert len(lines) == 2 + 6 and "learning rate 0.0008" in lines[-1]
+    assert len(lines) == 2 + 6 + 3 and "learning rate 0.0008" in lines[7]
+    gains = {arm: interval.mean for arm, interval in fig_contrast.between(calm, edge).items()}
+    assert gains[load.ARMS[0]] == pytest.approx(0.1 * 0.87, abs=0.02), "of a rise by .1 more, over the last half"
+    assert gains[load.ARMS[1]] == pytest.approx(0, abs=1e-9), "the same rewards in both"
+    assert lines[-1].startswith("| learning rate 0.0008 - learning rate 0.0002 | GRPO  ")
 
 
 def test_a_contrast_says_whose_setting_differs(tmp_path):
