@@ -5,8 +5,8 @@
 Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the fitted logistic
 curves and the rates at which half of the runs collapse (critical_rate.py). Right: the reward at the end against the
 measured KL of an update, a point per arm and rate: arms that differ only in the size of their steps lie on one line.
-Runs whose clip range is not that of most runs of their objective are an arm of their own, for example GRPO with the
-range that gives it GSPO's KL at each rate. Prints Markdown tables, with the paired differences at each rate; writes
+Runs of one objective with several clip ranges are arms of their own, for example GRPO with the paper's range and with
+the one that gives it GSPO's KL. Prints Markdown tables, with the paired differences at each rate; writes
 fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
@@ -31,7 +31,6 @@ from analysis.stats import sign_flip_p, t_interval
 from analysis.style import View
 
 RATE, CLIP = "optim.lr", "objective.clip_low"
-OTHER_RANGE = ", other clip range"
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
 PART = 5  # start and end are the means of the first and of the last fifth of the batches
 
@@ -58,23 +57,21 @@ def measure(data: Data) -> pd.DataFrame:
     others = [key for key in load.differing(runs) if not key.startswith(("objective.", "policy.routing_replay", RATE))]
     if others:
         load.die(f"the runs differ also in {', '.join(others)}: give those that differ in the learning rate alone")
-    usual = {
-        name: Counter(run.settings.get(CLIP) for run in runs if base_arm(run, RATE, "") == name).most_common(1)[0][0]
-        for name in {base_arm(run, RATE, "") for run in runs}
-    }
-    numbers = pd.DataFrame([measured(run, usual) for run in runs])
+    ranges = {(base_arm(run, RATE, ""), run.settings.get(CLIP)) for run in runs}
+    several = {name for name, count in Counter(name for name, _ in ranges).items() if count > 1}
+    numbers = pd.DataFrame([measured(run, several) for run in runs])
     twice = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(twice):
         load.die(f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, rate {twice.iloc[0]['rate']:g}")
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
 
 
-def measured(run: Run, usual: dict[str, object]) -> dict[str, object]:
-    """Return one run's numbers."""
+def measured(run: Run, several: set[str]) -> dict[str, object]:
+    """Return one run's numbers. `several` are the arms with several clip ranges, which then stand in their names."""
     name, reward, kl = base_arm(run, RATE, ""), run.column("reward/mean"), run.column("kl/old_k3")
     part = max(run.planned // PART, 1)
     return {
-        "arm": name if run.settings.get(CLIP) == usual[name] else name + OTHER_RANGE,
+        "arm": f"{name}, clip range {run.settings.get(CLIP)}" if name in several else name,
         "seed": run.seed,
         "rate": float(run.settings[RATE]),
         "start": reward.head(part).mean(),

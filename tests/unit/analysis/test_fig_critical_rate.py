@@ -13,6 +13,7 @@ from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 
 RATES = (1e-4, 2e-4, 4e-4, 8e-4)
+PAPERS = "GRPO, clip range 0.2"
 LAST = {"gspo": 4e-4, "grpo": 2e-4}  # the largest rate at which an objective's runs do not collapse
 
 
@@ -27,26 +28,26 @@ def study(tmp_path):
                 rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
                 rows = [row | {"kl/old_k3": scale * rate} if row["step"] else row for row in rows]
                 (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for seed in (1, 2):  # so that the matched arm is the rarer one
+    for seed in (1, 2):
         write(tmp_path / "runs", "grpo", HEALTHY, seed, optim__lr=5e-5)
     return tmp_path / "runs"
 
 
 def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
-    assert sorted(numbers["arm"].unique()) == ["GRPO", "GRPO, other clip range", "GSPO"]
+    assert sorted(numbers["arm"].unique()) == ["GRPO, clip range 0.05", PAPERS, "GSPO"]
     share = numbers.groupby(["arm", "rate"])["collapsed"].mean()
-    assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share["GRPO"].tolist() == [0, 0, 0.25, 1, 1]
-    cell = numbers[(numbers["arm"] == "GRPO") & (numbers["rate"] == 4e-4)]
+    assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share[PAPERS].tolist() == [0, 0, 0.25, 1, 1]
+    cell = numbers[(numbers["arm"] == PAPERS) & (numbers["rate"] == 4e-4)]
     assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell["end"].tolist() == pytest.approx([0.1] * 4)
     ratios = fig_critical_rate.compare(numbers)
-    value, p = ratios["GSPO", "GRPO, other clip range"]
+    value, p = ratios["GSPO", "GRPO, clip range 0.05"]
     assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
-    assert ("GSPO", "GRPO") in ratios and value.seeds == 4
+    assert ("GSPO", PAPERS) in ratios and value.seeds == 4
     lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
-    assert "GSPO / GRPO " in lines and "e-04" not in lines
+    assert "GSPO / GRPO, clip range 0.05 " in lines and "e-04" not in lines
     lines = fig_critical_rate.difference_table(numbers)
-    cell = next(line for line in lines if line.startswith("| 0.0004 ") and "GSPO - GRPO  " in line)
+    cell = next(line for line in lines if line.startswith("| 0.0004 ") and f"GSPO - {PAPERS} " in line)
     assert "+0." in cell and cell.count("|") == 6
 
 
