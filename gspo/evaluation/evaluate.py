@@ -29,7 +29,7 @@ UNBOUNDED_SET_SIZE = 256  # how many problems of a set without end are taken if 
 class EvaluationSettings(Ranged, key="evaluation"):
     """The settings that say on which held-out problems a run is evaluated, how, and when."""
 
-    every: int = ranged(20, least=1)  # steps from one evaluation to the next; also before the first and after the last
+    every: int = ranged(20, least=0)  # steps between evaluations; also before the first, after the last. 0: none at all
     problems: int = ranged(64, least=2)  # problems per set; all problems of a set that has fewer
     samples: int = ranged(2, least=1)  # k, the number of responses per problem
     temperature: float = ranged(1.0, least=0)  # 0 is greedy

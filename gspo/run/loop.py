@@ -82,7 +82,8 @@ class Session:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return held-out metrics at the steps where they are due, nothing at others."""
         settings, trainer = self.settings, self.trainer
-        if step % settings.evaluation.every and step != settings.steps:
+        every = settings.evaluation.every
+        if every == 0 or (step % every and step != settings.steps):
             return {}
         started = time.perf_counter()
         if self.engine is not trainer.source.engine:  # the source's engine is busy sampling from older weights

@@ -53,6 +53,16 @@ def test_a_run_directory_holds_everything(straight):
     assert "step 12/12" in (straight / "train.log").read_text()
 
 
+@pytest.mark.slow
+def test_a_run_without_evaluations_trains_as_one_with_them(straight, tmp_path):
+    done = train(tmp_path, *SMALL, "evaluation.every=0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, theirs = (read_rows(run / "metrics.jsonl") for run in (only_run(tmp_path), straight))
+    rewards = [[row.get("reward/mean") for row in rows if row["step"]] for rows in (mine, theirs)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 12
+    assert not any(name.startswith("eval/") for row in mine for name in row)
+
+
 def test_wandb_has_the_same_numbers(straight):
     rows, seen = read_rows(straight / "metrics.jsonl"), wandb_rows(straight)
     assert [row["step"] for row in seen] == list(range(13))
