@@ -104,10 +104,19 @@ def titles(studies: list[Data]) -> list[str]:
         return [str(data.runs[0].settings.get("study")) for data in studies]
     return [
         ", ".join(
-            f"{whose}{SHORT.get(key, key)} {data.of(arms[0])[0].settings.get(key)}" for key, arms, whose in found[:MOST]
+            f"{whose}{SHORT.get(key, key)} {short(data.of(arms[0])[0].settings.get(key))}"
+            for key, arms, whose in found[:MOST]
         )
         for data in studies
     ]
+
+
+def short(value: object) -> str:
+    """Return a setting's value as one writes it: 2.5e-4 for 0.00025."""
+    if not isinstance(value, float) or not 0 < abs(value) < 0.01:
+        return str(value)
+    digits, exponent = f"{value:.3e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
 
 
 def lacking(studies: list[Data]) -> str | None:
@@ -138,7 +147,7 @@ def curves(ax: Axes, data: Data, view: View, title: str) -> None:
     for arm in (arm for arm in ARMS if arm in data.arms):
         panels.curve(ax, data.table(arm, "reward/mean"), look(arm), view)
     style.training_axis(ax, 0, view)
-    ax.set_title(title)
+    ax.set_title(title.replace(", ", "\n"))
 
 
 def differences(ax: Axes, data: Data) -> None:
@@ -151,7 +160,7 @@ def differences(ax: Axes, data: Data) -> None:
         ax.plot(place + np.array(shift), interval.values or [interval.mean], "o", ms=4, color=style.MUTED, mec="white")
         ax.plot([place + 0.3] * 2, [interval.low, interval.high], color=style.INK, lw=2)
         ax.plot(place + 0.3, interval.mean, "_", ms=11, mew=2.4, color=style.INK)
-        p = f"\n{interval.mean:+.3f}, p = {interval.p():.2g}" if interval.seeds > 1 else f"\n{interval.mean:+.3f}"
+        p = f"\n{interval.mean:+.3f}\np = {interval.p():.2g}" if interval.seeds > 1 else f"\n{interval.mean:+.3f}"
         names.append(f"{panels.short_name(a)}\n- {panels.short_name(b)}{p}")
     ax.set_xticks(range(len(found)), names, fontsize=8)
     ax.set_xlim(-0.5, len(found) - 0.3)

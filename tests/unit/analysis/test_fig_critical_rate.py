@@ -75,7 +75,7 @@ def arms_of(folder, rate: float, gain: dict[str, float]):
 def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_path):
     calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
     edge = arms_of(tmp_path / "edge", 8e-4, dict(zip(load.ARMS[:3], (0.3, 0.2, 0.1), strict=True)))
-    assert fig_contrast.titles([calm, edge]) == ["learning rate 0.0002", "learning rate 0.0008"]
+    assert fig_contrast.titles([calm, edge]) == ["learning rate 2e-4", "learning rate 8e-4"]
     pair = load.ARMS[0], load.ARMS[2]
     assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][1].startswith("seen")
     paths = fig_contrast.draw([calm, edge], tmp_path, View(formats=("png",)))
@@ -83,13 +83,13 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
     assert tmp_path / "all" / "fig_contrast.png" in drawn
     text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
-    assert "## Beside other studies\n\n| study" in text and "| learning rate 0.0002 " in text
+    assert "## Beside other studies\n\n| study" in text and "| learning rate 2e-4 " in text
     lines = fig_contrast.table([calm, edge])
-    assert len(lines) == 2 + 6 + 3 and "learning rate 0.0008" in lines[7]
+    assert len(lines) == 2 + 6 + 3 and "learning rate 8e-4" in lines[7]
     gains = {arm: interval.mean for arm, interval in fig_contrast.between(calm, edge).items()}
     assert gains[load.ARMS[0]] == pytest.approx(0.1 * 0.87, abs=0.02), "of a rise by .1 more, over the last half"
     assert gains[load.ARMS[1]] == pytest.approx(0, abs=1e-9), "the same rewards in both"
-    assert lines[-1].startswith("| learning rate 0.0008 - learning rate 0.0002 | GRPO  ")
+    assert lines[-1].startswith("| learning rate 8e-4 - learning rate 2e-4 | GRPO  ")
 
 
 def test_a_contrast_says_whose_setting_differs(tmp_path):
@@ -100,9 +100,9 @@ def test_a_contrast_says_whose_setting_differs(tmp_path):
             write_run(tmp_path / name, arm, 1, 0.3, 0.2, optim={"lr": rate}, objective=objective)
     studies = [load.load([tmp_path / name]) for name in ("calm", "wide", "edge")]
     assert fig_contrast.titles(studies) == [
-        "learning rate 0.0001, GRPO's clip range 0.05",
-        "learning rate 0.0003, GRPO's clip range 0.2",
-        "learning rate 0.0003, GRPO's clip range 0.05",
+        "learning rate 1e-4, GRPO's clip range 0.05",
+        "learning rate 3e-4, GRPO's clip range 0.2",
+        "learning rate 3e-4, GRPO's clip range 0.05",
     ]
     assert fig_contrast.titles(studies[1:]) == ["GRPO's clip range 0.2", "GRPO's clip range 0.05"]
 
