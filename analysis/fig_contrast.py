@@ -94,7 +94,7 @@ def titles(studies: list[Data]) -> list[str]:
         for arm in ARMS
         if all(arm in data.arms for data in studies)
     }
-    everywhere = [key for key in next(iter(differing.values())) if all(key in keys for keys in differing.values())]
+    everywhere = sorted(set.intersection(*map(set, differing.values()))) if differing else []
     found = [(key, list(differing)[:1], "") for key in everywhere]
     for key in sorted({key for keys in differing.values() for key in keys} - set(everywhere)):
         arms = [arm for arm, keys in differing.items() if key in keys]
