@@ -130,7 +130,7 @@ def measured(run: Run, x: str, row_setting: str, end: int) -> dict[str, object]:
         "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
         "collapsed": collapse(reward.tolist()) is not None,
         "clipped": rows["clip/token_active"].astype(float).mean() if "clip/token_active" in rows else math.nan,
-        "length": rows["length/mean"].astype(float).head(START).mean(),
+        "length": rows["length/mean"].astype(float).head(START).mean() if "length/mean" in rows else math.nan,
     }
 
 
