@@ -95,6 +95,8 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
 def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
     """Return for each pair of arms with the same seeds the ratio of their critical rates: its interval and its p."""
     counts, arms = counted(numbers)
+    if len(counts.rates_R) < 2:
+        return {}
     seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
     pairs = [(a, b) for a, b in combinations(arms, 2) if seeds[a] == seeds[b]]
     return {(a, b): ratio(counts, arms.index(a), arms.index(b)) for a, b in pairs}
@@ -130,6 +132,8 @@ def table(numbers: pd.DataFrame) -> list[str]:
 def ratio_table(numbers: pd.DataFrame, ratios: dict) -> list[str]:
     """Return a Markdown row per arm with its critical rate, and one per pair with the ratio."""
     counts, arms = counted(numbers)
+    if len(counts.rates_R) < 2:
+        return ["Critical rates need runs at two learning rates or more."]
     _, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
     rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
     rows += [[arm, beyond(rate, numbers["rate"]), ""] for arm, rate in zip(arms, critical, strict=True)]
@@ -190,7 +194,8 @@ def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
         shown = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
         look = own[arm]
         ax.plot(shown.index, shown, look.marker, ms=5, color=look.colour, mec="white", mew=0.5)
-        ax.plot(fine, probability(fine, slope, at), color=look.colour, ls=look.line, lw=1.6)
+        if np.isfinite(at):
+            ax.plot(fine, probability(fine, slope, at), color=look.colour, ls=look.line, lw=1.6)
         if rates[0] <= at <= rates[-1]:
             ax.plot([at, at], [0, 0.5], color=tint(look.colour, 0.6), lw=0.9)
     ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)

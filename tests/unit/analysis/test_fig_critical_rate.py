@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from analysis import fig_contrast, fig_critical_rate, load, reproduce
 from analysis.style import View
@@ -33,6 +34,10 @@ def study(tmp_path):
     return tmp_path / "runs"
 
 
+def rate_of(run) -> float:
+    return yaml.safe_load((run / "settings.yaml").read_text())["optim"]["lr"]
+
+
 def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
     assert sorted(numbers["arm"].unique()) == ["GRPO, clip range 0.05", PAPERS, "GSPO"]
@@ -56,6 +61,15 @@ def test_the_script_draws_and_prints(study, tmp_path):
     command = [sys.executable, str(ROOT / "analysis" / "fig_critical_rate.py"), "runs", "--format", "png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "| 4 of 4 " in done.stdout and (tmp_path / "figures" / "fig_critical_rate.png").stat().st_size > 10_000
+
+
+def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
+    data = load.load([run for run in study.iterdir() if rate_of(run) == 4e-4])
+    numbers = fig_critical_rate.measure(data)
+    assert set(numbers["rate"]) == {4e-4} and fig_critical_rate.compare(numbers) == {}
+    assert len(fig_critical_rate.difference_table(numbers)) == 2 + 3
+    assert "two learning rates" in fig_critical_rate.ratio_table(numbers, {})[0]
+    assert fig_critical_rate.draw(data, numbers, {}, tmp_path, View(formats=("png",)))[0].exists()
 
 
 def test_runs_that_differ_in_more_are_refused(study):
