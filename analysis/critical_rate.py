@@ -24,7 +24,7 @@ from analysis.stats import REPS, Interval
 
 SLOPE = 20.0  # collapsed runs go from 27 % to 73 % within 10 % of the rate: steeper slopes are hardly told apart
 EXACT = 12  # seeds up to which every exchange is tried, else REPS random ones
-STEPS, LONGEST = 60, 5.0  # of Newton's method at most, and the longest: a longer one may overshoot where p is 0 or 1
+STEPS, HALVINGS = 60, 40  # of Newton's method at most, and of a step that overshoots
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,27 @@ def fit(rates_R: np.ndarray, runs_AR: np.ndarray, collapsed_AR: np.ndarray) -> t
         hessian_PP[..., 0, 1:] = hessian_PP[..., 1:, 0] = -(spread_AR * x_R).sum(-1)
         hessian_PP[..., range(1, 1 + arms), range(1, 1 + arms)] += spread_AR.sum(-1)
         step_P = np.linalg.solve(hessian_PP, gradient_P[..., None])[..., 0]
-        largest = np.abs(step_P).max(-1, keepdims=True)
-        step_P *= np.minimum(1.0, LONGEST / np.maximum(largest, LONGEST))
+        before = log_posterior(x_R, runs_AR, collapsed_AR, b, h_A)
+        for _ in range(HALVINGS):
+            after = log_posterior(x_R, runs_AR, collapsed_AR, b + step_P[..., 0], h_A + step_P[..., 1:])
+            if not (worse := after < before - 1e-9).any():
+                break
+            step_P = np.where(worse[..., None], step_P / 2, step_P)
         b, h_A = b + step_P[..., 0], h_A + step_P[..., 1:]
-        if largest.max() < 1e-8:
+        if np.abs(step_P).max() < 1e-8:
             break
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         critical_A = np.exp(np.log(rates_R).mean() + h_A / b[..., None])
     return b, np.where(b[..., None] > 0, critical_A, np.nan)
+
+
+def log_posterior(
+    x_R: np.ndarray, runs_AR: np.ndarray, collapsed_AR: np.ndarray, b: np.ndarray, h_A: np.ndarray
+) -> np.ndarray:
+    """Return the logarithm of the posterior density of (b, h), up to a constant."""
+    u_AR = b[..., None, None] * x_R - h_A[..., None]
+    likelihood = (collapsed_AR * u_AR - runs_AR * np.logaddexp(0, u_AR)).sum((-1, -2))
+    return likelihood - (b**2 + (h_A**2).sum(-1)) / (2 * SLOPE**2)
 
 
 def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
@@ -78,7 +91,9 @@ def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     seeds, rng = len(counts.runs_SAR), np.random.default_rng(0)
     drawn_DS = rng.integers(seeds, size=(REPS, seeds))
     draws_D = log_ratio(counts.rates_R, counts.runs_SAR[drawn_DS], counts.collapsed_SAR[drawn_DS], a, b)
-    low, high = np.nanquantile(draws_D, (0.025, 0.975))
+    # A draw without a critical rate could lie anywhere: it counts below and above, and so widens the interval.
+    low = np.quantile(np.where(np.isnan(draws_D), -np.inf, draws_D), 0.025, method="nearest")
+    high = np.quantile(np.where(np.isnan(draws_D), np.inf, draws_D), 0.975, method="nearest")
     if seeds <= EXACT:
         exchanged_DS = np.array(list(product((False, True), repeat=seeds)))  # nothing is exchanged in the first
     else:

@@ -62,8 +62,10 @@ def between(one: Data, other: Data) -> dict[str, Interval]:
         seeds = sorted(set(one.seeds(arm)) & set(other.seeds(arm)))
         last = min((run.last for data in (one, other) for run in data.of(arm) if run.seed in seeds), default=0)
         if last > 1:
-            tables = [data.table(arm, "reward/mean").loc[last // 2 + 1 : last, seeds] for data in (other, one)]
-            found[arm] = paired_difference(*tables)
+            steps = range(last // 2 + 1, last + 1)
+            found[arm] = paired_difference(
+                *(data.table(arm, "reward/mean")[seeds].reindex(steps) for data in (other, one))
+            )
     return found
 
 
@@ -102,11 +104,13 @@ def titles(studies: list[Data]) -> list[str]:
     found.sort(key=lambda each: list(SHORT).index(each[0]) if each[0] in SHORT else len(SHORT))
     if not found:
         return [str(data.runs[0].settings.get("study")) for data in studies]
+    more = f", and {len(found) - MOST} more settings differ" if len(found) > MOST else ""
     return [
         ", ".join(
             f"{whose}{SHORT.get(key, key)} {short(data.of(arms[0])[0].settings.get(key))}"
             for key, arms, whose in found[:MOST]
         )
+        + more
         for data in studies
     ]
 

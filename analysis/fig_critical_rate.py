@@ -81,9 +81,14 @@ def measured(run: Run, several: set[str]) -> dict[str, object]:
     }
 
 
+def in_order(numbers: pd.DataFrame) -> list[str]:
+    """Return the arms' names in the order in which the paper has them ahead."""
+    return sorted(numbers["arm"].unique(), key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm))
+
+
 def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
-    """Return the runs for the fit, and the arms' names in the order in which they should be ahead."""
-    arms = sorted(numbers["arm"].unique(), key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm))
+    """Return the runs for the fit, and the arms' names in their order there."""
+    arms = in_order(numbers)
     rates, seeds = np.sort(numbers["rate"].unique()), np.sort(numbers["seed"].unique())
     runs, collapsed = np.zeros((2, len(seeds), len(arms), len(rates)), int)
     for row in numbers.itertuples():
@@ -105,7 +110,7 @@ def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
 def difference_table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per rate and pair of arms: the paired difference of the rewards at the end."""
     rows = [["learning rate", "difference of the reward, last fifth", "mean and 95 % interval", "t", "p"]]
-    _, arms = counted(numbers)
+    arms = in_order(numbers)
     for rate, cell in numbers.groupby("rate"):
         ends = cell.pivot(index="seed", columns="arm", values="end")
         for a, b in combinations([arm for arm in arms if arm in ends], 2):

@@ -24,7 +24,7 @@ from analysis.load import GRPO, GSPO, OBJECTIVES, Data, Run
 from analysis.looks import Look, looks, tint
 from analysis.stats import START, WINDOW, t_interval
 from analysis.style import View
-from gspo.tracking.collapse import collapse, levels
+from gspo.tracking.collapse import levels
 
 REPLAY = "policy.routing_replay"
 MOST = 8  # the most lines that can be told apart
@@ -74,7 +74,7 @@ def measure(data: Data, x: str, row_setting: str, end: int = WINDOW) -> pd.DataF
 
     Raises Refused if the runs lack one of the settings, or differ in others too.
     """
-    runs = [run for run in data.runs if run.last >= run.planned or collapse(rewards(run).tolist()) is not None]
+    runs = [run for run in data.runs if run.finished or run.collapsed is not None]
     check(runs, x, row_setting)
     if end < 1:
         load.die("--end 0: the reward at the end needs at least one batch")
@@ -111,14 +111,9 @@ def check(runs: list[Run], x: str, row_setting: str) -> None:
         )
 
 
-def rewards(run: Run) -> pd.Series:
-    """Return the run's training rewards in the order of the steps."""
-    return run.rows[run.rows["step"] > 0].sort_values("step")["reward/mean"].astype(float)
-
-
 def measured(run: Run, x: str, row_setting: str, end: int) -> dict[str, object]:
     """Return one run's numbers as a row of the table."""
-    rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), rewards(run)
+    rows, reward = run.rows[run.rows["step"] > 0].sort_values("step"), run.column("reward/mean")
     smooth, peak, _ = levels(reward.tolist())
     return {
         "row": run.settings[row_setting] if row_setting else "",
@@ -128,7 +123,7 @@ def measured(run: Run, x: str, row_setting: str, end: int) -> dict[str, object]:
         "start": reward.head(START).mean(),
         "end": reward.tail(end).mean(),
         "fall": max(0.0, 1 - smooth[-1] / peak[-1]) if peak[-1] > 0 else 1.0,
-        "collapsed": collapse(reward.tolist()) is not None,
+        "collapsed": run.collapsed is not None,
         "clipped": rows["clip/token_active"].astype(float).mean() if "clip/token_active" in rows else math.nan,
         "length": rows["length/mean"].astype(float).head(START).mean() if "length/mean" in rows else math.nan,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -33,7 +34,7 @@ METRICS = (
 
 def main() -> None:
     options = script.parser(__doc__, refused=REFUSED)
-    options.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="the metrics; * stands for any")
+    options.add_argument("--metrics", nargs="+", metavar="NAME", help="other metrics than those of figures; * is any")
     args = options.parse_args()
     data = load.load(args.runs)
     studies = sorted({str(run.settings.get("study")) for run in data.runs})
@@ -44,14 +45,15 @@ def main() -> None:
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
-def write(data: load.Data, file: Path, metrics: tuple[str, ...] | list[str] = METRICS) -> None:
-    """Write the runs that have finished or collapsed to `file`. Others may still change, and are refused."""
+def write(data: load.Data, file: Path, metrics: Sequence[str] | None = None) -> None:
+    """Write the runs that have finished or collapsed to `file`, with these metrics, or with those of METRICS that they
+    have. Runs that may still change are refused, and so is a name in `metrics` that no run has recorded."""
     for run in data.runs:
         if not run.finished and run.collapsed is None:
             load.die(f"{run.path} is unfinished: {run.last} of {run.planned} batches")
-    names = [name for name in data.metrics("") if any(fnmatchcase(name, pattern) for pattern in metrics)]
-    idle = [pattern for pattern in metrics if not any(fnmatchcase(name, pattern) for name in names)]
-    if idle and metrics is not METRICS:
+    names = [name for name in data.metrics("") if any(fnmatchcase(name, pattern) for pattern in metrics or METRICS)]
+    idle = [pattern for pattern in metrics or () if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
         load.die(f"no run has recorded {', '.join(idle)}{nearest(idle[0], data.metrics(''))}")
     frames = [
         run.rows.reindex(columns=["step", *names]).assign(**{RUN: run.path.name}).sort_values("step")

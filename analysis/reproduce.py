@@ -37,7 +37,7 @@ from gspo.core.files import replace_text
 
 def main() -> None:
     options = script.parser(__doc__)
-    options.add_argument("--beside", nargs="+", default=[], metavar="STUDY", help="other studies, for fig_contrast")
+    options.add_argument("--beside", nargs="*", default=[], metavar="STUDY", help="other studies, for fig_contrast")
     args = options.parse_args()
     data = script.read(args, notes=False)
     beside = [load.load([study]) for study in args.beside]

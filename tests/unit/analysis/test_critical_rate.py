@@ -58,6 +58,21 @@ def test_where_less_collapses_at_higher_rates_there_is_no_critical_rate():
     assert slope < 0 and np.isnan(critical).all()
 
 
+def test_the_fit_is_the_highest_point_where_plain_newton_steps_overshoot():
+    """Of five seeds, k collapse below a rate and the others above it: the slope falls with k and changes its sign."""
+    counts = [(5 - k) * (RATES > 5e-4).astype(int) + k * (RATES < 5e-4) for k in range(6)]
+    slopes = [fit(RATES, np.full((1, 8), 5), np.array([down]))[0] for down in counts]
+    assert (np.diff(slopes) < 0).all() and slopes[2] > 0 > slopes[3]
+    for down, slope in zip(counts, slopes, strict=True):
+        share = down / 5
+        u = np.log(RATES / np.exp(np.log(RATES).mean()))
+        grid = np.stack(np.meshgrid(np.linspace(-20, 20, 401), np.linspace(-20, 20, 401), indexing="ij"))
+        logits = grid[0, ..., None] * u - grid[1, ..., None]
+        posterior = 5 * (share * logits - np.logaddexp(0, logits)).sum(-1) - (grid**2).sum(0) / (2 * 20.0**2)
+        best = np.unravel_index(posterior.argmax(), posterior.shape)
+        assert slope == pytest.approx(grid[0][best], abs=0.1)
+
+
 def test_a_rate_without_runs_of_an_arm_counts_nothing():
     runs, collapsed = np.array([[4, 0, 4], [4, 4, 4]]), np.array([[1, 0, 3], [0, 2, 4]])
     slope, critical = fit(np.array([1e-4, 2e-4, 4e-4]), runs, collapsed)
@@ -67,6 +82,14 @@ def test_a_rate_without_runs_of_an_arm_counts_nothing():
 def test_the_ratio_has_its_interval_and_p():
     value, p = ratio(drawn((8e-4, 4e-4), 8.0, 10, np.random.default_rng(3)), 0, 1)
     assert 1.5 < value.mean < 2.7 and 1.2 < value.low < value.mean < value.high and p < 0.05 and value.seeds == 10
+
+
+def test_draws_without_a_critical_rate_widen_the_interval():
+    """Three seeds collapse above a rate and two below it: in many draws of five runs collapse less at higher rates."""
+    rising, falling = RATES > 5e-4, RATES < 5e-4
+    collapsed = np.array([[rising, rising]] * 3 + [[falling, falling]] * 2).astype(int)
+    value, p = ratio(Counts(RATES, np.ones(collapsed.shape, int), collapsed), 0, 1)
+    assert value.mean == pytest.approx(1) and value.low == 0 and np.isinf(value.high) and p == 1
 
 
 @pytest.mark.slow

@@ -121,6 +121,27 @@ def test_a_contrast_says_whose_setting_differs(tmp_path):
     assert fig_contrast.titles(studies[1:]) == ["GRPO's clip range 0.2", "GRPO's clip range 0.05"]
 
 
+def test_a_contrast_says_how_many_settings_it_does_not_name(tmp_path):
+    for name, size in (("one", 1), ("other", 2)):
+        own = {"optim": {"lr": size * 1e-4, "beta": size}, "task": {"largest": size}, "model": {"layers": size}}
+        for arm in load.ARMS[:2]:
+            write_run(tmp_path / name, arm, 1, 0.3, 0.2, **own)
+    titles = fig_contrast.titles([load.load([tmp_path / name]) for name in ("one", "other")])
+    assert titles[0].startswith("learning rate 1e-4, ") and titles[0].endswith(", and 2 more settings differ")
+
+
+def test_a_step_that_a_run_lost_is_left_out_of_its_difference_alone(tmp_path):
+    calm = arms_of(tmp_path / "calm", 2e-4, {load.GSPO: 0.2})
+    edge = arms_of(tmp_path / "edge", 8e-4, {load.GSPO: 0.2})
+    run = next((tmp_path / "edge").iterdir())
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for folder in (tmp_path / "edge").iterdir():
+        (folder / "metrics.jsonl").write_text("".join(row for row in rows if '"step": 70,' not in row))
+    again = load.load([tmp_path / "edge"])
+    assert fig_contrast.between(calm, edge)[load.GSPO].mean == pytest.approx(0, abs=1e-9)
+    assert fig_contrast.between(calm, again)[load.GSPO].seeds == 6
+
+
 def test_a_contrast_is_between_two(tmp_path):
     calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
     with pytest.raises(load.Refused, match="two studies"):
