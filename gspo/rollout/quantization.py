@@ -1,6 +1,7 @@
 """Rounds weights as an engine of low precision holds them, to study what the mismatch of engine and trainer does.
 
     rollout.quantization=fp8_e4m3        weights of 3 mantissa bits, a scale for each output row; sums stay as they are
+    rollout.quantization=int3            weights that are -3, -2, ..., 3 thirds of their row's largest
 
 Rounded are the matrices of attention, MLPs and experts. As in engines, embeddings, output layer, norms and routers are
 left alone.
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from gspo.model.policy import Policy
 
-LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp4_e2m1": 6.0}  # the largest number of each format
+# The largest number of each format. int2 has the four numbers -1.5, -0.5, 0.5 and 1.5, the other integers also 0.
+LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp4_e2m1": 6.0, "int4": 7.0, "int3": 3.0, "int2": 1.5}
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # those without sign
 KINDS = ("none", *LARGEST)
@@ -25,6 +27,10 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     scaled = weight.detach().float() / scale
     if kind in FP8:
         near = scaled.to(FP8[kind]).float()
+    elif kind == "int2":
+        near = (scaled.floor() + 0.5).clamp(-1.5, 1.5)
+    elif kind in ("int3", "int4"):
+        near = scaled.round()
     else:
         numbers = scaled.new_tensor(FP4_NUMBERS)
         middles = (numbers[1:] + numbers[:-1]) / 2

@@ -15,7 +15,10 @@ from gspo.rollout.requests import Sampling
 DTYPES = ("float32", "bfloat16")
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens after a sync, by
 # the engine's precision.
-SYNC_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "fp4_e2m1": 3.0}
+SYNC_TOLERANCE = {
+    "float32": 1e-4, "bfloat16": 0.15, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "fp4_e2m1": 3.0, "int4": 3.0, "int3": 6.0,
+    "int2": 9.0,
+}  # fmt: skip
 
 
 @dataclass

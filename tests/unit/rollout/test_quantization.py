@@ -18,6 +18,10 @@ def test_by_hand():
     eight = torch.tensor([[448.0, 1.0, 1.06, 1.07, -0.5, 2.0**-9, 2.0**-11]])
     torch.testing.assert_close(rounded(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]]))
     torch.testing.assert_close(rounded(eight / 448, "fp8_e4m3") * 448, rounded(eight, "fp8_e4m3"))
+    small = torch.tensor([[3.0, -3.0, 1.6, -1.4, 0.4, 0.0]])
+    torch.testing.assert_close(rounded(small, "int3"), torch.tensor([[3.0, -3.0, 2.0, -1.0, 0.0, 0.0]]))
+    torch.testing.assert_close(rounded(small, "int2"), torch.tensor([[3.0, -3.0, 1.0, -1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(rounded(small * 7 / 3, "int4"), torch.tensor([[7.0, -7.0, 4.0, -3.0, 1.0, 0.0]]))
     assert not rounded(torch.zeros(2, 3), "fp8_e5m2").any(), "a row of zeros has no scale"
 
 
@@ -56,7 +60,8 @@ def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
         batch = batch_of(policy, [r for group in groups for r in group])
         difference = (batch.engine_logp_BT - batch.old_logp_BT).abs()[batch.mask_BT]
         off[kind] = float(difference.mean())
-    assert off["none"] < 1e-5 < off["fp8_e4m3"] < off["fp8_e5m2"] < off["fp4_e2m1"]
+    assert off["none"] < 1e-5 < off["fp8_e4m3"] < off["fp8_e5m2"] < off["fp4_e2m1"] < off["int3"] < off["int2"]
+    assert off["int4"] < off["int3"]
 
 
 def test_a_copy_that_was_rounded_is_no_longer_the_policy():
@@ -70,8 +75,8 @@ def test_a_copy_that_was_rounded_is_no_longer_the_policy():
 
 def test_refusals():
     with pytest.raises(
-        ValueError, match=r"rollout.quantization='int3': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1"
+        ValueError, match=r"rollout.quantization='int8': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1, int4"
     ):
-        settings("rollout.quantization=int3")
+        settings("rollout.quantization=int8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"):
         settings("rollout=vllm", "rollout.quantization=fp8_e4m3")
