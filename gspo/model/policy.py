@@ -190,17 +190,21 @@ class Policy:
         return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT, balance_BT)
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch, micro_batch_size: int) -> PolicyOutput:
+    def score(self, batch: TrainBatch, micro_batch_size: int, rows_N: Tensor | None = None) -> PolicyOutput:
         """Compute log-probs, experts and values of a whole batch under the current weights, in micro-batches.
 
-        There is no gradient and no entropy; the results are on the CPU."""
+        There is no gradient and no entropy; the results are on the CPU. With `rows_N` these rows alone are computed:
+        log-probs and values of the others are 0, and their experts not recorded."""
         logp_BT, values_BT = torch.zeros_like(batch.engine_logp_BT), torch.zeros_like(batch.engine_logp_BT)
         experts_BSLK = None
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
             experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
         with self._frozen():
-            for rows in batch.order().split(micro_batch_size):
+            order = batch.order()
+            if rows_N is not None:
+                order = order[torch.isin(order, rows_N)]
+            for rows in order.split(micro_batch_size) if len(order) else ():
                 chunk = batch.rows(rows)
                 output = self.forward(chunk, entropy=False)
                 logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo.core.ranks import Ranks
 from gspo.core.seeding import uniforms
 from gspo.core.types import Problem, Response
 from gspo.model.policy import Policy
@@ -43,6 +44,7 @@ class Engine(ABC):
     policy: Policy
     batch_rows: int  # the largest number of responses sampled at once, but at least one group
     shares_weights: bool  # whether the engine computes with the policy's own tensors, so that there is nothing to load
+    ranks = Ranks()  # the processes whose engines share the problems that are to be sampled
 
     @property
     def positions(self) -> int | None:

@@ -91,7 +91,7 @@ class PartialSource(OnPolicySource):
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
         """Sample up to `token_budget` tokens for every unfinished response, and for the groups that begin now."""
         started = time.perf_counter()
-        settings = self.settings
+        settings, ranks = self.settings, self.engine.ranks
         sampling = Sampling(settings.temperature, settings.limit(step), settings.token_budget)
         touched: list[Response] = []
         # One draw at a time, because the random numbers of a query set's problem depend on the visit.
@@ -99,31 +99,33 @@ class PartialSource(OnPolicySource):
             mine = [g for d, g in self.unfinished if d == draw]
             cut = [(group, i) for group in mine for i, r in enumerate(group) if r.finish_reason == "budget"]
             further = self.engine.extend(
-                [group[i] for group, i in cut],
+                ranks.own([group[i] for group, i in cut]),
                 sampling,
                 self.position(draw, 0),
                 policy_step=self.policy_step,
                 record_experts=settings.routes,
             )
+            further = ranks.merged(further)
             for (group, i), response in zip(cut, further, strict=True):
                 group[i] = response
             touched += further
         for draw in sorted({draw for draw, _ in begun}):
             problems = [problem for d, problem in begun if d == draw]
             groups = self.engine.generate(
-                problems,
+                ranks.own(problems),
                 settings.group_size,
                 sampling,
                 self.position(draw, 0),
                 policy_step=self.policy_step,
                 record_experts=settings.routes,
             )
+            groups = ranks.merged(groups)
             self.unfinished += [(draw, group) for group in groups]
             touched += [r for group in groups for r in group]
         rollout.rollout_s += time.perf_counter() - started
         self.keep_behaviour_logprobs(touched, rollout)
         started = time.perf_counter()
-        score(self.task, [r for r in touched if r.finish_reason != "budget"])
+        score(self.task, [r for r in touched if r.finish_reason != "budget"], ranks)
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:

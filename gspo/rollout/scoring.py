@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from gspo.core.ranks import Ranks
 from gspo.core.types import Problem, Response
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
@@ -44,26 +45,28 @@ def scored_chunks(
 ) -> Iterator[Groups]:
     """Sample and score groups of `samples` responses to each problem, and yield them chunk by chunk, in order.
 
-    `chunk` is a number of problems; by default it is as many as the engine samples at once, which changes neither what
-    the engine computes nor how fast. Times are added to `seconds`. An exception of a verifier is raised here."""
-    chunk, seconds = chunk or at_once(engine, samples), seconds or Seconds()
+    `chunk` is a number of problems; by default it is as many as the engines of all ranks sample at once, which changes
+    neither what they compute nor how fast. Every rank samples and scores its share, and gets the groups of all. Times
+    are added to `seconds`. An exception of a verifier is raised here."""
+    ranks = engine.ranks
+    chunk, seconds = chunk or at_once(engine, samples) * ranks.count, seconds or Seconds()
     before, waiting = None, []
     thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
     try:
         for start in range(0, len(problems), chunk):
             started, grading = time.perf_counter(), Grading(thread, task, seconds)
-            some = problems[start : start + chunk]
+            some = ranks.own(problems[start : start + chunk])
             groups = engine.generate(
                 some, samples, sampling, seed, policy_step, record_experts=record_experts, finished=grading.add
             )
             seconds.sampling += time.perf_counter() - started
             if before:
                 before.wait()
-                yield waiting
+                yield ranks.merged(waiting)
             before, waiting = grading, groups
         if before:
             before.wait()
-            yield waiting
+            yield ranks.merged(waiting)
     finally:
         thread.shutdown(cancel_futures=True)
 
@@ -108,8 +111,10 @@ def at_once(engine: Engine, samples: int) -> int:
     return max(1, engine.batch_rows // samples)
 
 
-def score(task: Task, responses: list[Response]) -> None:
-    """Give every response its verifier's score."""
-    scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for r in responses])
-    for response, verdict in zip(responses, scores, strict=True):
+def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
+    """Give every response its verifier's score. With `ranks` all of them have these responses, and each scores its
+    share."""
+    ranks = ranks or Ranks()
+    scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for r in ranks.own(responses)])
+    for response, verdict in zip(responses, ranks.merged(scores), strict=True):
         response.score = verdict

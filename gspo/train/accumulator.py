@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gspo.core.ranks import Ranks
 
 Number = Tensor | float
 
@@ -71,26 +74,55 @@ class MetricAccumulator:
         finally:
             self._seconds[name] += time.perf_counter() - started
 
-    def result(self) -> dict[str, float]:
-        """Return all metrics by name. A mean over no items is left out rather than reported as 0."""
-        sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
+    def result(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """Return all metrics by name. A mean over no items is left out rather than reported as 0.
+
+        With `ranks` means, effective sample sizes, extremes and loads are those of all ranks together; what every rank
+        has measured alike stays what it is. Counts are alike on all ranks, and seconds each rank's own.
+        """
+        sums, moments, extremes, loads = self._together(ranks or Ranks())
         means = {name: total / count for name, (total, count) in sums.items() if count}
-        moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
         shares = {name: s * s / (n * ss) for name, (n, s, ss) in moments.items() if n and ss}
-        extremes = {}
-        for name, values in self._extremes.items():
-            extremes[name] = self._signs[name] * max(self._signs[name] * float(value) for value in values)
         result = means | shares | extremes | self._seconds | self._counts
-        if self.expert_loads_LE is not None and self.expert_loads_LE.sum() > 0:
-            result["routing/load_entropy"] = load_entropy(self.expert_loads_LE)
-            result["routing/load_max"] = load_max(self.expert_loads_LE)
-            result["routing/unused_experts"] = float((self.expert_loads_LE == 0).double().mean())
+        if loads is not None and loads.sum() > 0:
+            result["routing/load_entropy"] = load_entropy(loads)
+            result["routing/load_max"] = load_max(loads)
+            result["routing/unused_experts"] = float((loads == 0).double().mean())
         return result
+
+    def _together(self, ranks: Ranks) -> tuple[dict, dict, dict[str, float], Tensor | None]:
+        """Return the column sums of means and of moments, the extremes, and the loads, of all ranks."""
+        own = (
+            {name: _column_sums(rows) for name, rows in self._sums.items()},
+            {name: _column_sums(rows) for name, rows in self._moments.items()},
+            {name: (self._signs[name], [float(value) for value in values]) for name, values in self._extremes.items()},
+            self.expert_loads_LE,
+        )
+        sums, moments, extremes, loads = zip(*ranks.gathered(own), strict=True)
+        found = [load for load in loads if load is not None]
+        return (
+            {name: _column_sums(rows) for name, rows in _by_name(sums).items()},
+            {name: _column_sums(rows) for name, rows in _by_name(moments).items()},
+            {
+                name: (sign := parts[0][0]) * max(sign * value for _, values in parts for value in values)
+                for name, parts in _by_name(extremes).items()
+            },
+            torch.stack(found).sum(0) if found else None,
+        )
 
 
 def _kept(value: Number) -> Number:
     """Convert a number to what is kept until the end of the step: a float, or a tensor if it lies on a GPU."""
     return value.detach() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+
+
+def _by_name(parts: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Collect the values of several dictionaries by their keys."""
+    found: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _column_sums(rows: Sequence[tuple[Number, ...]]) -> list[float]:

@@ -11,8 +11,9 @@ made of whole groups, gradients are clipped by their norm, and there is no KL te
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
+from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
 from gspo.model.policy import Policy, PolicyOutput
+from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout, RolloutSource
 from gspo.train import diagnostics, flops
@@ -39,6 +42,8 @@ class Trainer:
     """Trains one policy by one algorithm.
 
     `reference` is the policy to which a KL term is measured; `extensions` are the user's own metrics and callbacks.
+    `ranks` are the processes that train the policy together: each has the whole batch, passes its share of the rows
+    through the model, and makes the same updates.
     """
 
     def __init__(
@@ -53,8 +58,10 @@ class Trainer:
         seed: int,
         reference: Policy | None = None,
         extensions: Extensions | None = None,
+        ranks: Ranks | None = None,
     ):
         self.policy, self.source, self.algorithm, self.reference = policy, source, algorithm, reference
+        self.ranks = ranks or Ranks()
         self.optim, self.settings, self.seed = optim, settings, seed
         self.extensions = extensions or Extensions({}, {})
         self.replay = policy_settings.routing_replay
@@ -129,24 +136,22 @@ class Trainer:
         started, accumulator = time.perf_counter(), MetricAccumulator()
         batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
         groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
+        updates = [list(self.minibatches(groups, step, epoch)) for epoch in range(self.settings.epochs)]
+        own_N = torch.cat([rows[self.ranks.own_rows(len(rows))] for rows in updates[0]]).sort().values
         with accumulator.timed("time/old_logprobs_s"):
-            self.remember_old_policy(batch, accumulator)
+            self.remember_old_policy(batch, own_N, accumulator)
         measured_kl = self.credit(batch, rollout, accumulator)
         diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, accumulator)
         diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
-        update = 0
-        for epoch in range(self.settings.epochs):
-            order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
-            count = min(self.settings.minibatches, len(groups))  # fewer where too many groups could not be graded
-            accumulator.count("optim/missing_updates", self.settings.minibatches - count)
-            for chosen in order.tensor_split(count):
-                update += 1
-                self.update(batch.rows(torch.cat([groups[i] for i in chosen])), update, accumulator)
+        for epoch in updates:
+            accumulator.count("optim/missing_updates", self.settings.minibatches - len(epoch))
+        for number, rows in enumerate(chain.from_iterable(updates), start=1):
+            self.update(batch.rows(rows), torch.isin(rows, own_N), number, accumulator)
         if self.coefficient:  # after the updates, which used the coefficient that is logged
             self.coefficient.update(measured_kl, len(batch))
             self.state.kl_coef = self.coefficient.value
         with accumulator.timed("time/diagnostics_s"):
-            self.routing_after_step(batch, step, accumulator)
+            self.routing_after_step(batch, own_N, step, accumulator)
         self.refresh_reference(step)
         self.state.step = step
         # passes for old and reference log-probs; an update costs three, as a backward pass costs two forward passes
@@ -158,33 +163,49 @@ class Trainer:
         except EngineEnded as error:
             self.engine_ended = error
         lr = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
-        metrics = dict(accumulator.result()) | rollout.synced | costs | lr
+        metrics = dict(accumulator.result(self.ranks)) | rollout.synced | costs | lr
         return metrics | self.extensions.measure(TrainedStep(step, batch, rollout.responses, metrics))
 
+    def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> Iterator[Tensor]:
+        """Yield the rows of each mini-batch of an epoch: whole groups, in an order that is drawn anew in each epoch."""
+        order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
+        count = min(self.settings.minibatches, len(groups))  # fewer where too many groups could not be graded
+        for chosen in order.tensor_split(count):
+            yield torch.cat([groups[i] for i in chosen])
+
+    def score(self, policy: Policy, batch: TrainBatch, own_N: Tensor) -> PolicyOutput:
+        """Compute log-probs and values of a batch, each rank those of its own rows, and experts of these alone."""
+        alone = self.ranks.count == 1
+        scored = policy.score(batch, self.settings.micro_batch_size, None if alone else own_N)
+        if alone:
+            return scored
+        values_BT = None if scored.values_BT is None else self.ranks.sums(scored.values_BT)
+        return replace(scored, logp_BT=self.ranks.sums(scored.logp_BT), values_BT=values_BT)
+
     @torch.no_grad()
-    def remember_old_policy(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    def remember_old_policy(self, batch: TrainBatch, own_N: Tensor, accumulator: MetricAccumulator) -> None:
         """Record in the batch the old policy's log-probs, routing and values, and the reference policy's log-probs.
 
         They are computed under the weights of the step's start. Where the source kept log-probs and routing under the
         weights that sampled (old_logprobs=behaviour or engine, with responses older than the step), these are used.
+        `own_N` are this rank's rows.
         """
-        size = self.settings.micro_batch_size
         if self.skips_old_pass:
             batch.old_logp_BT, batch.experts_BSLK = batch.engine_logp_BT, batch.engine_experts_BSLK
         if self.replay == "r3":
             batch.replay_BSLK = batch.engine_experts_BSLK
         if batch.old_logp_BT is None or self.policy.value_head:
-            scored = self.policy.score(batch, size)
+            scored = self.score(self.policy, batch, own_N)
             batch.old_values_BT = scored.values_BT
             if batch.old_logp_BT is None:
                 batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
-        if not self.skips_old_pass:
-            self.compare(batch, accumulator)
+        if not self.skips_old_pass and len(own_N):
+            self.compare(batch if self.ranks.count == 1 else batch.rows(own_N), accumulator)
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
             # with r3 this pass replays the engine's experts, as all passes do
-            batch.ref_logp_BT = self.reference.score(batch, size).logp_BT
+            batch.ref_logp_BT = self.score(self.reference, batch, own_N).logp_BT
             diagnostics.reference(batch, accumulator)
         if self.algorithm.correction.name != "none":
             batch.correction_BT = self.algorithm.correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
@@ -237,12 +258,14 @@ class Trainer:
             accumulator.mean("filter/truncated", cut_B.sum(), len(cut_B))
         return measured_kl
 
-    def update(self, batch: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
-        """Take one optimizer step on a mini-batch; its loss is normalised by the counts of the whole mini-batch."""
+    def update(self, batch: TrainBatch, own_B: Tensor, minibatch: int, accumulator: MetricAccumulator) -> None:
+        """Take one optimizer step on a mini-batch, of which this rank passes the rows in `own_B` through the model. The
+        loss is normalised by the counts of the whole mini-batch."""
         totals = Totals.of(batch.mask_BT)
-        loads_LE = old_loads(batch, self.policy.routing.experts) if self.settings.router_aux_loss_coef else None
         every_row = self.every_row or not batch.adv_BT.any()
-        for micro in batch.split(self.settings.micro_batch_size):
+        own = batch if own_B.all() else batch.rows(own_B) if own_B.any() else None
+        loads_LE = old_loads(own, self.policy.routing, self.ranks) if self.settings.router_aux_loss_coef else None
+        for micro in own.split(self.settings.micro_batch_size) if own else ():
             learns = every_row or bool(micro.adv_BT.any())  # otherwise the gradient of these rows is exactly 0
             micro = micro.to(self.policy.device)
             with self.policy.routing.balancing(loads_LE):
@@ -258,6 +281,7 @@ class Trainer:
         lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
+        self.ranks.add_gradients(self.policy.parameters())
         norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm)
         finite = bool(norm.isfinite())
         if finite:
@@ -294,12 +318,16 @@ class Trainer:
             diagnostics.routing(output.experts_BSLK, micro, self.policy.routing.experts, minibatch, accumulator)
 
     @torch.no_grad()
-    def routing_after_step(self, batch: TrainBatch, step: int, accumulator: MetricAccumulator) -> None:
+    def routing_after_step(self, batch: TrainBatch, own_N: Tensor, step: int, accumulator: MetricAccumulator) -> None:
         """Measure routing consistency after the last update, on a sample of the step's responses."""
         if batch.experts_BSLK is None:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
-        sample = batch.rows(torch.from_numpy(chosen))
+        rows = torch.from_numpy(chosen)
+        rows = rows[torch.isin(rows, own_N)]
+        if not len(rows):  # they are all other ranks'
+            return
+        sample = batch.rows(rows)
         if self.replay == "r2":  # the record was made without replay, while that of r3 was made with one
             sample.replay_BSLK = None
         own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
@@ -329,7 +357,11 @@ def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: boo
     return [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
 
 
-def old_loads(batch: TrainBatch, experts: int) -> Tensor:
-    """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E]."""
-    counts_LE = diagnostics.expert_counts(batch.experts_BSLK, batch, experts)
+def old_loads(own: TrainBatch | None, routing: Routing, ranks: Ranks) -> Tensor:
+    """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E]. Each rank
+    counts its own rows; None stands for no rows."""
+    counts_LE = torch.zeros(routing.layers, routing.experts, dtype=torch.int64)
+    if own:
+        counts_LE = diagnostics.expert_counts(own.experts_BSLK, own, routing.experts)
+    counts_LE = ranks.sums(counts_LE)
     return counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1)

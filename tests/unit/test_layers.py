@@ -33,7 +33,7 @@ ONLY_IN = {
     "analysis": ("commands",),
 }
 NO_TORCH = ("tasks", "tracking", "verifiers", "core", "evaluation/estimates.py", "evaluation/elo.py")
-TENSORS = ("core/batch.py", "core/masked.py")
+TENSORS = ("core/batch.py", "core/masked.py", "core/ranks.py")
 
 
 def modules() -> dict[str, Path]:

@@ -116,7 +116,7 @@ def test_kl_in_the_reward_is_taken_off_every_token():
     with torch.no_grad():
         t.reference.model.lm_head.weight[7] += 0.3
     seen = []
-    t.update = lambda batch, minibatch, accumulator: seen.append(batch)
+    t.update = lambda batch, *_: seen.append(batch)
     rollout = t.source.next(1)
     t.settings.minibatches = 1
     t.train_step(1, rollout)

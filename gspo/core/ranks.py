@@ -1,0 +1,107 @@
+"""The processes that train one policy together, and the few things that they exchange.
+
+For example, two ranks share a batch of eight problems. Each samples responses to the four that `own` deals it, and
+`merged` gives both all eight again, in their order. Each passes its share of the responses through the model, and
+`add_gradients` makes the gradients of both the same sums. What is not shared is computed alike on every rank, so that
+nothing above this module asks which rank it is. One process by itself exchanges nothing.
+
+Shape suffixes: B responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+BUCKET = 2**24  # numbers that are added in one exchange
+
+
+class Ranks:
+    """One process that trains by itself."""
+
+    index = 0  # which of the processes this is
+    count = 1
+
+    def own(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this rank's share of items: one of every `count`, from its index on."""
+        return items[self.index :: self.count]
+
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks."""
+        return [value]
+
+    def merged(self, items: Sequence[T]) -> list[T]:
+        """Return the items of all ranks in the order from which `own` dealt them."""
+        dealt = self.gathered(list(items))
+        found: list[T] = [None] * sum(map(len, dealt))  # type: ignore[list-item]
+        for index, share in enumerate(dealt):
+            found[index :: self.count] = share
+        return found
+
+    def sums(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, which must have one shape."""
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on any rank."""
+        return any(self.gathered(flag))
+
+    def own_rows(self, size: int) -> Tensor:
+        """Return which of `size` rows are this rank's: neighbours, because rows of one prompt are cheaper together."""
+        return torch.arange(size).tensor_split(self.count)[self.index]
+
+    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace the gradients of every rank by their sums over the ranks. A parameter without gradient on all ranks
+        stays without, so that the optimizer passes over it."""
+
+
+class Processes(Ranks):
+    """The ranks of torch.distributed's default group, which has been initialised.
+
+    Numbers on a GPU are added by that group, everything else is exchanged by a group of its own, on gloo: instances may
+    be used by several threads, one thread each. Every rank must make its instances in the same order.
+    """
+
+    def __init__(self):
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")
+
+    def gathered(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        values[self.index] = value  # itself, not a copy
+        return values
+
+    def sums(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.group if total.device.type == "cpu" else None)
+        return total
+
+    def add_gradients(self, parameters: Iterable[Tensor]) -> None:
+        parameters = list(parameters)
+        there = self.sums(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)).tolist()
+        learning = [p for p, ranks in zip(parameters, there, strict=True) if ranks]
+        for parameter in learning:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets([parameter.grad for parameter in learning]):
+            total = self.sums(torch.cat([gradient.flatten() for gradient in bucket]))
+            for gradient, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def buckets(tensors: list[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
+    """Cut a list of tensors into lists of one dtype with at most `most` numbers each, or of a single larger tensor."""
+    found: list[list[Tensor]] = []
+    for tensor in tensors:
+        last = found[-1] if found else []
+        if last and last[0].dtype == tensor.dtype and sum(t.numel() for t in last) + tensor.numel() <= most:
+            last.append(tensor)
+        else:
+            found.append([tensor])
+    return found

@@ -1,0 +1,157 @@
+"""Several ranks train as one process does: the same tokens, the same gradients up to rounding, the same metrics."""
+
+import pytest
+import torch
+
+from builders import SMOOTH, recorded_gradients
+from gspo.algorithm.advantages import GAE, GroupNormalized, ReinforcePP
+from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.corrections import TIS
+from gspo.algorithm.kl import KLInLoss, KLInReward
+from gspo.algorithm.objectives import DAPO, GRPO, GSPO, PPO
+from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.core.ranks import Ranks, buckets
+from gspo.model.loading import TinyDense
+from gspo.rollout.settings import RolloutSettings
+from ranked import ranked
+from trainers import gap_trainer, trainer
+
+DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
+MEAN = Aggregation("seq-mean-token-mean")
+FEW = RolloutSettings(prompts_per_step=5, group_size=4, max_new_tokens=10)
+CASES = {  # how the trainer is made, and on how many ranks
+    "gspo": (lambda: trainer(GSPO(), **SMOOTH), 2),
+    "grpo, three ranks": (lambda: trainer(GRPO(), **SMOOTH), 3),
+    "more ranks than a mini-batch has groups": (lambda: trainer(GSPO(), rollout=FEW, minibatches=5, **SMOOTH), 3),
+    "dense": (lambda: trainer(GSPO(), model=DENSE, **SMOOTH), 2),
+    "two epochs, token mean": (lambda: trainer(DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH), 2),
+    "old pass skipped": (lambda: trainer(GSPO(), old_pass="auto", **SMOOTH), 2),
+    "r2": (lambda: trainer(GRPO(), replay="r2", **SMOOTH), 2),
+    "r3": (lambda: gap_trainer(GRPO(), replay="r3", staleness=1, **SMOOTH), 2),
+    "load balance": (lambda: trainer(GSPO(), router_aux_loss_coef=0.1, **SMOOTH), 3),
+    "kl in the loss": (
+        lambda: trainer(GRPO(), parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)}, **SMOOTH),
+        2,
+    ),
+    "kl in the reward": (lambda: trainer(PPO(), parts={"kl": KLInReward(coef=0.2)}, **SMOOTH), 2),
+    "critic": (lambda: trainer(PPO(), parts={"advantage": GAE()}, **SMOOTH), 2),
+    "whitened": (lambda: trainer(GRPO(), parts={"advantage": ReinforcePP()}, **SMOOTH), 2),
+    "std of the batch, running rewards": (
+        lambda: trainer(
+            GSPO(),
+            parts={"advantage": GroupNormalized(std="batch"), "reward": RewardShaping("running", "running")},
+            **SMOOTH,
+        ),
+        2,
+    ),
+    "correction": (
+        lambda: gap_trainer(GRPO(), parts={"correction": TIS(normalize=True)}, staleness=1, **SMOOTH),
+        2,
+    ),
+    "truncated rows masked": (lambda: trainer(GSPO(), mask_truncated=True, **SMOOTH), 2),
+    "dynamic sampling": (
+        lambda: trainer(
+            GRPO(),
+            rollout=RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10, refill_rounds=2),
+            **SMOOTH,
+        ),
+        2,
+    ),
+    "stale, as the sampler had them": (lambda: gap_trainer(GSPO(), old="behaviour", staleness=1, **SMOOTH), 2),
+    "stale, beside the training": (lambda: gap_trainer(GSPO(), staleness=1, overlap=True, **SMOOTH), 2),
+    "partial rollouts": (
+        lambda: gap_trainer(GRPO(), old="behaviour", token_budget=4, in_flight=12, **SMOOTH),
+        2,
+    ),
+}
+
+
+def trained(make, ranks: Ranks, another: Ranks, steps: int = 2) -> tuple[list, list, list]:
+    """The responses' tokens and rewards, the gradients before they are clipped, and the metrics of a few steps."""
+    t = make()
+    t.ranks, t.source.engine.ranks, t.optim.max_grad_norm = ranks, another, 1e9
+    tokens, metrics = [], []
+    with recorded_gradients() as gradients:
+        for step in range(1, steps + 1):
+            rollout = t.source.next(step)
+            tokens.append([(r.token_ids, r.score.reward) for r in rollout.responses])
+            metrics.append(t.train_step(step, rollout))
+    t.source.close()
+    return tokens, gradients, [timeless(row) for row in metrics]
+
+
+def timeless(metrics: dict) -> dict:
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(("time/", "throughput/", "compute/s"))
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_train_as_one_process_does(case):
+    make, count = CASES[case]
+    tokens, gradients, metrics = trained(make, Ranks(), Ranks())
+    found = ranked(count, lambda ranks: trained(make, ranks, type(ranks)()))
+    largest = max(float(g.abs().max()) for update in gradients for g in update)
+    assert largest > 1e-3
+    for other_tokens, other_gradients, other_metrics in found:
+        assert other_tokens == tokens
+        assert len(other_gradients) == len(gradients) > 4
+        for one, other in zip(gradients, other_gradients, strict=True):
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(b, a, atol=5e-6 * max(largest, 1.0), rtol=0)
+        for one, other in zip(metrics, other_metrics, strict=True):
+            assert set(one) == set(other)
+            for name, value in one.items():
+                assert other[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+    first, *others = found
+    for other in others:
+        for a, b in zip(first[1], other[1], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "the ranks' own weights would part"
+
+
+def test_totals_of_one_rank_alone_would_be_noticed():
+    """The negative control: where each rank divides by the counts of its own rows, gradients are those of no batch."""
+    make, count = CASES["gspo"]
+    _, gradients, _ = trained(make, Ranks(), Ranks(), 1)
+
+    def with_own_totals(ranks):
+        t = make()
+        update = t.update
+        t.update = lambda batch, own_B, *rest: update(batch.rows(own_B), own_B[own_B], *rest)
+        return trained(lambda: t, ranks, type(ranks)(), 1)
+
+    other = ranked(count, with_own_totals)[0][1]
+    one = torch.cat([g.flatten() for g in gradients[0]])
+    assert torch.cat([g.flatten() for g in other[0]]).norm() > 1.5 * one.norm()
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+def test_what_is_dealt_comes_back_in_its_order():
+    def deal(ranks):
+        items = [f"item {i}" for i in range(5)]
+        own = ranks.own(items)
+        return list(own), ranks.merged(own), ranks.merged([]), ranks.any(ranks.index == 1), ranks.any(False)
+
+    found = ranked(3, deal)
+    items = [f"item {i}" for i in range(5)]
+    assert [own for own, *_ in found] == [["item 0", "item 3"], ["item 1", "item 4"], ["item 2"]]
+    assert all(rest == [items, [], True, False] for _, *rest in found)
+    assert Ranks().merged(Ranks().own(items)) == items
+
+
+def test_gradients_are_added_and_untouched_parameters_stay_without():
+    def add(ranks):
+        parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+        parameters[0].grad = torch.full((2, 3), float(ranks.index + 1))
+        if ranks.index == 1:  # only this rank's rows met it
+            parameters[1].grad = torch.ones(2, 3)
+        ranks.add_gradients(parameters)
+        return [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
+
+    assert ranked(2, add) == [[[3.0], [1.0], None]] * 2
+
+
+def test_buckets_hold_one_dtype_and_no_more_than_their_size():
+    small, half, large = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(9)
+    cut = buckets([small, small, small, half, large, small], most=8)
+    assert [[len(t) for t in bucket] for bucket in cut] == [[4, 4], [4], [4], [9], [4]] and cut[2][0] is half
