@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo.core.ranks import Ranks
 from gspo.core.seeding import generator
 from gspo.core.types import Response
 
@@ -15,6 +16,7 @@ class Demonstrator:
     task: object
     slips: float = 0.2
     batch_rows: int = 40
+    ranks = Ranks()
 
     def generate(self, problems, group_size, sampling, seed, policy_step=0, *, record_experts=False, finished=None):
         groups = [
