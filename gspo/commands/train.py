@@ -20,6 +20,7 @@ from gspo.run.cli import Stopped, command_line, one_line, stop_signal
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.lifecycle import run
+from gspo.run.processes import is_follower, join, launched, leave, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_run import own_arguments, under_agent
@@ -27,13 +28,22 @@ from gspo.tracking.wandb_run import own_arguments, under_agent
 
 def main() -> None:
     """Make the run, or the sweep of runs, that the command line asks for."""
-    stop_signal().loud = True
+    stop_signal().loud = not is_follower()
+    if is_follower():
+        silence()
     if under_agent():
         sys.argv[1:] = own_arguments(sys.argv[1:])
     keep_devices()
     stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     Plugins.instance().register(SweepFiles)
-    command_line(composed("train", job))
+    try:
+        command_line(composed("train", job))
+    except SystemExit as end:
+        if launched() > 1:
+            leave(end.code if isinstance(end.code, int) else bool(end.code))
+        raise
+    if launched() > 1:
+        leave(0)
 
 
 @one_line
@@ -48,6 +58,8 @@ def job(config: DictConfig) -> None:
     if first := taken_by_another_job(settings):
         print(f"job {hydra.job.num} is {first}: nothing is left to do")
         return
+    if launched() > 1 and hydra.mode == RunMode.MULTIRUN:
+        raise ValueError(f"-m with {launched()} processes: they share one run; start each run by its own torchrun")
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()
@@ -57,7 +69,9 @@ def job(config: DictConfig) -> None:
     with stop.busy:
         try:
             if not stop.requested():  # a sweep that was asked to stop starts no further run
-                run(settings, alone=hydra.mode == RunMode.RUN and not under_agent())
+                peers = join(settings)
+                with peers.watched():
+                    run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
         except Stopped:
             print(f"{settings.label()}: stopped before its first step; the same command starts it again")
     stop.requeue()

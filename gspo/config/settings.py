@@ -43,7 +43,7 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.train.checkpoint import CheckpointSettings
 from gspo.train.cold_start import ColdStartSettings
 from gspo.train.credit import Algorithm
-from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.settings import OptimSettings, ParallelSettings, PolicySettings, TrainerSettings
 
 BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
 # The option groups whose options are different dataclasses. The option file of each starts with `defaults: [_<name>]`.
@@ -98,6 +98,8 @@ class Settings(Ranged):
     outside: dict[str, Any] = field(default_factory=dict)
     # with action=rollback the monitor changes what is trained, and is part of the hash
     monitor: MonitorSettings = field(default_factory=MonitorSettings, metadata=CHANGEABLE)
+    # how several processes, as torchrun starts them, train the policy together
+    parallel: ParallelSettings = field(default_factory=ParallelSettings, metadata=CHANGEABLE)
     # permit one update per rollout batch with step_start log-probs, although nothing can be clipped then
     allow_on_policy: bool = False
     allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
@@ -196,8 +198,21 @@ def with_consent(task: Any, consent: bool) -> Any:
 
 def same_result(a: Settings, b: Settings) -> str | None:
     """Return the first setting that makes two runs different, as "key: a against b"; else None."""
-    flat_a, flat_b = (json.loads(json.dumps(of_result(s))) for s in (a, b))
+    return first_difference(of_result(a), of_result(b))
+
+
+def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """Return the first entry that two nested dictionaries do not share, as "optim.lr: 0.1 against 0.2"; else None."""
+    flat_a, flat_b = (flat(json.loads(json.dumps(content))) for content in (a, b))
     for key in flat_a | flat_b:
         if flat_a.get(key) != flat_b.get(key):
             return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
     return None
+
+
+def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested dictionary as one of dotted keys; an empty one inside it stays a value."""
+    found = {}
+    for key, value in content.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found

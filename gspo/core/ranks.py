@@ -10,7 +10,9 @@ Shape suffixes: B responses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 BUCKET = 2**24  # numbers that are added in one exchange
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or has not answered for too long."""
 
 
 class Ranks:
@@ -43,6 +49,10 @@ class Ranks:
             found[index :: self.count] = share
         return found
 
+    def told(self, value: T) -> T:
+        """Return rank 0's value."""
+        return self.gathered(value if self.index == 0 else None)[0]
+
     def sums(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, which must have one shape."""
         return tensor
@@ -59,28 +69,39 @@ class Ranks:
         """Replace the gradients of every rank by their sums over the ranks. A parameter without gradient on all ranks
         stays without, so that the optimizer passes over it."""
 
+    def another(self) -> Ranks:
+        """Return the same ranks for another thread, which exchanges beside this one. All ranks must ask for it."""
+        return self
+
 
 class Processes(Ranks):
     """The ranks of torch.distributed's default group, which has been initialised.
 
     Numbers on a GPU are added by that group, everything else is exchanged by a group of its own, on gloo: instances may
-    be used by several threads, one thread each. Every rank must make its instances in the same order.
+    be used by several threads, one thread each. Every rank must make its instances in the same order. Every exchange
+    raises RankLost if another rank has ended, or if one does not answer within `timeout`.
     """
 
-    def __init__(self):
-        self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo")
+    def __init__(self, timeout: timedelta = timedelta(minutes=30)):
+        self.index, self.count, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
+        with lost_ranks():
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def gathered(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
+        with lost_ranks():
+            dist.all_gather_object(values, value, group=self.group)
         values[self.index] = value  # itself, not a copy
         return values
 
     def sums(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
-        dist.all_reduce(total, group=self.group if total.device.type == "cpu" else None)
+        with lost_ranks():
+            dist.all_reduce(total, group=self.group if total.device.type == "cpu" else None)
         return total
+
+    def another(self) -> Ranks:
+        return Processes(self.timeout)
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
@@ -93,6 +114,15 @@ class Processes(Ranks):
             total = self.sums(torch.cat([gradient.flatten() for gradient in bucket]))
             for gradient, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Turn the error of an exchange inside the block into RankLost."""
+    try:
+        yield
+    except RuntimeError as error:  # of gloo and of NCCL
+        raise RankLost(str(error).splitlines()[0]) from error
 
 
 def buckets(tensors: list[Tensor], most: int = BUCKET) -> list[list[Tensor]]:

@@ -13,6 +13,7 @@ import torch
 
 from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
+from gspo.core.ranks import Ranks
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.model.loading import POSITIONS, Loaded, positions
 from gspo.model.policy import Policy
@@ -34,13 +35,17 @@ from gspo.train.trainer import Trainer
 ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
 
 
-def build_trainer(settings: Settings, checkpoint: Path | None = None, alone: bool = False) -> Trainer:
+def build_trainer(
+    settings: Settings, checkpoint: Path | None = None, alone: bool = False, ranks: Ranks | None = None
+) -> Trainer:
     """Build the trainer of a run, from a checkpoint if there is one.
 
-    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress bar. Raises
+    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress bar; `ranks` are the
+    processes that train together, of which rank 0 makes the cold start. Raises
     ValueError for settings that cannot work on this machine or with this model, EngineEnded if the engine's process
     ends, and Stopped if the user asks to stop during a cold start.
     """
+    ranks = ranks or Ranks()
     check_training_set(settings)
     settings.task.ready()
     with closing(Progress("cold start", settings.cold_start.steps, 0, alone)) as bar:
@@ -50,20 +55,30 @@ def build_trainer(settings: Settings, checkpoint: Path | None = None, alone: boo
             bar(step, loss=loss)
 
         check_engine_start(settings)
+        if ranks.index == 0 and ranks.count > 1:
+            starting_model_folder(settings, on_cold_start_step)
+        ranks.told(None)  # the others wait here
         policy = open_policy(settings, checkpoint, on_cold_start_step)
         reference = open_reference(settings, checkpoint, on_cold_start_step)
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
         engine = make_engine(sampled, settings)
+        # with overlap the engine samples in a thread of its own, beside the exchanges of the trainer
+        engine.ranks = ranks.another() if settings.rollout.overlap else ranks
         try:
-            return trainer_on_engine(settings, checkpoint, policy, reference, engine)
+            return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
         except BaseException:
             engine.close()
             raise
 
 
 def trainer_on_engine(
-    settings: Settings, checkpoint: Path | None, policy: Policy, reference: Policy | None, engine: Engine
+    settings: Settings,
+    checkpoint: Path | None,
+    policy: Policy,
+    reference: Policy | None,
+    engine: Engine,
+    ranks: Ranks,
 ) -> Trainer:
     """Put source and trainer on top of an engine that has started, restore the checkpoint, and check that the engine
     has the trainer's weights and room for the held-out problems."""
@@ -87,6 +102,7 @@ def trainer_on_engine(
         seed=settings.seed,
         reference=reference,
         extensions=Extensions(settings.metrics, settings.callbacks),
+        ranks=ranks,
     )
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
@@ -236,9 +252,11 @@ def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
     """Return the engine that samples held-out problems: the run's own, or with rollout.overlap, where that one is busy,
     an in-process engine of the same precision. The latter must load the current weights before each use."""
-    if settings.rollout.overlap:
-        return local_engine(trainer.policy, settings.rollout)
-    return trainer.source.engine
+    if not settings.rollout.overlap:
+        return trainer.source.engine
+    engine = local_engine(trainer.policy, settings.rollout)
+    engine.ranks = trainer.ranks
+    return engine
 
 
 def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:

@@ -63,6 +63,8 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0  # the signal that asked for a stop; 0: none did
+        self.repeated = 0.0  # seconds in which a further signal is taken for the first one again
+        self._noted = 0.0  # when the first one came
         self.loud = False  # whether this process tells the user; a sweep's workers leave that to their parent
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
@@ -115,10 +117,12 @@ class StopSignal:
         if self._requeue:
             self._note_scheduler(number)
             return
+        if self.number and time.monotonic() < self._noted + self.repeated:
+            return
         if self.number:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.number = number
+        self.number, self._noted = number, time.monotonic()
         if self.loud:
             print(
                 "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from gspo.config.checks import warnings
 from gspo.config.settings import Settings
 from gspo.core.files import CreatedFiles
+from gspo.core.ranks import RankLost
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
 from gspo.run.build import build_trainer, print_sandbox_layers
 from gspo.run.cli import Broken, Collapsed, Ended, Failed, explain, stop_signal
 from gspo.run.directory import ENDED, RunDirectory, has_reached
-from gspo.run.loop import Session, warn
+from gspo.run.loop import Session, follow, warn
+from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
 from gspo.tracking.tracker import Tracker
 
@@ -22,22 +24,47 @@ from gspo.tracking.tracker import Tracker
 W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}
 
 
-def run(settings: Settings, alone: bool = True) -> None:
-    """Make one run, from its directory to its last checkpoint. `alone` says that it has the terminal to itself."""
+def run(settings: Settings, alone: bool, peers: Peers) -> None:
+    """Make one run, from its directory to its last checkpoint. `alone` says that it has the terminal to itself.
+
+    Of several processes rank 0 does this, and the others train along with it."""
+    if peers.ranks.index:
+        train_along(settings, peers)
+        return
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
             warn(directory.foreign_settings_warnings(settings))
-            while (how := attempt(settings, directory, alone, made)) == "rolled back":
+            while (how := attempt(settings, directory, alone, made, peers)) == "rolled back":
                 if stop_signal().requested():
                     break
+            peers.dismiss()
     except EngineEnded as error:
         raise Ended(f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
+    except RankLost:
+        lost = peers.lost()[1]
+        raise Ended(f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
     if how == "collapsed" and alone:  # in a sweep a collapse is a result
         raise Collapsed
 
 
-def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles) -> str:
+def train_along(settings: Settings, peers: Peers) -> None:
+    """Train as one of the ranks that are not 0: what it says, from the checkpoint it names, until it has no more."""
+    ranks = peers.ranks
+    try:
+        with closing(settings.task):
+            while (told := ranks.told(None)) is not None:
+                lr, checkpoint = told
+                lowered = replace(settings, optim=replace(settings.optim, lr=lr))
+                trainer = build_trainer(lowered, checkpoint, ranks=ranks)
+                follow(trainer, lowered, stop_signal().requested)
+                peers.agree_on_signal()
+    except RankLost:
+        peers.report_loss()
+        raise Ended("rank 0 says why") from None
+
+
+def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers) -> str:
     """Train from the newest checkpoint, or from the beginning, until the run ends or is rolled back; return which."""
     folder, rollbacks = directory.path, directory.rollbacks()
     warn(rollbacks.move())
@@ -48,7 +75,8 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
         return how
     lowered = rollbacks.lowered(settings)
     with directory.removed_if_refused(lowered, made):
-        trainer = build_trainer(lowered, checkpoint, alone)
+        peers.tell(lowered.optim.lr, checkpoint)
+        trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
     print_sampling_notes(lowered)
     warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
     directory.record_start(settings, trainer.policy.prompt_format_used)
@@ -60,11 +88,12 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     directory.write_status("running", trainer.state.step)
     try:
         how = Session(settings, directory, trainer, tracker, alone, stop_signal().requested).run()
+        peers.agree_on_signal()
     except SystemExit:  # a scheduler has queued the job again
         how = "stopped"
         raise
     except Exception as error:
-        reason = explain(error)
+        reason = peers.lost()[1] if isinstance(error, RankLost) else explain(error)
         if isinstance(error, OSError):
             raise Broken(f"{reason}; what was written is kept: mend this and go on with resume={folder}") from error
         if isinstance(error, ValueError):  # not a mistake of the user's: those were found before the first step

@@ -14,6 +14,7 @@ from gspo.config.checks import nothing_to_learn, warnings_after
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.evaluation.evaluate import evaluate
+from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout
 from gspo.run.build import evaluation_engine, local_engine
@@ -81,21 +82,14 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return held-out metrics at the steps where they are due, nothing at others."""
-        settings, trainer = self.settings, self.trainer
-        every = settings.evaluation.every
-        if every == 0 or (step % every and step != settings.steps):
-            return {}
-        started = time.perf_counter()
-        if self.engine is not trainer.source.engine:  # the source's engine is busy sampling from older weights
-            self.engine.load_weights(trainer.policy.named_tensors())
-        limit = settings.rollout.longest_limit
+        settings, trainer, started = self.settings, self.trainer, time.perf_counter()
         try:
-            metrics, _ = evaluate(self.engine, settings.task, settings.evaluation, limit, step)
+            metrics = evaluate_if_due(self.engine, trainer, settings, step)
         except EngineEnded as error:  # evaluate in this process, so that the step is complete
             warn([f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"])
             self.engine = local_engine(trainer.policy, settings.rollout)
             return self.evaluate(step)
-        return metrics | {"time/eval_s": time.perf_counter() - started}
+        return metrics | {"time/eval_s": time.perf_counter() - started} if metrics else {}
 
     def log(self, step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
         """Write the step's row, pass on what the monitor notices, and on some steps save the responses."""
@@ -200,6 +194,32 @@ class Session:
     def stop(self) -> bool:
         """Return whether the run is to end after this step."""
         return self.stop_requested() or bool(self.ending)
+
+
+def evaluate_if_due(engine: Engine, trainer: Trainer, settings: Settings, step: int) -> dict[str, float]:
+    """Return held-out metrics at the steps where they are due, nothing at others."""
+    every = settings.evaluation.every
+    if every == 0 or (step % every and step != settings.steps):
+        return {}
+    if engine is not trainer.source.engine:  # the source's engine is busy sampling from older weights
+        engine.load_weights(trainer.policy.named_tensors())
+    metrics, _ = evaluate(engine, settings.task, settings.evaluation, settings.rollout.longest_limit, step)
+    return metrics
+
+
+def follow(trainer: Trainer, settings: Settings, stop_requested: Callable[[], bool]) -> None:
+    """Train along with rank 0 until it ends the run or rolls it back. Nothing is written here."""
+    engine = evaluation_engine(trainer, settings)
+    try:
+        trainer.fit(
+            settings.steps,
+            evaluate=lambda step: evaluate_if_due(engine, trainer, settings, step),
+            log=lambda *_: None,
+            checkpoint=lambda *_: None,
+            stop=stop_requested,
+        )
+    finally:
+        trainer.source.close()
 
 
 def warn(lines: list[str]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from gspo.algorithm.aggregation import Aggregation
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 
+MODES = ("none", "replicate")
+
 
 @dataclass
 class OptimSettings(Ranged, key="optim"):
@@ -77,3 +79,18 @@ class PolicySettings:
         for key, choices in allowed.items():
             if getattr(self, key) not in choices:
                 raise ValueError(f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")
+
+
+@dataclass
+class ParallelSettings(Ranged, key="parallel"):
+    """The settings that say how several processes train one policy together. Numbers depend on them by rounding."""
+
+    # none: one process | replicate: each of the processes that torchrun starts holds the whole model, takes its share
+    # of the responses, and makes the same updates
+    mode: str = "none"
+    timeout_minutes: float = ranged(30.0, above=0)  # how long the processes wait for one that does not answer
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mode not in MODES:
+            raise ValueError(f"parallel.mode={self.mode!r}: choose one of {', '.join(MODES)}")

@@ -110,7 +110,8 @@ class Trainer:
         checkpoint: Callable[[int, bool], None],
         stop: Callable[[], bool],
     ) -> None:
-        """Train from the current step up to step `steps`; when `stop()` is true, training ends after the current step.
+        """Train from the current step up to step `steps`; when `stop()` is true on any rank, training ends after the
+        current step.
 
         `evaluate(step)` returns the metrics of held-out problems at steps where they are due, else nothing.
         `checkpoint(step, last)` writes a checkpoint where one is due, and always after the last step. Raises
@@ -124,7 +125,7 @@ class Trainer:
             rollout = self.source.next(step)
             metrics = self.train_step(step, rollout) | evaluate(step)
             log(step, metrics, rollout)
-            stopping = self.extensions.after_step(step, self, metrics) or stop()
+            stopping = self.ranks.any(self.extensions.after_step(step, self, metrics) or stop())
             checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
             if self.engine_ended and step < steps:
                 raise self.engine_ended

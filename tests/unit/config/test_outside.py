@@ -155,7 +155,7 @@ def test_the_hash_changes_with_the_source_and_with_what_it_imports(package, tmp_
         file.write("# another word\n")
     after = settings(f"objective={COPY}")
     assert settings_hash(after) != settings_hash(before)
-    assert "outside: " in same_result(before, after)
+    assert "outside.objective.sha256." in same_result(before, after)
 
 
 def test_runs_without_outside_code_keep_their_hash_and_a_metric_changes_none():

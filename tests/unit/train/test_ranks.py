@@ -90,7 +90,7 @@ def timeless(metrics: dict) -> dict:
 def test_ranks_train_as_one_process_does(case):
     make, count = CASES[case]
     tokens, gradients, metrics = trained(make, Ranks(), Ranks())
-    found = ranked(count, lambda ranks: trained(make, ranks, type(ranks)()))
+    found = ranked(count, lambda ranks: trained(make, ranks, ranks.another()))
     largest = max(float(g.abs().max()) for update in gradients for g in update)
     assert largest > 1e-3
     for other_tokens, other_gradients, other_metrics in found:
@@ -118,7 +118,7 @@ def test_totals_of_one_rank_alone_would_be_noticed():
         t = make()
         update = t.update
         t.update = lambda batch, own_B, *rest: update(batch.rows(own_B), own_B[own_B], *rest)
-        return trained(lambda: t, ranks, type(ranks)(), 1)
+        return trained(lambda: t, ranks, ranks.another(), 1)
 
     other = ranked(count, with_own_totals)[0][1]
     one = torch.cat([g.flatten() for g in gradients[0]])

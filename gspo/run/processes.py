@@ -1,0 +1,206 @@
+"""The processes that one run was started as: how they find each other, whether they agree, and which of them ended.
+
+    torchrun --nproc-per-node=2 experiments/train.py experiment=micro_moe parallel.mode=replicate
+
+torchrun tells each process its rank in the environment. Rank 0 writes the run's directory and speaks to the user; the
+others compute, and are silent. When one ends before its time, the others notice in their next exchange, and one of them
+says which it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+import gspo
+from gspo.config.settings import Settings, first_difference, of_result
+from gspo.core.ranks import Processes, RankLost, Ranks
+from gspo.run.cli import Ended, explain, stop_signal
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+START = "start the processes by torchrun, for example: torchrun --nproc-per-node=2 experiments/train.py ..."
+PATIENCE = 10.0  # seconds in which a rank that has failed can say why
+REPEATED = (
+    5.0  # seconds in which a second signal is the first one again: torchrun passes on what a terminal sends to all
+)
+
+
+def launched() -> int:
+    """Return how many processes this run was started as."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
+
+
+def is_follower() -> bool:
+    """Return whether this process is one of the ranks that write nothing and are silent."""
+    return launched() > 1 and os.environ.get("RANK", "0") != "0"
+
+
+def silence() -> None:
+    """Let this process print nothing from now on; what `Peers` has to say still appears."""
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+class Peers:
+    """The other processes of the run: who they are, and which of them has ended."""
+
+    def __init__(self, ranks: Ranks, store: dist.Store | None = None):
+        self.ranks, self.store = ranks, store
+        self.others_wait = True  # whether the other ranks wait for rank 0 to tell them what to do
+        self.places = ranks.gathered((platform.node(), os.getpid()))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this context an error of this rank is made known to the others."""
+        try:
+            yield
+        except (RankLost, Ended):  # another rank's
+            raise
+        except BaseException as error:
+            with suppress(RuntimeError):  # the others, or the process with the store, may have ended too
+                if self.ranks.index == 0 and self.others_wait:
+                    self.dismiss()
+                elif self.store:
+                    self.store.set(f"ended/{self.ranks.index}", explain(error) or type(error).__name__)
+            raise
+
+    def tell(self, lr: float, checkpoint: Path | None) -> None:
+        """As rank 0, let the others train along, at this learning rate from this checkpoint."""
+        self.ranks.told((lr, checkpoint))
+        self.others_wait = False
+
+    def dismiss(self) -> None:
+        """As rank 0, let the others end."""
+        self.ranks.told(None)
+
+    def agree_on_signal(self) -> None:
+        """Let every rank know the signal that stopped the run, though one alone may have got it: it makes the exit
+        code."""
+        stop_signal().number = max(self.ranks.gathered(int(stop_signal().number)))
+        self.others_wait = True
+
+    @cache  # noqa: B019  # there is one object, which lives as long as the process
+    def lost(self) -> tuple[int, str]:
+        """Return the rank that has ended, -1 for one that does not answer, and in words which it is and why."""
+        began = time.monotonic()
+        while time.monotonic() < began + PATIENCE:
+            for index, (host, pid) in enumerate(self.places):
+                if index == self.ranks.index:
+                    continue
+                name = f"rank {index} (process {pid} on {host})"
+                if reason := self.reason(index):
+                    return index, f"{name} has failed: {reason}"
+                # a rank that failed gets a moment to say why
+                if time.monotonic() > began + 1 and host == platform.node() and not alive(pid):
+                    return index, f"{name} has ended before its time, perhaps killed by the kernel for want of memory"
+            time.sleep(0.1)
+        others = ", ".join(f"{index} on {host}" for index, (host, _) in enumerate(self.places))
+        return -1, f"a rank has ended or does not answer (the ranks are {others})"
+
+    def reason(self, index: int) -> str:
+        """Return why a rank has failed, as it said itself; "" if it said nothing."""
+        key = f"ended/{index}"
+        try:
+            return self.store.get(key).decode() if self.store and self.store.check([key]) else ""
+        except RuntimeError:  # the store has ended with its process
+            return ""
+
+    def report_loss(self) -> None:
+        """Say which rank was lost, if it is rank 0, which cannot say it itself. One of the other ranks does."""
+        index, text = self.lost()
+        if index == 0 and self.ranks.index == 1 and not self.reason(0):
+            stderr: TextIO = sys.__stderr__
+            print(f"error: {text}; the same command goes on from the last checkpoint", file=stderr, flush=True)
+
+
+def join(settings: Settings) -> Peers:
+    """Join the other processes of the run, if there are any.
+
+    Raises ValueError if the environment and parallel.mode do not fit each other, or if the ranks were started with
+    different settings or different code."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    mode = settings.parallel.mode
+    if launched() > 1 and missing:
+        raise ValueError(f"WORLD_SIZE={launched()} without {', '.join(missing)}: {START}")
+    if launched() > 1 and mode == "none":
+        raise ValueError(f"{launched()} processes with parallel.mode=none: say parallel.mode=replicate")
+    if mode != "none" and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"parallel.mode={mode} with one process: {START}")
+    if launched() == 1:
+        return Peers(Ranks())
+    check_settings(settings)
+    timeout = timedelta(minutes=settings.parallel.timeout_minutes)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    store, rank, count = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count, timeout=timeout
+    )
+    peers = Peers(Processes(timeout), dist.PrefixStore("run", store))
+    check_agreement(settings, peers.ranks)
+    stop_signal().repeated = REPEATED
+    return peers
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise ValueError for settings that several processes cannot have."""
+    if settings.rollout.name != "local":
+        raise ValueError(f"rollout={settings.rollout.name} with {launched()} processes is not there yet: rollout=local")
+    if settings.rollout.prompts_per_step < launched():
+        raise ValueError(
+            f"rollout.prompts_per_step={settings.rollout.prompts_per_step} is less than the {launched()} processes"
+        )
+
+
+def check_agreement(settings: Settings, ranks: Ranks) -> None:
+    """Raise ValueError on every rank, with the same words, if one has other settings or other code than rank 0."""
+    ours = of_result(settings) | {"steps": settings.steps, "folder": str(settings.resume or settings.study)}
+    first, *others = ranks.gathered((ours, code_hash()))
+    for index, (content, code) in enumerate(others, start=1):
+        if difference := first_difference(content, first[0]):
+            raise ValueError(f"rank {index} was started with other settings than rank 0: {difference}")
+        if code != first[1]:
+            raise ValueError(f"rank {index} runs other code than rank 0: {code} against {first[1]} (SHA-256)")
+
+
+def code_hash() -> str:
+    """Return a hash of this package's source files; 16 hexadecimal digits."""
+    root, found = Path(gspo.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process of this machine is there and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        with suppress(OSError):
+            os.kill(pid, 0)
+            return not Path("/proc").exists()
+        return False
+    return state not in "ZX"
+
+
+def leave(code: int) -> None:
+    """End a process of several. Their connections are not taken down in order, which at times aborts in the attempt."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if 0 <= code < 256 else signal.SIGTERM)

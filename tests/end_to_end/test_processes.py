@@ -1,0 +1,173 @@
+"""Runs of several processes, as torchrun starts them: the numbers of one, resumed, stopped, killed, refused."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import forked
+from commands import ROOT, SMALL, command, comparable, environment, only_run, train
+from rank_processes import launch
+
+pytestmark = pytest.mark.slow
+TWO = (
+    *SMALL,
+    "parallel.mode=replicate",
+    "optim.eps=1e-6",
+    "on_existing=resume",
+)  # at the usual 1e-15 rounding alone would diverge
+KILLER = str(ROOT / "tests" / "support" / "killer.py")
+
+
+def good(ranks) -> None:
+    assert [rank.code for rank in ranks] == [0] * len(ranks), [rank.err[-3000:] for rank in ranks]
+    assert not any(rank.out or rank.err for rank in ranks[1:]), "rank 0 alone speaks"
+
+
+def near(rows: list[dict], others: list[dict]) -> None:
+    assert [set(row) for row in rows] == [set(row) for row in others]
+    for row, other in zip(rows, others, strict=True):
+        for name, value in row.items():
+            assert other[name] == pytest.approx(value, rel=2e-3, abs=2e-4), (row["step"], name)
+
+
+def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the_others_run(tmp_path):
+    """2 -> 2 to the bit; 2 -> 3 -> 1 up to rounding."""
+    alone = tmp_path / "one"
+    alone.mkdir()
+    assert train(alone, *SMALL, "optim.eps=1e-6").returncode == 0
+    for name in ("two", "again", "others"):
+        (tmp_path / name).mkdir()
+        shutil.copytree(alone / "runs" / "cold_starts", tmp_path / name / "runs" / "cold_starts")
+    good(launch(tmp_path / "two", 2, *TWO))
+    rows = comparable(only_run(tmp_path / "two"))
+    near(rows, comparable(only_run(alone)))
+    assert only_run(alone).name == only_run(tmp_path / "two").name, (
+        "the hash does not say how many processes there were"
+    )
+
+    good(launch(tmp_path / "again", 2, *TWO, "steps=6"))
+    good(launch(tmp_path / "again", 2, *TWO))
+    assert comparable(only_run(tmp_path / "again")) == rows
+
+    good(launch(tmp_path / "others", 2, *TWO, "steps=4"))
+    good(launch(tmp_path / "others", 3, *TWO, "steps=8"))
+    run = only_run(tmp_path / "others")
+    done = train(tmp_path / "others", f"resume={run}", "parallel.mode=none", "steps=12")
+    assert done.returncode == 0, done.stderr
+    near(rows, comparable(run))
+
+
+def test_torchrun_starts_them(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    done = forked.run([*launcher[:1], "-c", TORCHRUN, *launcher[3:], *command(*TWO, "steps=2")[1:]], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(comparable(only_run(tmp_path))) == 3 and done.stdout.count("finished at step 2/2") == 1
+
+
+TORCHRUN = "from torch.distributed.run import main; main()"
+
+
+@pytest.mark.parametrize("moment", ["rollout.some_token", "update.gradient_clipped", "update.first_minibatch_done"])
+def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(tmp_path, moment):
+    ranks = launch(tmp_path, 2, *TWO, scripts={1: [KILLER, moment, "5"]})
+    assert ranks[1].code == -9 and ranks[0].code == 1 and ranks[0].seconds - ranks[1].seconds < 30
+    error = [line for line in ranks[0].err.splitlines() if line.startswith("error:")]
+    assert len(error) == 1 and "rank 1 (process " in error[0] and "has ended before its time" in error[0], ranks[0].err
+    assert "go on with resume=" in error[0] and "Traceback" not in ranks[0].err + ranks[1].err
+    run = only_run(tmp_path)
+    status = json.loads((run / "status.json").read_text())
+    assert status["how"] == "failed" and "rank 1" in status["reason"]
+    good(launch(tmp_path, 2, *TWO))
+    assert [row["step"] for row in comparable(run)] == list(range(13))
+
+
+def test_rank_0_killed_is_named_by_another(tmp_path):
+    ranks = launch(tmp_path, 3, *TWO, scripts={0: [KILLER, "checkpoint.half_an_optimizer", "3"]})
+    assert ranks[0].code == -9 and ranks[1].code == ranks[2].code == 1
+    errors = [[line for line in rank.err.splitlines() if line.startswith("error")] for rank in ranks]
+    assert len(errors[1]) == 1 and errors[1][0].startswith("error: rank 0 (process ") and not errors[2]
+    assert "Traceback" not in ranks[1].err + ranks[2].err
+
+
+def test_a_rank_that_fails_says_why(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    ranks = launch(tmp_path, 2, *TWO, "callbacks.it=failing:OnRankOne", env={r: {"PYTHONPATH": "."} for r in (0, 1)})
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert "error: rank 1 (process " in ranks[0].err and "has failed: this rank's disk is gone" in ranks[0].err
+
+
+FAILING = """
+import os
+from dataclasses import dataclass
+from gspo.train.extensions import Callback
+
+
+@dataclass
+class OnRankOne(Callback):
+    def before_step(self, step, trainer):
+        if step == 3 and os.environ["RANK"] == "1":
+            raise RuntimeError("this rank's disk is gone")
+"""
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
+    (tmp_path / "asking.py").write_text(
+        FAILING.replace("OnRankOne", "Asking").replace(
+            'raise RuntimeError("this rank\'s disk is gone")', "os.kill(os.getpid(), 15)"
+        )
+    )
+    ranks = launch(tmp_path, 2, *TWO, "callbacks.it=asking:Asking", env={r: {"PYTHONPATH": "."} for r in (0, 1)})
+    assert [rank.code for rank in ranks] == [143, 143], ranks
+    run = only_run(tmp_path)
+    assert json.loads((run / "status.json").read_text())["how"] == "stopped"
+    assert [row["step"] for row in comparable(run)] == [0, 1, 2, 3]
+    assert (run / "checkpoints" / "latest").read_text() == "step_000003"
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+REFUSED = {
+    "none": ("2 processes with parallel.mode=none: say parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
+    "settings": (
+        "rank 1 was started with other settings than rank 0: optim.lr: 0.002 against 0.001",
+        [],
+        {1: ["optim.lr=2e-3"]},
+        {},
+    ),
+    "steps": ("rank 1 was started with other settings than rank 0: steps: 13 against 12", [], {1: ["steps=13"]}, {}),
+    "few": (
+        "rollout.prompts_per_step=1 is less than the 2 processes",
+        ["rollout.prompts_per_step=1", "trainer.minibatches=1", "allow_on_policy=true"],
+        {},
+        {},
+    ),
+    "vllm": ("rollout=vllm with 2 processes", ["rollout=vllm", "model.heads=1"], {}, {}),
+    "rank": ("WORLD_SIZE=2 without RANK: start the processes by torchrun", [], {}, {0: {"RANK": ""}, 1: {"RANK": ""}}),
+    "sweep": ("-m with 2 processes: they share one run", ["-m", "seed=1,2"], {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line_of_rank_0(tmp_path, case):
+    message, overrides, extra, env = REFUSED[case]
+    ranks = launch(
+        tmp_path,
+        2,
+        *(["-m"] if "-m" in overrides else []),
+        *TWO,
+        *(o for o in overrides if o != "-m"),
+        extra=extra,
+        env=env,
+    )  # -m comes first
+    assert message in ranks[0].err and "Traceback" not in ranks[0].err, ranks
+    assert all(rank.code in ((1,) if case == "sweep" else (2,)) for rank in ranks), ranks
+    assert case == "rank" or not ranks[1].out + ranks[1].err
+    assert not list(Path(tmp_path).glob("runs/small/*/metrics.jsonl"))
+
+
+def test_several_processes_without_torchrun_are_refused(tmp_path):
+    done = forked.run(command(*TWO), cwd=tmp_path, env=environment())
+    assert done.returncode == 2 and "parallel.mode=replicate with one process: start the processes by" in done.stderr
