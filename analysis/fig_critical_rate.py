@@ -1,6 +1,6 @@
 """Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or the size of the step?
 
-    python analysis/fig_critical_rate.py analysis/data/edge_calibration.parquet
+    python analysis/fig_critical_rate.py analysis/data/critical_rate.parquet
 
 Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the fitted logistic
 curves and the rates at which half of the runs collapse (critical_rate.py). Right: the reward at the end against the
@@ -71,7 +71,7 @@ def measured(run: Run, several: set[str]) -> dict[str, object]:
     name, reward, kl = base_arm(run, RATE, ""), run.column("reward/mean"), run.column("kl/old_k3")
     part = max(run.planned // PART, 1)
     return {
-        "arm": f"{name}, clip range {run.settings.get(CLIP)}" if name in several else name,
+        "arm": f"{name} [clip range {run.settings.get(CLIP)}]" if name in several else name,
         "seed": run.seed,
         "rate": float(run.settings[RATE]),
         "start": reward.head(part).mean(),

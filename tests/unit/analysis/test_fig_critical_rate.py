@@ -14,7 +14,7 @@ from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 
 RATES = (1e-4, 2e-4, 4e-4, 8e-4)
-PAPERS = "GRPO, clip range 0.2"
+PAPERS = "GRPO [clip range 0.2]"
 LAST = {"gspo": 4e-4, "grpo": 2e-4}  # the largest rate at which an objective's runs do not collapse
 
 
@@ -40,17 +40,17 @@ def rate_of(run) -> float:
 
 def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
-    assert sorted(numbers["arm"].unique()) == ["GRPO, clip range 0.05", PAPERS, "GSPO"]
+    assert sorted(numbers["arm"].unique()) == ["GRPO [clip range 0.05]", PAPERS, "GSPO"]
     share = numbers.groupby(["arm", "rate"])["collapsed"].mean()
     assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share[PAPERS].tolist() == [0, 0, 0.25, 1, 1]
     cell = numbers[(numbers["arm"] == PAPERS) & (numbers["rate"] == 4e-4)]
     assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell["end"].tolist() == pytest.approx([0.1] * 4)
     ratios = fig_critical_rate.compare(numbers)
-    value, p = ratios["GSPO", "GRPO, clip range 0.05"]
+    value, p = ratios["GSPO", "GRPO [clip range 0.05]"]
     assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
     assert ("GSPO", PAPERS) in ratios and value.seeds == 4
     lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
-    assert "GSPO / GRPO, clip range 0.05 " in lines and "e-04" not in lines
+    assert "GSPO / GRPO [clip range 0.05] " in lines and "e-04" not in lines
     lines = fig_critical_rate.difference_table(numbers)
     cell = next(line for line in lines if line.startswith("| 0.0004 ") and f"GSPO - {PAPERS} " in line)
     assert "+0." in cell and cell.count("|") == 6
