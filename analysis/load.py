@@ -49,6 +49,7 @@ NOT_THE_ARM = (
     "allow_outside_code",
     "checkpoint",
     "monitor",
+    "parallel",
     "runs",
     "on_existing",
     "resume",

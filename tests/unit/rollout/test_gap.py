@@ -42,7 +42,9 @@ def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, r
     for old_pass in ("always", "auto"):
         t = trainer(GSPO(clip_low=0.01, clip_high=0.01), model=model, replay=replay, old_pass=old_pass, **SMOOTH)
         scored, score = [], t.policy.score
-        t.policy.score = lambda batch, size, scored=scored, score=score: scored.append(len(batch)) or score(batch, size)
+        t.policy.score = lambda batch, *rest, scored=scored, score=score: (
+            scored.append(len(batch)) or score(batch, *rest)
+        )
         with recorded_gradients() as gradients:
             found[old_pass] = (steps(t, 3), gradients, scored)
     after = 32 if not model else 0  # routing after the step is measured on the whole batch, which is smaller than 32
@@ -263,7 +265,7 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     rollout = t.source.next(1)
     batch = pack(rollout.responses, 0)
     accumulator = MetricAccumulator()
-    t.remember_old_policy(batch, accumulator)
+    t.remember_old_policy(batch, torch.arange(len(batch)), accumulator)
     size = t.settings.micro_batch_size
     by_hand = t.policy.score(replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size).logp_BT
     free = t.policy.score(pack(rollout.responses, 0), size).logp_BT
