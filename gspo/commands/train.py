@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 
 import gspo.tracking.preload  # noqa: F401
 
@@ -25,6 +26,8 @@ from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_run import own_arguments, under_agent
 
+SWEEP = "a sweep, with several processes: they share one run; start each run by a torchrun of its own"
+
 
 def main() -> None:
     """Make the run, or the sweep of runs, that the command line asks for."""
@@ -36,14 +39,24 @@ def main() -> None:
     keep_devices()
     stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     Plugins.instance().register(SweepFiles)
-    try:
+    if launched() == 1:
         command_line(composed("train", job))
+        return
+    try:
+        command_line(one_run)
     except SystemExit as end:
-        if launched() > 1:
-            leave(end.code if isinstance(end.code, int) else bool(end.code))
-        raise
-    if launched() > 1:
-        leave(0)
+        leave(end.code if isinstance(end.code, int) else bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def one_run() -> None:
+    """Make the one run that several processes share."""
+    if {"-m", "--multirun"} & set(sys.argv):
+        raise ValueError(SWEEP)
+    composed("train", job)()
 
 
 @one_line
@@ -59,7 +72,7 @@ def job(config: DictConfig) -> None:
         print(f"job {hydra.job.num} is {first}: nothing is left to do")
         return
     if launched() > 1 and hydra.mode == RunMode.MULTIRUN:
-        raise ValueError(f"-m with {launched()} processes: they share one run; start each run by its own torchrun")
+        raise ValueError(SWEEP)
     stop = stop_signal()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()

@@ -69,8 +69,9 @@ class Ranks:
         """Replace the gradients of every rank by their sums over the ranks. A parameter without gradient on all ranks
         stays without, so that the optimizer passes over it."""
 
-    def another(self) -> Ranks:
-        """Return the same ranks for another thread, which exchanges beside this one. All ranks must ask for it."""
+    def another(self, timeout: timedelta | None = None) -> Ranks:
+        """Return the same ranks for another thread, which exchanges beside this one, or with another timeout. All ranks
+        must ask for it."""
         return self
 
 
@@ -78,8 +79,8 @@ class Processes(Ranks):
     """The ranks of torch.distributed's default group, which has been initialised.
 
     Numbers on a GPU are added by that group, everything else is exchanged by a group of its own, on gloo: instances may
-    be used by several threads, one thread each. Every rank must make its instances in the same order. Every exchange
-    raises RankLost if another rank has ended, or if one does not answer within `timeout`.
+    be used by several threads, one thread each. Every rank must make its instances in the same order. An exchange on
+    gloo raises RankLost if another rank has ended, or if one does not answer within `timeout`.
     """
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)):
@@ -100,8 +101,8 @@ class Processes(Ranks):
             dist.all_reduce(total, group=self.group if total.device.type == "cpu" else None)
         return total
 
-    def another(self) -> Ranks:
-        return Processes(self.timeout)
+    def another(self, timeout: timedelta | None = None) -> Ranks:
+        return Processes(timeout or self.timeout)
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.train.extensions import Extensions
 from gspo.train.trainer import Trainer
 
+COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's cold start
 ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
 
 
@@ -55,9 +57,11 @@ def build_trainer(
             bar(step, loss=loss)
 
         check_engine_start(settings)
-        if ranks.index == 0 and ranks.count > 1:
-            starting_model_folder(settings, on_cold_start_step)
-        ranks.told(None)  # the others wait here
+        if ranks.count > 1 and not checkpoint:
+            others = ranks.another(COLD_START)
+            if ranks.index == 0:
+                starting_model_folder(settings, on_cold_start_step)
+            others.told(None)  # the others wait here
         policy = open_policy(settings, checkpoint, on_cold_start_step)
         reference = open_reference(settings, checkpoint, on_cold_start_step)
         check_routing(settings, policy)
@@ -104,6 +108,7 @@ def trainer_on_engine(
         extensions=Extensions(settings.metrics, settings.callbacks),
         ranks=ranks,
     )
+    check_same_weights(policy, ranks)
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
         source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
@@ -266,6 +271,18 @@ def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs
     if not later or settings.policy.old_logprobs == "step_start":
         return None
     return BehaviourLogprobs(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")
+
+
+def check_same_weights(policy: Policy, ranks: Ranks) -> None:
+    """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from another folder of
+    the same name on another machine."""
+    sums = {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()} if ranks.count > 1 else {}
+    first, *others = ranks.gathered(sums)
+    for index, found in enumerate(others, start=1):
+        if wrong := [name for name in first if found.get(name) != first[name]]:
+            raise ValueError(
+                f"rank {index} has other weights than rank 0, the first in {wrong[0]}: are the files alike?"
+            )
 
 
 def check_engine_weights(source: RolloutSource, step: int) -> None:

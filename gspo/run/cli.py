@@ -63,8 +63,7 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0  # the signal that asked for a stop; 0: none did
-        self.repeated = 0.0  # seconds in which a further signal is taken for the first one again
-        self._noted = 0.0  # when the first one came
+        self.repeats = 0  # how many further signals are taken for the first one again
         self.loud = False  # whether this process tells the user; a sweep's workers leave that to their parent
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
@@ -86,7 +85,7 @@ class StopSignal:
     def requeue(self) -> None:
         """Let submitit queue the job again if it asked for the stop, and in that case do not return. Call this once
         everything is saved."""
-        if self.number == signal.SIGUSR2:
+        if self.number == signal.SIGUSR2 and self._requeue:
             self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
@@ -117,12 +116,13 @@ class StopSignal:
         if self._requeue:
             self._note_scheduler(number)
             return
-        if self.number and time.monotonic() < self._noted + self.repeated:
+        if self.number and self.repeats:
+            self.repeats -= 1
             return
         if self.number:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.number, self._noted = number, time.monotonic()
+        self.number = number
         if self.loud:
             print(
                 "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True

@@ -13,7 +13,7 @@ from gspo.core.ranks import RankLost
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
 from gspo.run.build import build_trainer, print_sandbox_layers
-from gspo.run.cli import Broken, Collapsed, Ended, Failed, explain, stop_signal
+from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, explain, stop_signal
 from gspo.run.directory import ENDED, RunDirectory, has_reached
 from gspo.run.loop import Session, follow, warn
 from gspo.run.processes import Peers
@@ -60,6 +60,8 @@ def train_along(settings: Settings, peers: Peers) -> None:
                 follow(trainer, lowered, stop_signal().requested)
                 peers.agree_on_signal()
     except RankLost:
+        if stop_signal().requested():  # rank 0 was asked too, and had nothing to save
+            raise Stopped from None
         peers.report_loss()
         raise Ended("rank 0 says why") from None
 

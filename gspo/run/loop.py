@@ -215,7 +215,8 @@ def follow(trainer: Trainer, settings: Settings, stop_requested: Callable[[], bo
             settings.steps,
             evaluate=lambda step: evaluate_if_due(engine, trainer, settings, step),
             log=lambda *_: None,
-            checkpoint=lambda *_: None,
+            # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
+            checkpoint=lambda step, last: trainer.source.pending() if last else None,
             stop=stop_requested,
         )
     finally:

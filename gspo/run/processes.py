@@ -10,6 +10,7 @@ says which it was.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -26,16 +28,13 @@ import torch
 import torch.distributed as dist
 
 import gspo
-from gspo.config.settings import Settings, first_difference, of_result
+from gspo.config.settings import Settings, first_difference
 from gspo.core.ranks import Processes, RankLost, Ranks
 from gspo.run.cli import Ended, explain, stop_signal
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START = "start the processes by torchrun, for example: torchrun --nproc-per-node=2 experiments/train.py ..."
 PATIENCE = 10.0  # seconds in which a rank that has failed can say why
-REPEATED = (
-    5.0  # seconds in which a second signal is the first one again: torchrun passes on what a terminal sends to all
-)
 
 
 def launched() -> int:
@@ -70,11 +69,11 @@ class Peers:
         except (RankLost, Ended):  # another rank's
             raise
         except BaseException as error:
-            with suppress(RuntimeError):  # the others, or the process with the store, may have ended too
+            with suppress(RankLost):
                 if self.ranks.index == 0 and self.others_wait:
                     self.dismiss()
-                elif self.store:
-                    self.store.set(f"ended/{self.ranks.index}", explain(error) or type(error).__name__)
+                else:
+                    self.note("ended", explain(error) or type(error).__name__)
             raise
 
     def tell(self, lr: float, checkpoint: Path | None) -> None:
@@ -89,30 +88,40 @@ class Peers:
     def agree_on_signal(self) -> None:
         """Let every rank know the signal that stopped the run, though one alone may have got it: it makes the exit
         code."""
-        stop_signal().number = max(self.ranks.gathered(int(stop_signal().number)))
+        numbers = self.ranks.gathered(int(stop_signal().number))
+        agreed = signal.SIGUSR2 if signal.SIGUSR2 in numbers else max(numbers)  # SIGUSR2 queues the job again
+        stop_signal().number = agreed or stop_signal().number
         self.others_wait = True
 
     @cache  # noqa: B019  # there is one object, which lives as long as the process
     def lost(self) -> tuple[int, str]:
         """Return the rank that has ended, -1 for one that does not answer, and in words which it is and why."""
         began = time.monotonic()
-        while time.monotonic() < began + PATIENCE:
+        self.note("left", "for want of another rank")
+        while (now := time.monotonic()) < began + PATIENCE:
+            late = now > began + 1  # a rank that failed gets a moment to say why
             for index, (host, pid) in enumerate(self.places):
                 if index == self.ranks.index:
                     continue
                 name = f"rank {index} (process {pid} on {host})"
-                if reason := self.reason(index):
+                if reason := self.noted("ended", index):
                     return index, f"{name} has failed: {reason}"
-                # a rank that failed gets a moment to say why
-                if time.monotonic() > began + 1 and host == platform.node() and not alive(pid):
-                    return index, f"{name} has ended before its time, perhaps killed by the kernel for want of memory"
+                if late and host == platform.node() and not alive(pid) and not self.noted("left", index):
+                    perhaps = ", perhaps killed by the kernel for want of memory" if index else ""
+                    return index, f"{name} has ended before its time{perhaps}"
             time.sleep(0.1)
         others = ", ".join(f"{index} on {host}" for index, (host, _) in enumerate(self.places))
         return -1, f"a rank has ended or does not answer (the ranks are {others})"
 
-    def reason(self, index: int) -> str:
-        """Return why a rank has failed, as it said itself; "" if it said nothing."""
-        key = f"ended/{index}"
+    def note(self, what: str, text: str) -> None:
+        """Let the other ranks read a word about this one, if the process that keeps such words is still there."""
+        with suppress(RuntimeError):
+            if self.store:
+                self.store.set(f"{what}/{self.ranks.index}", text)
+
+    def noted(self, what: str, index: int) -> str:
+        """Return what a rank has noted; "" if it has noted nothing."""
+        key = f"{what}/{index}"
         try:
             return self.store.get(key).decode() if self.store and self.store.check([key]) else ""
         except RuntimeError:  # the store has ended with its process
@@ -121,7 +130,7 @@ class Peers:
     def report_loss(self) -> None:
         """Say which rank was lost, if it is rank 0, which cannot say it itself. One of the other ranks does."""
         index, text = self.lost()
-        if index == 0 and self.ranks.index == 1 and not self.reason(0):
+        if index == 0 and self.ranks.index == 1 and not self.noted("ended", 0):
             stderr: TextIO = sys.__stderr__
             print(f"error: {text}; the same command goes on from the last checkpoint", file=stderr, flush=True)
 
@@ -144,7 +153,11 @@ def join(settings: Settings) -> Peers:
     check_settings(settings)
     timeout = timedelta(minutes=settings.parallel.timeout_minutes)
     backend = "gloo"
-    if torch.cuda.is_available():
+    if settings.policy.device != "cpu" and torch.cuda.is_available():
+        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
+            raise ValueError(
+                f"{here} processes on a machine with {gpus} GPUs: start one for each, or policy.device=cpu"
+            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     store, rank, count = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -153,7 +166,7 @@ def join(settings: Settings) -> Peers:
     )
     peers = Peers(Processes(timeout), dist.PrefixStore("run", store))
     check_agreement(settings, peers.ranks)
-    stop_signal().repeated = REPEATED
+    stop_signal().repeats = 1  # what a terminal sends to all, torchrun passes on once more
     return peers
 
 
@@ -169,7 +182,8 @@ def check_settings(settings: Settings) -> None:
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:
     """Raise ValueError on every rank, with the same words, if one has other settings or other code than rank 0."""
-    ours = of_result(settings) | {"steps": settings.steps, "folder": str(settings.resume or settings.study)}
+    ours = {key: value for key, value in asdict(settings).items() if key not in ("tracking", "runs")}
+    ours = json.loads(json.dumps(ours, default=str))
     first, *others = ranks.gathered((ours, code_hash()))
     for index, (content, code) in enumerate(others, start=1):
         if difference := first_difference(content, first[0]):

@@ -96,7 +96,7 @@ class MetricAccumulator:
             {name: _column_sums(rows) for name, rows in self._sums.items()},
             {name: _column_sums(rows) for name, rows in self._moments.items()},
             {name: (self._signs[name], [float(value) for value in values]) for name, values in self._extremes.items()},
-            self.expert_loads_LE,
+            None if self.expert_loads_LE is None else self.expert_loads_LE.cpu(),
         )
         sums, moments, extremes, loads = zip(*ranks.gathered(own), strict=True)
         found = [load for load in loads if load is not None]
