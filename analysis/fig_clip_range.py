@@ -30,9 +30,7 @@ SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
     data = script.read(args, notes=False)
-    for note in data.notes:
-        if note.startswith(("unfinished", "left out", "cut")):
-            print(f"note: {note}")
+    script.print_notes(data, "unfinished", "left out", "cut")
     numbers = measure(data)
     paths = draw(data, numbers, args.out, script.view(args))
     print("\n".join(["", *table(numbers), "", disparity(numbers), "", *map(str, paths)]))

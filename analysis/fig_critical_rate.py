@@ -38,9 +38,7 @@ PART = 5  # start and end are the means of the first and of the last fifth of th
 def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
     data = load.load(args.runs)
-    for note in data.notes:
-        if note.startswith(("unfinished", "left out", "lost")):
-            print(f"note: {note}")
+    script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
     paths = draw(data, numbers, ratios, args.out, script.view(args))

@@ -48,9 +48,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[], metavar="SETTING", help="settings that make an arm")
     args = parser.parse_args()
     data = script.read(args, notes=False)
-    for note in data.notes:
-        if note.startswith(("unfinished", "left out", "lost")):
-            print(f"note: {note}")
+    script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data, args.dose, args.measured, args.arms)
     paths = draw(data, numbers, args.dose, args.measured, args.out, script.view(args))
     tables = [table(numbers, args.dose, args.measured), difference_table(numbers), dose_table(numbers)]

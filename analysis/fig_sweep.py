@@ -59,9 +59,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     data = script.read(args, notes=False)
-    for note in data.notes:
-        if note.startswith(("unfinished", "left out", "cut")):
-            print(f"note: {note}")
+    script.print_notes(data, "unfinished", "left out", "cut")
     numbers = measure(data, args.x, args.by, args.end)
     paths = draw(data, numbers, args.x, args.by, args.out, script.view(args), args.end)
     print("\n".join(["", *table(numbers, args.x, args.by), "", *map(str, paths)]))

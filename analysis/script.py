@@ -108,11 +108,18 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
     for path in () if several_studies else args.runs:
         one_study(path)
     data = load.load(args.runs)
-    for note in data.notes if notes else ():
-        print(f"note: {escaping.line(note)}")
+    if notes:
+        print_notes(data)
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
         load.die("--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out")
     return data
+
+
+def print_notes(data: load.Data, *kinds: str) -> None:
+    """Print the notes on the runs, or those that begin with one of these words."""
+    for note in data.notes:
+        if note.startswith(kinds or ""):
+            print(f"note: {escaping.line(note)}")
 
 
 def one_study(path: str) -> None:

@@ -3,9 +3,7 @@
 For example, two ranks share a batch of eight problems. Each samples responses to the four that `own` deals it, and
 `merged` gives both all eight again, in their order. Each passes its share of the responses through the model, and
 `add_gradients` makes the gradients of both the same sums. What is not shared is computed alike on every rank, so that
-nothing above this module asks which rank it is. One process by itself exchanges nothing.
-
-Shape suffixes: B responses.
+neither sources nor the step ask which rank they are. One process by itself exchanges nothing.
 """
 
 from __future__ import annotations

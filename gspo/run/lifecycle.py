@@ -42,7 +42,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> None:
     except EngineEnded as error:
         raise Ended(f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
     except RankLost:
-        lost = peers.lost()[1]
+        lost = peers.lost[1]
         raise Ended(f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
     if how == "collapsed" and alone:  # in a sweep a collapse is a result
         raise Collapsed
@@ -95,7 +95,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
         how = "stopped"
         raise
     except Exception as error:
-        reason = peers.lost()[1] if isinstance(error, RankLost) else explain(error)
+        reason = peers.lost[1] if isinstance(error, RankLost) else explain(error)
         if isinstance(error, OSError):
             raise Broken(f"{reason}; what was written is kept: mend this and go on with resume={folder}") from error
         if isinstance(error, ValueError):  # not a mistake of the user's: those were found before the first step

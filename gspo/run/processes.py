@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ class Peers:
         stop_signal().number = agreed or stop_signal().number
         self.others_wait = True
 
-    @cache  # noqa: B019  # there is one object, which lives as long as the process
+    @cached_property
     def lost(self) -> tuple[int, str]:
         """Return the rank that has ended, -1 for one that does not answer, and in words which it is and why."""
         began = time.monotonic()
@@ -129,10 +128,9 @@ class Peers:
 
     def report_loss(self) -> None:
         """Say which rank was lost, if it is rank 0, which cannot say it itself. One of the other ranks does."""
-        index, text = self.lost()
+        index, text = self.lost
         if index == 0 and self.ranks.index == 1 and not self.noted("ended", 0):
-            stderr: TextIO = sys.__stderr__
-            print(f"error: {text}; the same command goes on from the last checkpoint", file=stderr, flush=True)
+            print(f"error: {text}; the same command goes on from the last checkpoint", file=sys.__stderr__, flush=True)
 
 
 def join(settings: Settings) -> Peers:
@@ -217,4 +215,4 @@ def leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code if 0 <= code < 256 else signal.SIGTERM)
+    os._exit(code)
