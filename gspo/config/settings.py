@@ -203,16 +203,16 @@ def same_result(a: Settings, b: Settings) -> str | None:
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     """Return the first entry that two nested dictionaries do not share, as "optim.lr: 0.1 against 0.2"; else None."""
-    flat_a, flat_b = (flat(json.loads(json.dumps(content))) for content in (a, b))
+    flat_a, flat_b = (dotted(json.loads(json.dumps(content))) for content in (a, b))
     for key in flat_a | flat_b:
         if flat_a.get(key) != flat_b.get(key):
             return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
     return None
 
 
-def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested dictionary as one of dotted keys; an empty one inside it stays a value."""
     found = {}
     for key, value in content.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
