@@ -65,7 +65,8 @@ class Ranks:
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace the gradients of every rank by their sums over the ranks. A parameter without gradient on all ranks
-        stays without, so that the optimizer passes over it."""
+        stays without, so that the optimizer passes over it. Gradients of parameters that are spread over the ranks have
+        been added in the backward pass."""
 
     def another(self, timeout: timedelta | None = None) -> Ranks:
         """Return the same ranks for another thread, which exchanges beside this one, or with another timeout. All ranks
@@ -103,7 +104,7 @@ class Processes(Ranks):
         return Processes(timeout or self.timeout)
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
-        parameters = list(parameters)
+        parameters = [p for p in parameters if not hasattr(p, "full_tensor")]
         there = self.sums(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)).tolist()
         learning = [p for p, ranks in zip(parameters, there, strict=True) if ranks]
         for parameter in learning:

@@ -5,6 +5,8 @@ Both give a transformers AutoModelForCausalLM and a tokenizer. `save` writes the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,6 +32,11 @@ class ModelSettings(Ranged, key="model"):
     name: str = ""
     made_here: ClassVar[bool] = False  # it is made from its settings, with a known number of positions
     is_dense: ClassVar[bool] = False  # it is known, before it is loaded, to have no routers
+    attention: ClassVar[str] = "sdpa"  # transformers' name of the attention that its own forward uses
+
+    def source(self) -> str:
+        """Return the folder or hub name that it is loaded from, "" for a model that is made here."""
+        return ""
 
     def make(self) -> Loaded:
         """Return model and tokenizer as they are before any of our training."""
@@ -124,10 +131,13 @@ class HFModel(ModelSettings):
                 "flash_attention_2"
             )
 
-    def make(self) -> Loaded:
+    def source(self) -> str:
         if not self.path:
             raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
-        return load(self.path, self.attention)
+        return self.path
+
+    def make(self) -> Loaded:
+        return load(self.source(), self.attention)
 
     def open(self, folder: Path) -> Loaded:
         return load(str(folder), self.attention)
@@ -135,13 +145,9 @@ class HFModel(ModelSettings):
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
     """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if that fails."""
-    there = Path(path).is_dir()
-    if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
-        raise ValueError(f"model.path={path!r}: there is no such folder")
-    try:
+    with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config._attn_implementation = attention  # must be set here: config.json may name code on the hub
+        config = load_config(path, attention)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -150,6 +156,33 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
             trust_remote_code=False,
             use_safetensors=True,  # other weight files are pickles, which can run code
         )
+    return model, usable(tokenizer, path)
+
+
+def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
+    """Load a model's configuration, with our choice of attention: config.json may name code on the hub."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config._attn_implementation = attention
+    return config
+
+
+def usable(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer, with a padding token. Raises ValueError if responses could not end with it."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@contextmanager
+def one_line(path: str) -> Iterator[None]:
+    """Turn any error of reading a model inside the block into a ValueError of one line."""
+    there = Path(path).is_dir()
+    if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
+        raise ValueError(f"model.path={path!r}: there is no such folder")
+    try:
+        yield
     except Exception as error:  # for an odd configuration transformers raises exceptions of many types
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -164,11 +197,6 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
         raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{lines[0]}") from None
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
 
 
 def positions(model: transformers.PreTrainedModel) -> int | None:

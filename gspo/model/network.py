@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo.core.batch import NOT_RECORDED
+from gspo.model.gathered import architecture, run_in
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
 from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
@@ -49,10 +51,15 @@ class Network:
     """Our forward over the layers of a model for which `is_supported` is true."""
 
     def __init__(self, model: transformers.PreTrainedModel, checkpointing: bool = False):
-        self.body, self.head = model.model, model.lm_head.weight
+        self.body, self.output = model.model, model.lm_head
         self.checkpointing = checkpointing  # keep only the layers' inputs, and compute the rest again in the backward
         self._frozen: list[LayerWeights] | None = None  # set within `frozen`
         self._rotation_table = torch.empty(0, 0)
+
+    @property
+    def head(self) -> Tensor:
+        """The weight [V, W] that makes logits of hidden states."""
+        return self.output.weight
 
     @contextmanager
     def frozen(self, copy_experts: bool = False) -> Iterator[None]:
@@ -77,13 +84,11 @@ class Network:
         the own choice is returned all the same. `longest` must exceed all positions."""
         x_NW = self.body.embed_tokens(tokens_N)
         rotation = self._rotations(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
-        own = []
+        own, checkpointing = [], self.checkpointing and torch.is_grad_enabled()
         for i, layer in enumerate(self.body.layers):
             replay_NK = None if replay_NLK is None or not _sparse(layer) else replay_NLK[:, len(own)]
-            if self.checkpointing and torch.is_grad_enabled():
-                x_NW, own_NK = checkpoint(self._layer, i, layer, x_NW, rotation, attend, replay_NK, use_reentrant=False)
-            else:
-                x_NW, own_NK = self._layer(i, layer, x_NW, rotation, attend, replay_NK)
+            compute = partial(checkpoint, self._layer, use_reentrant=False) if checkpointing else self._layer
+            x_NW, own_NK = run_in(layer, compute, i, layer, x_NW, rotation, attend, replay_NK)
             if own_NK is not None:
                 own.append(own_NK)
         return _norm(self.body.norm, x_NW), torch.stack(own, 1) if own else None
@@ -101,7 +106,8 @@ class Network:
                 return x_NW + layer.mlp(h_NW), None
             return x_NW + weights.down(swiglu(weights.gate_up(h_NW))), None
         weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
-        return x_NW + experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, weights), own_NK
+        own = layer.mlp.experts
+        return x_NW + run_in(own, experts, own, h_NW, weights_NK, experts_NK, weights), own_NK
 
     @torch.no_grad()
     def _rotations(self, longest: int, device: torch.device) -> Tensor:
@@ -214,7 +220,7 @@ def is_supported(model: transformers.PreTrainedModel) -> bool:
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     plain = (
-        type(model).__name__ in FAMILIES
+        architecture(model) in FAMILIES
         and config._attn_implementation == "sdpa"
         and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
         and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
@@ -231,7 +237,8 @@ def _same_logits(model: transformers.PreTrainedModel) -> bool:
     """Return whether both forwards give the same logits on most tokens. On single ones they may differ, because
     rounding may swap two experts of nearly equal weight."""
     tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
-    hidden_NW, _ = Network(model)(tokens_N, torch.arange(len(tokens_N), device=model.device), len(tokens_N), causal)
+    network, positions_N = Network(model), torch.arange(len(tokens_N), device=model.device)
+    hidden_NW, _ = run_in(model, network, tokens_N, positions_N, len(tokens_N), causal)
     ours_NV, theirs_NV = model.lm_head(hidden_NW), model(input_ids=tokens_N[None], use_cache=False).logits[0]
     tolerance = PROBE_TOLERANCE[model.dtype] * max(1.0, float(theirs_NV.abs().max()))
     return bool((ours_NV - theirs_NV).abs().amax(-1).median() <= tolerance)

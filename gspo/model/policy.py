@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
 from gspo.model.cost import active_parameters
+from gspo.model.gathered import run_in, whole
 from gspo.model.kernels import TokenLogProbs
 from gspo.model.loading import positions
 from gspo.model.network import Network, is_supported
-from gspo.model.packing import lay_out
+from gspo.model.packing import Sequences, lay_out
 from gspo.model.prompts import PromptFormat
 from gspo.model.routing_replay import Routing
 from gspo.model.value_head import ValueHead
+
+if TYPE_CHECKING:
+    from gspo.model.sharding import Shards
 
 
 @dataclass
@@ -51,9 +56,11 @@ class Policy:
         prompts: PromptFormat | None = None,
         precision: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        shards: Shards | None = None,
     ):
         self.model = model.eval()  # no dropout: pi and pi_old must be the same function
         self.value_head = value_head
+        self.shards = shards  # the ranks over which the model's weights are spread; None if they are all here
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.prompts = prompts or PromptFormat()
@@ -82,8 +89,9 @@ class Policy:
         return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the model's weights by name, as an engine loads them. They are the weights themselves, not copies."""
-        return self.model.state_dict().items()
+        """Return the model's weights by name, as an engine loads them. They are the weights themselves, not copies.
+        Where they are spread over ranks, all ranks must go through them, and each is whole for a moment."""
+        return ((name, whole(tensor)) for name, tensor in self.model.state_dict().items())
 
     @torch.no_grad()
     def load_tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -132,21 +140,30 @@ class Policy:
         those experts. `entropy` says whether to compute the entropy too."""
         batch = batch.to(self.device)
         self.routing.begin_forward()
-        return self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
+        output = self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
+        if self.shards and not torch.is_grad_enabled():
+            self.model.reshard()  # FSDP keeps the outermost weights for a backward pass
+        return output
+
+    def lockstep(self, learns: list[bool]) -> Iterable[tuple[int | None, bool]]:
+        """Yield the numbers of this rank's micro-batches in the order in which they are to be passed through the model,
+        with what `learns` says of each. Where weights are spread over ranks it is an order that suits all of them, and
+        None stands for `idle`."""
+        return self.shards.lockstep(learns) if self.shards else enumerate(learns)
+
+    def idle(self, batch: TrainBatch, learns: bool) -> None:
+        """Pass a row through the model to no effect, so that other ranks can gather weights for a pass of theirs."""
+        with torch.set_grad_enabled(learns):
+            logp_BT = self.forward(batch.rows(torch.tensor([0])), entropy=False).logp_BT
+            if learns:
+                logp_BT.backward(torch.zeros_like(logp_BT))
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """Use our own forward (gspo.model.network), and compute logits at response tokens only."""
         sequences, width = lay_out(batch), batch.mask_BT.shape[1]
         replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
-        with self._rounding():
-            hidden_NW, own_NLK = self.network(
-                sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
-            )
-        hidden_MW, balance_N = hidden_NW.index_select(0, sequences.predicting_M), self.routing.balance()
-        rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
-        logp_M, entropy_M = TokenLogProbs.apply(
-            rounded_MW, self.network.head, sequences.target_M, self.temperature, entropy
-        )
+        found = run_in(self.model, self._pass, sequences, replay_NLK, entropy)
+        logp_M, entropy_M, own_NLK, hidden_MW, balance_N = found
         return PolicyOutput(
             sequences.responses(logp_M, width),
             sequences.responses(entropy_M, width) if entropy else None,
@@ -157,6 +174,20 @@ class Policy:
             else sequences.responses(balance_N.index_select(0, sequences.predicting_M), width),
         )
 
+    def _pass(self, sequences: Sequences, replay_NLK: Tensor | None, entropy: bool) -> tuple[Tensor | None, ...]:
+        """Return log-probs and entropy of the response tokens, the experts of all tokens, and the hidden states that
+        predict the response tokens."""
+        with self._rounding():
+            hidden_NW, own_NLK = self.network(
+                sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
+            )
+        hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+        rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
+        logp_M, entropy_M = TokenLogProbs.apply(
+            rounded_MW, self.network.head, sequences.target_M, self.temperature, entropy
+        )
+        return logp_M, entropy_M, own_NLK, hidden_MW, self.routing.balance()
+
     def _rounding(self) -> AbstractContextManager:
         """Within this context matrix products are in the policy's precision."""
         if self.precision == torch.float32:
@@ -165,7 +196,8 @@ class Policy:
 
     def _frozen(self) -> AbstractContextManager:
         """Within this context the weights must not change."""
-        return self.network.frozen() if self.network and self.precision == torch.float32 else nullcontext()
+        here = self.network and not self.shards
+        return self.network.frozen() if here and self.precision == torch.float32 else nullcontext()
 
     def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
@@ -204,7 +236,12 @@ class Policy:
             order = batch.order()
             if rows_N is not None:
                 order = order[torch.isin(order, rows_N)]
-            for rows in order.split(micro_batch_size) if len(order) else ():
+            chunks = order.split(micro_batch_size) if len(order) else ()
+            for i, _ in self.lockstep([False] * len(chunks)):
+                if i is None:
+                    self.idle(batch, learns=False)
+                    continue
+                rows = chunks[i]
                 chunk = batch.rows(rows)
                 output = self.forward(chunk, entropy=False)
                 logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT.cpu()

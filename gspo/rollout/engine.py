@@ -162,9 +162,10 @@ class Engine(ABC):
 class LocalEngine(Engine):
     """Samples in the trainer's process.
 
-    With `dtype` equal to the policy's it samples with the policy's own tensors. With another `dtype` it samples with a
-    copy that computes as an engine of that precision would: weights and activations are rounded, and the softmax of the
-    logits is taken in float32. With a `quantization` the weights of that copy are rounded further.
+    With `dtype` equal to the policy's it samples with the policy's own tensors, or with a copy where those are spread
+    over ranks. With another `dtype` it samples with a copy that computes as an engine of that precision would: weights
+    and activations are rounded, and the softmax of the logits is taken in float32. With a `quantization` the weights of
+    that copy are rounded further.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class LocalEngine(Engine):
         self.policy = policy
         self.batch_rows = batch_rows
         self.quantization = quantization
-        self.shares_weights = dtype == policy.model.dtype and quantization == "none"
+        self.shares_weights = dtype == policy.model.dtype and quantization == "none" and not policy.shards
         self.sampler = policy if self.shares_weights else policy.copy(dtype)
         self._quantize()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from gspo.train.checkpoint import load_optimizer
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
 from gspo.train.extensions import Extensions
 from gspo.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from gspo.model.sharding import Shards
 
 COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's cold start
 ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
@@ -62,8 +66,9 @@ def build_trainer(
             if ranks.index == 0:
                 starting_model_folder(settings, on_cold_start_step)
             others.told(None)  # the others wait here
-        policy = open_policy(settings, checkpoint, on_cold_start_step)
-        reference = open_reference(settings, checkpoint, on_cold_start_step)
+        shards = make_shards(settings, ranks)
+        policy = open_policy(settings, checkpoint, on_cold_start_step, shards)
+        reference = open_reference(settings, checkpoint, on_cold_start_step, shards)
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
         engine = make_engine(sampled, settings)
@@ -110,7 +115,7 @@ def trainer_on_engine(
     )
     check_same_weights(policy, ranks)
     if checkpoint:
-        trainer.restore(load_optimizer(checkpoint, trainer.optimizer))
+        trainer.restore(load_optimizer(checkpoint, trainer.optimizer, policy))
         source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
     check_engine_weights(source, trainer.state.step)
     for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
@@ -119,13 +124,24 @@ def trainer_on_engine(
 
 
 # ------------------------------------------------------------------------------------------- policy and reference
-def open_policy(settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress) -> Policy:
+def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
+    """Return the ranks over which the weights are to be spread, None where each has all of them."""
+    if settings.parallel.mode != "shard":
+        return None
+    from gspo.model.sharding import Shards  # PyTorch's part of it takes a second to import
+
+    return Shards(ranks, settings.parallel.shard_size or ranks.count, training_device(settings))
+
+
+def open_policy(
+    settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress, shards: Shards | None = None
+) -> Policy:
     """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a critic if the
     advantage estimator needs values. Makes the cold start if it is not there yet."""
     if settings.model.made_here:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
     folder = checkpoint or starting_model_folder(settings, on_cold_start_step)
-    model, tokenizer = load_model(settings, folder)
+    model, tokenizer = load_model(settings, folder, shards)
     check_positions(settings, positions(model))
     if folder and not checkpoint:
         reward = recorded_reward(folder)
@@ -138,10 +154,13 @@ def open_policy(settings: Settings, checkpoint: Path | None, on_cold_start_step:
         prompts=settings.prompt,
         precision=training_precision(settings),
         checkpointing=settings.policy.checkpointing,
+        shards=shards,
     )
 
 
-def open_reference(settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress) -> Policy | None:
+def open_reference(
+    settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress, shards: Shards | None = None
+) -> Policy | None:
     """Open the reference policy, None if there is no KL term: the policy that the run started from, or the one that it
     was last refreshed to."""
     if settings.kl.name == "none":
@@ -149,12 +168,13 @@ def open_reference(settings: Settings, checkpoint: Path | None, on_cold_start_st
     refreshed = checkpoint / "reference" if checkpoint else None
     has_refreshed = refreshed and refreshed.exists()
     folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
-    model, tokenizer = load_model(settings, folder)
+    model, tokenizer = load_model(settings, folder, shards)
     return Policy(
         model.requires_grad_(False),
         tokenizer,
         settings.rollout.temperature,
         precision=training_precision(settings),
+        shards=shards,
     )
 
 
@@ -174,11 +194,20 @@ def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgr
     )
 
 
-def load_model(settings: Settings, folder: Path | None) -> Loaded:
+def load_model(settings: Settings, folder: Path | None, shards: Shards | None = None) -> Loaded:
     """Return model and tokenizer on the run's device: from a folder, or without one as the model's settings make
-    them."""
+    them. With `shards` each rank reads its own part of the weights."""
+    device = training_device(settings)
+    source = str(folder) if folder else settings.model.source()
+    if shards and source:
+        from gspo.model.sharded_files import load_spread
+
+        return load_spread(source, settings.model.attention, shards, device, training_precision(settings))
     model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
-    return model.to(training_device(settings)), tokenizer
+    model.to(device)
+    if shards:
+        shards.spread(model, training_precision(settings))
+    return model, tokenizer
 
 
 def check_positions(settings: Settings, available: int | None) -> None:
@@ -275,8 +304,10 @@ def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs
 
 def check_same_weights(policy: Policy, ranks: Ranks) -> None:
     """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from another folder of
-    the same name on another machine."""
-    sums = {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()} if ranks.count > 1 else {}
+    the same name on another machine. Of weights that are spread over ranks, each has some: then the files are
+    compared before they are read."""
+    alone = ranks.count == 1 or policy.shards
+    sums = {} if alone else {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
     first, *others = ranks.gathered(sums)
     for index, found in enumerate(others, start=1):
         if wrong := [name for name in first if found.get(name) != first[name]]:

@@ -10,6 +10,7 @@ from gspo.config.checks import warnings
 from gspo.config.settings import Settings
 from gspo.core.files import CreatedFiles
 from gspo.core.ranks import RankLost
+from gspo.model.gathered import architecture
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
 from gspo.run.build import build_trainer, print_sandbox_layers
@@ -54,10 +55,10 @@ def train_along(settings: Settings, peers: Peers) -> None:
     try:
         with closing(settings.task):
             while (told := ranks.told(None)) is not None:
-                lr, checkpoint = told
+                lr, run, checkpoint = told
                 lowered = replace(settings, optim=replace(settings.optim, lr=lr))
                 trainer = build_trainer(lowered, checkpoint, ranks=ranks)
-                follow(trainer, lowered, stop_signal().requested)
+                follow(trainer, lowered, run, stop_signal().requested)
                 peers.agree_on_signal()
     except RankLost:
         if stop_signal().requested():  # rank 0 was asked too, and had nothing to save
@@ -77,7 +78,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
         return how
     lowered = rollbacks.lowered(settings)
     with directory.removed_if_refused(lowered, made):
-        peers.tell(lowered.optim.lr, checkpoint)
+        peers.tell(lowered.optim.lr, folder, checkpoint)
         trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
     print_sampling_notes(lowered)
     warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
@@ -140,7 +141,7 @@ def leave(directory: RunDirectory, how: str, step: int, reason: str, tracker: Tr
 
 def model_warnings(policy: Policy) -> list[str]:
     """Return the warnings that the model's architecture calls for."""
-    kind, found = type(policy.model).__name__, []
+    kind, found = architecture(policy.model), []
     if policy.active_parameters is None:
         found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
     if not policy.network:

@@ -9,11 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from gspo.config.checks import nothing_to_learn, warnings_after
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.evaluation.evaluate import evaluate
+from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout
@@ -49,8 +51,7 @@ class Session:
         self.stop_requested = stop_requested
         folder = directory.path
         self.engine = evaluation_engine(trainer, settings)
-        keep = settings.checkpoint.keep
-        self.writer = CheckpointWriter(folder, trainer.policy, trainer.optimizer, keep, settings_hash(settings))
+        self.writer = checkpoint_writer(folder, trainer, settings)
         pause = math.inf if shown_by_sweep() else PAUSE
         self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone, pause)
         self.monitor = Monitor(settings.monitor)
@@ -169,8 +170,7 @@ class Session:
         trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
         trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
-        refreshed = trainer.reference if self.settings.kl.refresh_every else None
-        self.writer.save(trainer.state, refreshed, pending, self.step_to_keep())
+        self.writer.save(trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep())
         self.saved = step
         if last:
             self.writer.wait()
@@ -207,19 +207,46 @@ def evaluate_if_due(engine: Engine, trainer: Trainer, settings: Settings, step: 
     return metrics
 
 
-def follow(trainer: Trainer, settings: Settings, stop_requested: Callable[[], bool]) -> None:
-    """Train along with rank 0 until it ends the run or rolls it back. Nothing is written here."""
+def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> CheckpointWriter:
+    """Return what writes the checkpoints of a run: on rank 0 alone, or on every rank where weights are spread."""
+    arguments = run, trainer.policy, trainer.optimizer, settings.checkpoint.keep, settings_hash(settings)
+    if not trainer.policy.shards:
+        return CheckpointWriter(*arguments)
+    from gspo.train.sharded_checkpoint import ShardedCheckpointWriter  # its imports take a second
+
+    return ShardedCheckpointWriter(*arguments, trainer.ranks)
+
+
+def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
+    """Return the reference policy if it is no longer the one that the run started from."""
+    return trainer.reference if settings.kl.refresh_every else None
+
+
+def follow(trainer: Trainer, settings: Settings, run: Path, stop_requested: Callable[[], bool]) -> None:
+    """Train along with rank 0 until it ends the run or rolls it back. What is written here is this rank's part of the
+    checkpoints, where weights are spread over ranks."""
     engine = evaluation_engine(trainer, settings)
+    writer = checkpoint_writer(run, trainer, settings) if trainer.policy.shards else None
+
+    def checkpoint(step: int, last: bool) -> None:
+        if last:  # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
+            trainer.source.pending()
+        if writer and (last or step % settings.checkpoint.every == 0):
+            writer.save(trainer.state, refreshed_reference(trainer, settings))
+        if writer and last:
+            writer.wait()
+
     try:
         trainer.fit(
             settings.steps,
             evaluate=lambda step: evaluate_if_due(engine, trainer, settings, step),
             log=lambda *_: None,
-            # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
-            checkpoint=lambda step, last: trainer.source.pending() if last else None,
+            checkpoint=checkpoint,
             stop=stop_requested,
         )
     finally:
+        if writer:
+            writer.close()
         trainer.source.close()
 
 

@@ -75,9 +75,9 @@ class Peers:
                     self.note("ended", explain(error) or type(error).__name__)
             raise
 
-    def tell(self, lr: float, checkpoint: Path | None) -> None:
-        """As rank 0, let the others train along, at this learning rate from this checkpoint."""
-        self.ranks.told((lr, checkpoint))
+    def tell(self, lr: float, run: Path, checkpoint: Path | None) -> None:
+        """As rank 0, let the others train along, at this learning rate from this checkpoint of the run."""
+        self.ranks.told((lr, run, checkpoint))
         self.others_wait = False
 
     def dismiss(self) -> None:
@@ -143,7 +143,7 @@ def join(settings: Settings) -> Peers:
     if launched() > 1 and missing:
         raise ValueError(f"WORLD_SIZE={launched()} without {', '.join(missing)}: {START}")
     if launched() > 1 and mode == "none":
-        raise ValueError(f"{launched()} processes with parallel.mode=none: say parallel.mode=replicate")
+        raise ValueError(f"{launched()} processes with parallel.mode=none: say parallel.mode=replicate or shard")
     if mode != "none" and "WORLD_SIZE" not in os.environ:
         raise ValueError(f"parallel.mode={mode} with one process: {START}")
     if launched() == 1:
@@ -172,6 +172,8 @@ def check_settings(settings: Settings) -> None:
     """Raise ValueError for settings that several processes cannot have."""
     if settings.rollout.name != "local":
         raise ValueError(f"rollout={settings.rollout.name} with {launched()} processes is not there yet: rollout=local")
+    if (size := settings.parallel.shard_size) and launched() % size:
+        raise ValueError(f"parallel.shard_size={size} does not divide the {launched()} processes")
     if settings.rollout.prompts_per_step < launched():
         raise ValueError(
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step} is less than the {launched()} processes"

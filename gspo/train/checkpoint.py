@@ -4,6 +4,7 @@ is either whole or not there. The file `latest` is changed last.
 checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
                            held.json and held.npz (responses that were sampled and not yet trained on)
+                           optimizer/ in the place of optimizer.pt where the weights were spread over ranks
                            checksums.json: of every other file, so that a damaged checkpoint is noticed and skipped
 checkpoints/latest         the name of the newest whole checkpoint
 """
@@ -90,10 +91,11 @@ class CheckpointWriter:
     An error while writing one is raised by the next `check`, `save` or `wait`.
     """
 
-    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str):
+    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str, cleans: bool = True):
         self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
         self.keep, self.settings = keep, settings
-        for unfinished in self.folder.glob("*.unfinished"):  # left by a run that was killed while it wrote them
+        # left by a run that was killed while it wrote them
+        for unfinished in self.folder.glob("*.unfinished") if cleans else ():
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
@@ -112,34 +114,43 @@ class CheckpointWriter:
         or before is kept.
         """
         self.wait()
-        unfinished = self.folder / f"step_{state.step:06d}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        if pending:
-            save_pending(pending, unfinished)
+        unfinished = self._begin(state.step, pending)
         head = self.policy.value_head
         snapshot = Snapshot(
             step=state.step,
-            model=_copies(self.policy.model.state_dict()),
-            optimizer=_copies(self.optimizer.state_dict()),
+            model=copies(self.policy.model.state_dict()),
+            optimizer=copies(self.optimizer.state_dict()),
             state=json.dumps(asdict(state) | {"settings": self.settings}),
-            value_head=_copies(head.state_dict()) if head else None,
-            reference=_copies(reference.model.state_dict()) if reference else None,
+            value_head=copies(head.state_dict()) if head else None,
+            reference=copies(reference.model.state_dict()) if reference else None,
             spared=spared,
         )
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
+    def _begin(self, step: int, pending: PendingRollouts | None) -> Path:
+        """Make the unfinished folder of a checkpoint and write into it the responses that wait, if any."""
+        unfinished = self.folder / f"step_{step:06d}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        if pending:
+            save_pending(pending, unfinished)
+        return unfinished
+
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
-        """Write the snapshot into the unfinished folder and rename it; then delete all but the `keep` newest."""
+        """Write the snapshot into the unfinished folder and rename it."""
         model, tokenizer = self.policy.model, self.policy.tokenizer
         save(model, tokenizer, unfinished, snapshot.model)
         if snapshot.value_head:
-            _save(snapshot.value_head, unfinished / VALUE_HEAD)
+            save_tensors(snapshot.value_head, unfinished / VALUE_HEAD)
         if snapshot.reference:
             save(model, tokenizer, unfinished / "reference", snapshot.reference)
-        _save(snapshot.optimizer, unfinished / "optimizer.pt")
+        save_tensors(snapshot.optimizer, unfinished / "optimizer.pt")
         (unfinished / "state.json").write_text(snapshot.state, encoding="utf-8")
         seal(unfinished)
+        self._finish(unfinished, snapshot.spared)
+
+    def _finish(self, unfinished: Path, spared: int) -> None:
+        """Rename a folder that is whole; then delete all but the `keep` newest and the newest of step `spared`."""
         folder = unfinished.with_suffix("")
         if folder.exists():
             shutil.rmtree(folder)
@@ -148,9 +159,9 @@ class CheckpointWriter:
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
             whole = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
-            spared = [p for p in whole if p.name <= f"step_{snapshot.spared:06d}"][-1:]
+            kept = [p for p in whole if p.name <= f"step_{spared:06d}"][-1:]
             for old in whole[: -self.keep]:
-                if old not in spared:
+                if old not in kept:
                     shutil.rmtree(old)
 
     def check(self) -> None:
@@ -172,21 +183,24 @@ class CheckpointWriter:
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
 
 
-def _save(content: Any, path: Path) -> None:
+def save_tensors(content: Any, path: Path) -> None:
+    """Write nested dicts of tensors to a file. Raises OSError if the disk fails."""
     with open(path, "wb") as file, errors_of_the_disk(path):
         torch.save(content, file)
 
 
-def seal(folder: Path) -> None:
-    """Write the checksums of a folder's files into it, and wait until everything in it is on the disk."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    sums = {str(path.relative_to(folder)): checksum(path) for path in files}
+def seal(folder: Path, known: dict[str, str] | None = None) -> None:
+    """Write the checksums of a folder's files into it, but for the `known` ones by computing them, and wait until
+    everything in it is on the disk."""
+    known = known or {}
+    names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    sums = {name: known.get(name) or checksum(path) for name, path in names.items()}
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
-def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
+def copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
     """Copy nested dicts and lists with their tensors to the CPU; one that occurs twice (tied weights) only once."""
     made = {} if made is None else made
     if isinstance(content, Tensor):
@@ -195,9 +209,9 @@ def _copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
             made[place] = content.detach().to("cpu", copy=True)
         return made[place]
     if isinstance(content, dict):
-        return {key: _copies(value, made) for key, value in content.items()}
+        return {key: copies(value, made) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_copies(value, made) for value in content]
+        return [copies(value, made) for value in content]
     return content
 
 
@@ -283,13 +297,24 @@ def check_belongs(folder: Path, settings: str) -> None:
         raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer) -> TrainState:
-    """Load a checkpoint's optimizer state into `optimizer` and return its counters.
+def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainState:
+    """Load a checkpoint's optimizer state into the policy's `optimizer` and return its counters. Another number of
+    ranks may have written it, with weights spread over them or not.
 
     The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens.
     """
     state = TrainState.from_json(read_state(folder))
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+    whole = folder / "optimizer.pt"
+    if whole.exists():
+        optimizer.load_state_dict(torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards)))
+    if whole.exists() and not policy.shards:
+        return state
+    from gspo.train import sharded_optimizer  # its imports take a second
+
+    if whole.exists():
+        sharded_optimizer.spread_state(optimizer)
+    else:
+        sharded_optimizer.load_shards(folder, policy, optimizer)
     return state
 
 

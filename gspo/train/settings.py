@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gspo.algorithm.aggregation import Aggregation
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 
-MODES = ("none", "replicate")
+MODES = ("none", "replicate", "shard")
 
 
 @dataclass
@@ -86,11 +86,16 @@ class ParallelSettings(Ranged, key="parallel"):
     """The settings that say how several processes train one policy together. Numbers depend on them by rounding."""
 
     # none: one process | replicate: each of the processes that torchrun starts holds the whole model, takes its share
-    # of the responses, and makes the same updates
+    # of the responses, and makes the same updates | shard: the same, with weights, gradients and optimizer state
+    # spread over the processes (FSDP)
     mode: str = "none"
+    # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for all of them
+    shard_size: int = ranged(0, least=0)
     timeout_minutes: float = ranged(30.0, above=0)  # how long the processes wait for one that does not answer
 
     def __post_init__(self):
         super().__post_init__()
         if self.mode not in MODES:
             raise ValueError(f"parallel.mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        if self.shard_size and self.mode != "shard":
+            raise ValueError(f"parallel.shard_size={self.shard_size} needs parallel.mode=shard")

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
+from gspo.model.gathered import clip_gradients
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
@@ -266,9 +266,13 @@ class Trainer:
         every_row = self.every_row or not batch.adv_BT.any()
         own = batch if own_B.all() else batch.rows(own_B) if own_B.any() else None
         loads_LE = old_loads(own, self.policy.routing, self.ranks) if self.settings.router_aux_loss_coef else None
-        for micro in own.split(self.settings.micro_batch_size) if own else ():
-            learns = every_row or bool(micro.adv_BT.any())  # otherwise the gradient of these rows is exactly 0
-            micro = micro.to(self.policy.device)
+        micros = own.split(self.settings.micro_batch_size) if own else []
+        # where all advantages are 0 the gradient is exactly 0
+        for i, learns in self.policy.lockstep([every_row or bool(micro.adv_BT.any()) for micro in micros]):
+            if i is None:
+                self.policy.idle(batch, learns)
+                continue
+            micro = micros[i].to(self.policy.device)
             with self.policy.routing.balancing(loads_LE):
                 with torch.set_grad_enabled(learns):
                     output = self.policy.forward(micro)
@@ -283,7 +287,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         self.ranks.add_gradients(self.policy.parameters())
-        norm = clip_grad_norm_(self.policy.parameters(), self.optim.max_grad_norm)
+        norm = clip_gradients(self.policy.parameters(), self.optim.max_grad_norm)
         finite = bool(norm.isfinite())
         if finite:
             self.optimizer.step()
@@ -325,13 +329,13 @@ class Trainer:
             return
         chosen = permutation(len(batch), self.seed, "consistency", step)[: self.settings.consistency_sample]
         rows = torch.from_numpy(chosen)
-        rows = rows[torch.isin(rows, own_N)]
-        if not len(rows):  # they are all other ranks'
-            return
+        own_B = torch.isin(rows, own_N)  # the others are other ranks'
         sample = batch.rows(rows)
+        sample.mask_BT = sample.mask_BT & own_B.unsqueeze(-1)
         if self.replay == "r2":  # the record was made without replay, while that of r3 was made with one
             sample.replay_BSLK = None
-        own_BSLK = self.policy.score(sample, self.settings.micro_batch_size).experts_BSLK
+        own_rows = own_B.nonzero().squeeze(-1)
+        own_BSLK = self.policy.score(sample, self.settings.micro_batch_size, own_rows).experts_BSLK
         diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, accumulator)
 
     def refresh_reference(self, step: int) -> None:

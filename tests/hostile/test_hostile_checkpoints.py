@@ -93,7 +93,7 @@ def test_what_is_recorded_is_refused_in_one_line(real, tmp_path, name):
 def test_odd_states_are_no_states(real, tmp_path):
     run = copied(real, tmp_path, CHECKPOINTS["state says words"])
     with pytest.raises(ValueError, match=r"state\.json is damaged: step="):
-        load_optimizer(run / STEP, None)
+        load_optimizer(run / STEP, None, None)
 
 
 @pytest.mark.parametrize("step", [10**12, -1])

@@ -55,10 +55,13 @@ def trainer(
     eps=1e-15,
     freeze_router=False,
     router_lr_factor=1.0,
+    spread=None,
     **settings,
 ) -> Trainer:
-    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective."""
-    policy = small_policy(model)
+    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective, `spread` spreads a policy's
+    weights over ranks."""
+    spread = spread or (lambda policy: policy)
+    policy = spread(small_policy(model))
     algorithm = Algorithm(objective or GRPO(), **parts or {})
     if algorithm.advantage.needs_values:
         policy.value_head = ValueHead.open(policy.model, None)
@@ -73,7 +76,7 @@ def trainer(
         settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings),
         policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass, freeze_router=freeze_router),
         seed=seed,
-        reference=small_policy(model) if algorithm.kl.name != "none" else None,
+        reference=spread(small_policy(model)) if algorithm.kl.name != "none" else None,
     )
 
 
@@ -96,10 +99,12 @@ def gap_trainer(
     parts=None,
     old_pass="auto",
     eps=1e-15,
+    spread=None,
     **rollout,
 ) -> Trainer:
     """A trainer of a small policy whose engine may round, lag behind or cut responses."""
-    policy = small_policy(model)
+    spread = spread or (lambda policy: policy)
+    policy = spread(small_policy(model))
     settings = RolloutSettings(
         **{"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10, "routes": replay == "r3"} | rollout
     )
@@ -116,7 +121,7 @@ def gap_trainer(
         settings=TrainerSettings(minibatches=minibatches, micro_batch_size=8, aggregation=mean),
         policy_settings=PolicySettings(routing_replay=replay, old_logprobs=old, old_pass=old_pass),
         seed=1,
-        reference=small_policy(model) if parts else None,
+        reference=spread(small_policy(model)) if parts else None,
     )
 
 

@@ -45,7 +45,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step_whatever_is_trained_while_it
     now = [state["exp_avg"] for state in t.optimizer.state.values()]
     assert not any(torch.equal(a, b) for a, b in zip(moments, now, strict=True))
     again = trainer()
-    state = load_optimizer(folder, again.optimizer)
+    state = load_optimizer(folder, again.optimizer, again.policy)
     assert state.step == 1
     for a, b in zip(moments, (s["exp_avg"] for s in again.optimizer.state.values()), strict=True):
         assert torch.equal(a, b)

@@ -1,5 +1,7 @@
 """Several ranks train as one process does: the same tokens, the same gradients up to rounding, the same metrics."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,24 +22,25 @@ DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 MEAN = Aggregation("seq-mean-token-mean")
 FEW = RolloutSettings(prompts_per_step=5, group_size=4, max_new_tokens=10)
 CASES = {  # how the trainer is made, and on how many ranks
-    "gspo": (lambda: trainer(GSPO(), **SMOOTH), 2),
-    "grpo, three ranks": (lambda: trainer(GRPO(), **SMOOTH), 3),
-    "more ranks than a mini-batch has groups": (lambda: trainer(GSPO(), rollout=FEW, minibatches=5, **SMOOTH), 3),
-    "dense": (lambda: trainer(GSPO(), model=DENSE, **SMOOTH), 2),
-    "two epochs, token mean": (lambda: trainer(DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH), 2),
-    "old pass skipped": (lambda: trainer(GSPO(), old_pass="auto", **SMOOTH), 2),
-    "r2": (lambda: trainer(GRPO(), replay="r2", **SMOOTH), 2),
-    "r3": (lambda: gap_trainer(GRPO(), replay="r3", staleness=1, **SMOOTH), 2),
-    "load balance": (lambda: trainer(GSPO(), router_aux_loss_coef=0.1, **SMOOTH), 3),
+    "gspo": (partial(trainer, GSPO(), **SMOOTH), 2),
+    "grpo, three ranks": (partial(trainer, GRPO(), **SMOOTH), 3),
+    "more ranks than a mini-batch has groups": (partial(trainer, GSPO(), rollout=FEW, minibatches=5, **SMOOTH), 3),
+    "dense": (partial(trainer, GSPO(), model=DENSE, **SMOOTH), 2),
+    "two epochs, token mean": (partial(trainer, DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH), 2),
+    "old pass skipped": (partial(trainer, GSPO(), old_pass="auto", **SMOOTH), 2),
+    "r2": (partial(trainer, GRPO(), replay="r2", **SMOOTH), 2),
+    "r3": (partial(gap_trainer, GRPO(), replay="r3", staleness=1, **SMOOTH), 2),
+    "load balance": (partial(trainer, GSPO(), router_aux_loss_coef=0.1, **SMOOTH), 3),
     "kl in the loss": (
-        lambda: trainer(GRPO(), parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)}, **SMOOTH),
+        partial(trainer, GRPO(), parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)}, **SMOOTH),
         2,
     ),
-    "kl in the reward": (lambda: trainer(PPO(), parts={"kl": KLInReward(coef=0.2)}, **SMOOTH), 2),
-    "critic": (lambda: trainer(PPO(), parts={"advantage": GAE()}, **SMOOTH), 2),
-    "whitened": (lambda: trainer(GRPO(), parts={"advantage": ReinforcePP()}, **SMOOTH), 2),
+    "kl in the reward": (partial(trainer, PPO(), parts={"kl": KLInReward(coef=0.2)}, **SMOOTH), 2),
+    "critic": (partial(trainer, PPO(), parts={"advantage": GAE()}, **SMOOTH), 2),
+    "whitened": (partial(trainer, GRPO(), parts={"advantage": ReinforcePP()}, **SMOOTH), 2),
     "std of the batch, running rewards": (
-        lambda: trainer(
+        partial(
+            trainer,
             GSPO(),
             parts={"advantage": GroupNormalized(std="batch"), "reward": RewardShaping("running", "running")},
             **SMOOTH,
@@ -45,22 +48,23 @@ CASES = {  # how the trainer is made, and on how many ranks
         2,
     ),
     "correction": (
-        lambda: gap_trainer(GRPO(), parts={"correction": TIS(normalize=True)}, staleness=1, **SMOOTH),
+        partial(gap_trainer, GRPO(), parts={"correction": TIS(normalize=True)}, staleness=1, **SMOOTH),
         2,
     ),
-    "truncated rows masked": (lambda: trainer(GSPO(), mask_truncated=True, **SMOOTH), 2),
+    "truncated rows masked": (partial(trainer, GSPO(), mask_truncated=True, **SMOOTH), 2),
     "dynamic sampling": (
-        lambda: trainer(
+        partial(
+            trainer,
             GRPO(),
             rollout=RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10, refill_rounds=2),
             **SMOOTH,
         ),
         2,
     ),
-    "stale, as the sampler had them": (lambda: gap_trainer(GSPO(), old="behaviour", staleness=1, **SMOOTH), 2),
-    "stale, beside the training": (lambda: gap_trainer(GSPO(), staleness=1, overlap=True, **SMOOTH), 2),
+    "stale, as the sampler had them": (partial(gap_trainer, GSPO(), old="behaviour", staleness=1, **SMOOTH), 2),
+    "stale, beside the training": (partial(gap_trainer, GSPO(), staleness=1, overlap=True, **SMOOTH), 2),
     "partial rollouts": (
-        lambda: gap_trainer(GRPO(), old="behaviour", token_budget=4, in_flight=12, **SMOOTH),
+        partial(gap_trainer, GRPO(), old="behaviour", token_budget=4, in_flight=12, **SMOOTH),
         2,
     ),
 }

@@ -1,0 +1,54 @@
+"""What the model's other modules need to know of weights that may be spread over ranks (gspo.model.sharding).
+
+Most runs spread nothing. So this asks what a module or tensor can do instead of what it is: PyTorch's classes for
+spread weights take a second to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+T = TypeVar("T")
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Return whether the weights of a module are spread over ranks."""
+    return hasattr(module, "set_reshard_after_forward")
+
+
+def run_in(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
+    """Call the function while the module's weights are gathered, if they are spread over ranks. Tensors that need a
+    gradient must be among the arguments and in a returned tuple, where FSDP finds them."""
+    return module.run(function, *args) if is_spread(module) else function(*args)
+
+
+def architecture(model: nn.Module) -> str:
+    """Return the name of a model's class. FSDP makes a class of its own from it, with another name."""
+    return (type(model).__bases__[1] if is_spread(model) else type(model)).__name__
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whose parts may be spread over ranks, all of which must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def clip_gradients(parameters: list[nn.Parameter], most: float) -> Tensor:
+    """Scale all gradients so that their common Euclidean norm is at most `most`; return the norm that they had.
+
+    PyTorch's `clip_grad_norm_` does that for parameters that are spread over the same ranks. Here some may be spread
+    over others than the rest, or not at all."""
+    by_ranks: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_ranks.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = [whole(get_total_norm([p.grad for p in alike])) for alike in by_ranks.values()]
+    norm = norms[0] if len(norms) == 1 else torch.stack([n.cpu() for n in norms]).norm()
+    for alike in by_ranks.values():
+        clip_grads_with_norm_(alike, most, norm)
+    return norm
