@@ -16,9 +16,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 T = TypeVar("T")
 
 
-def is_spread(module: nn.Module) -> bool:
-    """Return whether the weights of a module are spread over ranks."""
-    return hasattr(module, "set_reshard_after_forward")
+def is_spread(weights: nn.Module | Tensor) -> bool:
+    """Return whether a tensor, or the weights of a module, are spread over ranks."""
+    return hasattr(weights, "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward")
 
 
 def run_in(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
@@ -35,7 +35,7 @@ def architecture(model: nn.Module) -> str:
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor whose parts may be spread over ranks, all of which must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
 def clip_gradients(parameters: list[nn.Parameter], most: float) -> Tensor:

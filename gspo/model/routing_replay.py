@@ -25,8 +25,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gspo.core.batch import NOT_RECORDED
+from gspo.model.gathered import whole
 
 # The routers that return (logits, weights, experts); those of other families are neither recorded nor replayed.
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
@@ -132,11 +134,13 @@ def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Te
 
 
 def _check_gate_formula(router: nn.Module) -> None:
-    """Raise ValueError if our gate formula does not give the router's own weights on random input."""
-    weight = router.weight
+    """Raise ValueError if our gate formula does not give the router's own weights on random input. All ranks must call
+    this if its weights are spread over them."""
+    parameters = {name: whole(parameter) for name, parameter in router.named_parameters()}
+    weight = parameters["weight"]
     probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
-        logits_NE, weights_NK, experts_NK = router(probe)
+        logits_NE, weights_NK, experts_NK = functional_call(router, parameters, (probe,))
         ours_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
     if not torch.allclose(ours_NK, weights_NK, rtol=1e-4, atol=1e-6):
         raise ValueError(

@@ -72,7 +72,7 @@ def load_spread(path: str, attention: str, shards: Shards, device: str, precisio
         shards.spread(model, precision)
         model.to_empty(device=device)
         # buffers are in no file: they follow from the configuration
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device=device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
         if (folder / "generation_config.json").exists():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         read_weights(model, folder)

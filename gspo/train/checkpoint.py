@@ -306,7 +306,10 @@ def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainS
     state = TrainState.from_json(read_state(folder))
     whole = folder / "optimizer.pt"
     if whole.exists():
-        optimizer.load_state_dict(torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards)))
+        stored = torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
+        if policy.shards:  # its groups keep their order but may be cut in two (gspo.train.trainer.parameter_groups)
+            stored["param_groups"] = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(stored)
     if whole.exists() and not policy.shards:
         return state
     from gspo.train import sharded_optimizer  # its imports take a second

@@ -24,7 +24,7 @@ from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
-from gspo.model.gathered import clip_gradients
+from gspo.model.gathered import clip_gradients, is_spread
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
@@ -347,19 +347,27 @@ class Trainer:
 
 def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: bool) -> list[dict[str, Any]]:
     """Return the optimizer's groups: all parameters, and the routers by themselves if their learning rate is another.
+    Within each, parameters that are spread over ranks come first and those that are not, a critic's, by themselves: the
+    fused optimizer takes one kind at a time.
 
     Raises ValueError if there is no router to freeze or to give another learning rate."""
     everything = policy.parameters()
-    if router_lr_factor == 1 and not freeze_router:
-        return [{"params": everything}]
-    routers = policy.routing.parameters()
+    groups: list[dict[str, Any]] = [{"params": everything}]
     if freeze_router:
-        for parameter in routers:
+        for parameter in policy.routing.parameters():
             parameter.requires_grad_(False)
-        return [{"params": [p for p in everything if p.requires_grad]}]
-    its_own = {id(p) for p in routers}
-    others = [p for p in everything if id(p) not in its_own]
-    return [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
+        groups = [{"params": [p for p in everything if p.requires_grad]}]
+    elif router_lr_factor != 1:
+        routers = policy.routing.parameters()
+        its_own = {id(p) for p in routers}
+        others = [p for p in everything if id(p) not in its_own]
+        groups = [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
+    alike = [
+        group | {"params": [p for p in group["params"] if is_spread(p) is spread]}
+        for group in groups
+        for spread in (True, False)
+    ]
+    return [group for group in alike if group["params"]]
 
 
 def old_loads(own: TrainBatch | None, routing: Routing, ranks: Ranks) -> Tensor:

@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.types import Problem, Response
+from gspo.model.gathered import whole
 from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
 from gspo.rollout.engine import LocalEngine
@@ -62,12 +63,12 @@ def fed(batch: TrainBatch) -> torch.Tensor:
 
 @contextmanager
 def recorded_gradients() -> Iterator[list[list[torch.Tensor]]]:
-    """Within: the gradients that every optimizer is given, one list of tensors per update."""
+    """Within: the gradients that every optimizer is given, whole, one list of tensors per update."""
     kept: list[list[torch.Tensor]] = []
 
     def keep(optimizer: torch.optim.Optimizer, *_) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kept.append([p.grad.clone() for p in parameters if p.grad is not None])
+        kept.append([whole(p.grad).clone() for p in parameters if p.grad is not None])
 
     handle = register_optimizer_step_pre_hook(keep)
     try:
