@@ -125,6 +125,19 @@ def lost_ranks() -> Iterator[None]:
         raise RankLost(str(error).splitlines()[0]) from error
 
 
+@contextmanager
+def ranks_lost_in_passes() -> Iterator[None]:
+    """Turn the error of an exchange that PyTorch makes by itself, such as for spread weights in a forward or backward
+    pass, into RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo's errors have no class of their own; each begins with the path of one of its source files
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            raise RankLost(str(error).splitlines()[0]) from error
+        raise
+
+
 def buckets(tensors: list[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
     """Cut a list of tensors into lists of one dtype with at most `most` numbers each, or of a single larger tensor."""
     found: list[list[Tensor]] = []

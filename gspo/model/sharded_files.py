@@ -1,8 +1,8 @@
 """Reads a model's weights from its folder straight into shards, and writes shards as a model folder.
 
 No rank ever holds the whole model. While it reads, a rank holds its own shard and some rows of one tensor. While it
-writes, it holds beside its shard one whole tensor and the files that it is to write: rank k writes file k, k + ranks
-and so on.
+writes, it holds beside its shard one whole tensor and, in the CPU's memory, the files that it is to write: rank k writes
+file k, k + ranks and so on.
 
 transformers keeps the experts of a layer in one tensor, where its folders have tensors for each expert:
 
@@ -31,7 +31,7 @@ from gspo.model.loading import Loaded, load_config, one_line, usable
 from gspo.model.network import FAMILIES
 from gspo.model.sharding import Shards, own_rows
 
-FILE_BYTES = 4e9  # a file of weights is closed once it has so many
+FILE_BYTES = 4e9  # a file of weights has so many, or fewer if ranks would be left without one
 # The matrices of an expert that lie above each other in one tensor, by the names that files give them.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 PARTS_OF_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -126,23 +126,23 @@ Files = dict[str, dict[str, Tensor]]  # tensors by name, by the name of their fi
 def own_files(model: transformers.PreTrainedModel, ranks: Ranks) -> tuple[Files, dict]:
     """Gather a spread model tensor by tensor. Returns copies on the CPU of what this rank is to write, and the
     content of the index file. All ranks must call this."""
-    sizes, number = {}, 0
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    each = min(FILE_BYTES, total / ranks.count)
+    numbers, before = {}, 0
     for name, parameter in model.named_parameters():
-        filled = sum(size for size, file in sizes.values() if file == number)
-        size = parameter.numel() * parameter.element_size()
-        number += bool(filled) and filled + size > FILE_BYTES
-        sizes[name] = (size, number)
+        numbers[name] = int(before / each)
+        before += parameter.numel() * parameter.element_size()
+    places = {number: place for place, number in enumerate(sorted(set(numbers.values())))}  # a tensor may fill several
     mine: Files = {}
     where: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        tensor, number = whole(parameter.detach()), sizes[name][1]
-        file = f"model-{number + 1:05d}-of-{sizes[next(reversed(sizes))][1] + 1:05d}.safetensors"
+        tensor, number = whole(parameter.detach()), places[numbers[name]]
+        file = f"model-{number + 1:05d}-of-{len(places):05d}.safetensors"
         kept = tensor.to("cpu", copy=True) if number % ranks.count == ranks.index else tensor
         for part, _, value in in_files(architecture(model), name, range(len(tensor)), kept):
             where[part] = file
             if kept is not tensor:
                 mine.setdefault(file, {})[part] = value
-    total = sum(size for size, _ in sizes.values())
     return mine, {"metadata": {"total_size": total}, "weight_map": where}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
-from gspo.core.ranks import Ranks
+from gspo.core.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.model.loading import POSITIONS, Loaded, positions
 from gspo.model.policy import Policy
@@ -41,6 +41,7 @@ COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's co
 ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
 
 
+@ranks_lost_in_passes()
 def build_trainer(
     settings: Settings, checkpoint: Path | None = None, alone: bool = False, ranks: Ranks | None = None
 ) -> Trainer:

@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo.config.checks import nothing_to_learn, warnings_after
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
+from gspo.core.ranks import ranks_lost_in_passes
 from gspo.evaluation.evaluate import evaluate
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
@@ -64,6 +65,7 @@ class Session:
         self.seconds: dict[str, float] = {}  # time metrics for the next row
         self.warned: set[str] = set()  # metrics of left-out prompts that the user was warned of
 
+    @ranks_lost_in_passes()
     def run(self) -> str:
         """Train to the last step, or until the user, a scheduler or the monitor ends the run.
 
@@ -222,6 +224,7 @@ def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
     return trainer.reference if settings.kl.refresh_every else None
 
 
+@ranks_lost_in_passes()
 def follow(trainer: Trainer, settings: Settings, run: Path, stop_requested: Callable[[], bool]) -> None:
     """Train along with rank 0 until it ends the run or rolls it back. What is written here is this rank's part of the
     checkpoints, where weights are spread over ranks."""

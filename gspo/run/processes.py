@@ -114,16 +114,19 @@ class Peers:
 
     def note(self, what: str, text: str) -> None:
         """Let the other ranks read a word about this one, if the process that keeps such words is still there."""
-        with suppress(RuntimeError):
+        try:
             if self.store:
                 self.store.set(f"{what}/{self.ranks.index}", text)
+        except RuntimeError:  # the store has ended with its process
+            self.store = None
 
     def noted(self, what: str, index: int) -> str:
         """Return what a rank has noted; "" if it has noted nothing."""
         key = f"{what}/{index}"
         try:
             return self.store.get(key).decode() if self.store and self.store.check([key]) else ""
-        except RuntimeError:  # the store has ended with its process
+        except RuntimeError:
+            self.store = None
             return ""
 
     def report_loss(self) -> None:

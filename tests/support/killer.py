@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from falling import force_rewards
+from gspo.model import network
 from gspo.rollout import decode
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import tracker
-from gspo.train import checkpoint, trainer
+from gspo.train import checkpoint, sharded_checkpoint, trainer
 from gspo.train.trainer import Trainer
 
 TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
@@ -30,13 +31,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wrap(owner: object, name: str, before=None, after=None, calls: int = 1) -> None:
-    """Die at the `calls`-th call of a function from the chosen step on, before or after it."""
+def wrap(owner: object, name: str, before=None, after=None, calls: int = 1, when=lambda: True) -> None:
+    """Die at the `calls`-th call of a function from the chosen step on, before or after it, of those calls at which
+    `when()` is true."""
     plain = getattr(owner, name)
 
     def wrapped(*args, **options):
-        now["calls"] += now["step"] >= STEP
-        due = now["calls"] == calls and now["step"] >= STEP
+        counts = now["step"] >= STEP and when()
+        now["calls"] += counts
+        due = now["calls"] == calls and counts
         if due and before:
             before(*args)
             die()
@@ -82,13 +85,15 @@ MOMENTS = {
     "rollout.rows_dropped": lambda: wrap(decode.Decoder, "keep", after=True),
     "rollout.scored": lambda: wrap(Trainer, "train_step", before=anything),
     "update.old_policy": lambda: wrap(Trainer, "remember_old_policy", after=True),
+    "update.in_a_layer": lambda: wrap(network, "experts", after=True, when=torch.is_grad_enabled),
     "update.backward": lambda: wrap(torch.Tensor, "backward", after=True),
-    "update.gradient_clipped": lambda: wrap(trainer, "clip_grad_norm_", after=True, calls=2),
+    "update.gradient_clipped": lambda: wrap(trainer, "clip_gradients", after=True, calls=2),
     "update.first_minibatch_done": lambda: wrap(Trainer, "update", after=True),
     "update.last_minibatch_done": lambda: wrap(Trainer, "routing_after_step", before=anything),
     "checkpoint.before_weights": lambda: wrap(checkpoint, "save", before=anything),
     "checkpoint.weights_written": lambda: wrap(checkpoint, "save", after=True),
     "checkpoint.half_an_optimizer": lambda: wrap(torch, "save", before=half_a_save),
+    "checkpoint.some_files": lambda: wrap(sharded_checkpoint, "write_files", after=True),
     "checkpoint.not_renamed": lambda: wrap(checkpoint, "checksum", before=anything, calls=4),
     "checkpoint.renamed": lambda: wrap(checkpoint, "replace_text", before=half_a_text),
     "checkpoint.pointer_moved": lambda: wrap(checkpoint, "replace_text", after=True),

@@ -1,0 +1,206 @@
+"""A model folder is read into shards and written from shards; no rank holds the whole, and every weight is the same."""
+
+import json
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from builders import small_policy
+from families import other_family
+from gspo.model import sharded_files
+from gspo.model.gathered import whole
+from gspo.model.loading import TinyDense, TinyMoE, load, save
+from ranked import ranked
+
+pytestmark = pytest.mark.distributed
+MODELS = {
+    "tied, moe": lambda: small_policy(),
+    "tied, dense": lambda: small_policy(TinyDense(hidden=24, layers=2, heads=2, width=40)),
+    "mixtral": lambda: other_family("mixtral"),
+    "olmoe": lambda: other_family("olmoe"),
+}
+
+
+@pytest.fixture
+def folder(request, tmp_path):
+    policy = MODELS[request.param]()
+    save(policy.model, policy.tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+every_model = pytest.mark.parametrize("folder", MODELS, indirect=True)
+one_model = pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
+
+
+def spread(folder, ranks, size=0):
+    from gspo.model.sharding import Shards
+
+    shards = Shards(ranks, size or ranks.count, "cpu")
+    return sharded_files.load_spread(str(folder), "sdpa", shards, "cpu", torch.float32)
+
+
+@every_model
+@pytest.mark.parametrize(("count", "size"), [(2, 0), (3, 0), (4, 2)])
+def test_each_rank_reads_its_rows(folder, count, size):
+    def read(ranks):
+        model, tokenizer = spread(folder, ranks, size)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        inputs = torch.arange(1, 9)[None]
+        with torch.no_grad():
+            logits = model(input_ids=inputs).logits
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        return {name: whole(p.detach()) for name, p in model.named_parameters()}, held, logits, tied, len(tokenizer)
+
+    model, tokenizer = load(str(folder))
+    expected = dict(model.named_parameters())
+    total = sum(p.numel() for p in expected.values())
+    logits = model(input_ids=torch.arange(1, 9)[None]).logits.detach()
+    for weights, held, of_rank, tied, words in ranked(count, lambda ranks: read(ranks)):
+        assert weights.keys() == expected.keys() and words == len(tokenizer)
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert held <= 1.25 * total / (size or count), "all ranks but one hold as many rows, the last one fewer"
+        assert tied == model.config.tie_word_embeddings
+        torch.testing.assert_close(of_rank, logits, atol=1e-5, rtol=1e-5)
+
+
+@every_model
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, monkeypatch, tmp_path):
+    monkeypatch.setattr(sharded_files, "FILE_BYTES", 20_000)
+    written = tmp_path / "written"
+    written.mkdir()
+
+    def write(ranks):
+        model, tokenizer = spread(folder, ranks)
+        files, index = sharded_files.own_files(model, ranks)
+        sharded_files.write_files(files, written)
+        if ranks.index == 0:
+            sharded_files.write_rest(model, tokenizer, index, written)
+        return sorted(files)
+
+    names = ranked(count, write)
+    model, again = load(str(folder))[0], load(str(written))[0]
+    weights = again.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    files = sorted(path.name for path in written.glob("*.safetensors"))
+    assert sorted(name for of_rank in names for name in of_rank) == files and len(files) >= 3 and all(names)
+    index = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name: file for file in files for name in load_file(written / file)} == index
+    stored = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+    assert index.keys() == stored, "the names are those that transformers itself writes"
+
+
+@one_model
+def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(folder):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+
+    def message(ranks):
+        try:
+            spread(folder, ranks)
+        except ValueError as error:
+            return str(error)
+
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for content, text in [
+        ({k: v for k, v in weights.items() if k != name}, f"has no weight {name}"),
+        (weights | {name: weights[name][:, :5].clone()}, f"{name} has the shape (16, 5), not (16, 32)"),
+    ]:
+        save_file(content, path, {"format": "pt"})
+        found = ranked(2, message)
+        assert any(line and text in line for line in found) and all("\n" not in line for line in found if line), found
+    path.write_bytes(path.read_bytes()[:1000])
+    assert all("cannot be loaded" in line for line in ranked(2, message))
+
+
+def anonymous_bytes() -> int:
+    """What this process holds in memory beside files that are mapped."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """Measures by how much this process grows at most, from 5 to 5 milliseconds."""
+    start, ended, found = anonymous_bytes(), threading.Event(), [0]
+
+    def watch():
+        while not ended.wait(0.005):
+            found[0] = max(found[0], anonymous_bytes() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found[0] = max(found[0], anonymous_bytes() - start)
+        ended.set()
+        thread.join()
+
+
+def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
+    """A model of 1 GB: 260 million weights, of which a layer has 34 million."""
+    folder, written = tmp_path / "model", tmp_path / "written"
+    written.mkdir()
+    context = multiprocessing.get_context("fork")
+    maker = context.Process(target=make_large, args=(folder,))  # what it holds is not ours
+    maker.start()
+    maker.join()
+
+    def read_and_write(ranks):
+        with peak() as reading:
+            model, _ = spread(folder, ranks)
+        with peak() as writing:
+            files, _ = sharded_files.own_files(model, ranks)
+            sharded_files.write_files(files, written)
+        layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
+        shard = sum(p.to_local().numel() for p in model.parameters()) * 4
+        return reading[0], writing[0], shard, layer, sum(p.numel() for p in model.parameters()) * 4
+
+    for reading, writing, shard, layer, total in ranked(3, read_and_write):
+        assert total > 1e9 and layer > 1e8 and shard < 1.02 * total / 3
+        assert shard < reading < shard + layer, (reading, shard, layer)
+        # it keeps what it is to write, a shard's worth and up to a tensor more, beside one tensor that is whole
+        assert writing < shard + 2 * layer, (writing, shard, layer)
+
+
+def make_large(folder) -> None:
+    torch.set_num_threads(1)
+    model = TinyMoE(hidden=512, layers=8, heads=8, experts=39, experts_per_token=4, expert_width=544).make()
+    save(*model, folder)
+
+
+@one_model
+def test_another_architecture_is_refused_by_name(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def message(ranks):
+        with pytest.raises(ValueError, match=r"parallel.mode=shard knows Qwen3ForCausalLM.*is a 'GPT2LMHeadModel'"):
+            spread(folder, ranks)
+
+    ranked(2, message)
+
+
+@one_model
+def test_a_rank_with_other_files_is_noticed(folder):
+    other = folder.with_name("other")
+
+    def message(ranks):
+        if ranks.index == 1:
+            other.mkdir()
+            for path in folder.iterdir():
+                (other / path.name).write_bytes(path.read_bytes())
+            tensors = load_file(other / "model.safetensors")
+            save_file({k: v.half() for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match="rank 1 finds other files there than rank 0"):
+            spread(other if ranks.index else folder, ranks)
+
+    ranked(2, message)
