@@ -175,8 +175,9 @@ def draw(
 ) -> list[Path]:
     """Draw the reward and the collapsed share of every arm above, and the differences of pairs of arms below."""
     view, own = view or View(), looks(sorted(numbers["arm"].unique()))
-    figure = style.canvas(6.6, view)
-    (upper, shares), lower = figure.subplots(2, 2)
+    figure = style.canvas(7.4, view)
+    panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=(1, 0.1 + 0.06 * len(own), 1))
+    upper, shares, names, *lower = panels.values()
     for place, (arm, runs) in enumerate(numbers.groupby("arm")):
         shift = 0.05 * (place - (len(own) - 1) / 2)  # so that intervals do not hide each other
         along(upper, [(at + shift, t_interval(cell["end"].to_numpy())) for at, cell in runs.groupby("place")], own[arm])
@@ -193,9 +194,10 @@ def draw(
     labels = "last fifth of the batches", "share of the seeds", "difference, same remedy", "difference, same objective"
     ticks = [tick(level, cell["got"].mean()) for (_, level), cell in grouped(numbers)]
     for ax, title, label in zip((upper, shares, *lower), titles, labels, strict=True):
-        ax.set(title=title, ylabel=label, xlabel=f"{' and '.join(dose)}; below it {metric}")
+        ax.set(title=title, ylabel=label, xlabel=f"{' and '.join(dose)}; below it\n{metric}")
         ax.set_xticks(range(len(ticks)), ticks)
-    style.key(upper, dict(sorted(own.items(), reverse=True)), loc="best")
+    names.set_axis_off()
+    style.key(names, own, loc="center", ncols=min(len(own), 4))
     study = Path(str(data.runs[0].settings.get("study"))).name
     return style.save(figure, out, f"fig_dose_{study}", caption(data, numbers, metric), view)
 

@@ -65,7 +65,7 @@ def look(arm: str) -> Look:
 
 def looks(arms: list[str]) -> dict[str, Look]:
     """Return a look for each arm, all different. Arms that would share one (the same objective at several settings) get
-    shades of its colour, from dark to pale, and different kinds of line in turn."""
+    shades of its colour, from dark to pale, and different kinds of line in turn; replays keep the line of replays."""
     sharing, seen, found = Counter(look(arm) for arm in arms), Counter(), {}
     for arm in arms:
         own = look(arm)
@@ -73,7 +73,8 @@ def looks(arms: list[str]) -> dict[str, Look]:
             place = seen[own]
             seen[own] += 1
             shade = tint(own.colour, 1 - 0.7 * place / (sharing[own] - 1))
-            found[arm] = replace(own, colour=shade, line=VARIANTS[place % len(VARIANTS)])
+            line = REPLAYED if own.line == REPLAYED else VARIANTS[place % len(VARIANTS)]
+            found[arm] = replace(own, colour=shade, line=line)
         else:
             found[arm] = own
     return found
