@@ -6,6 +6,7 @@ imports one that imports it (tests/unit/test_layers.py).
     commands/      what `gspo train ...` and its like call; the only room that uses the package analysis
     run/           one run from outside: its directory, building its trainer, the loop around the steps, rollback,
                    signals and exit codes, devices, sweeps
+    planning/      what a run needs of its GPUs before it starts: memory, traffic, time
     config/        the settings tree, what is refused, the door for outside code; it and the rooms above know Hydra
     train/         the step: trainer, loss terms, credit, diagnostics, checkpoints, the cold start
     evaluation/    held-out evaluation, estimates and intervals, Elo

@@ -27,6 +27,9 @@ class Command(NamedTuple):
 RUN, STUDY = "run=runs/STUDY/RUN", "runs/STUDY"
 COMMANDS = {
     "train": Command("gspo.commands.train", "Train a policy; with -m, a sweep of runs.", "experiment=micro_moe seed=1"),
+    "plan": Command(
+        "gspo.commands.plan", "Say what a run needs of its GPUs, and how long a step takes.", "parallel.ranks=16 ..."
+    ),
     "evaluate": Command("gspo.commands.evaluate", "Score a run or a model on held-out problems.", RUN),
     "sample": Command("gspo.commands.sample", "Print what a run's policy writes, with the verdicts.", RUN),
     "report": Command("gspo.commands.report", "Write the report of a run, an HTML page.", RUN),

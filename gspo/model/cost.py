@@ -1,4 +1,4 @@
-"""Counts the parameters that one token passes through, which is what a token costs.
+"""Counts the parameters that one token passes through, which is what a token costs, and the FLOPs of a forward pass.
 
 An MoE model sends a token to K of its E experts. E and K are read from the configuration, under the names that the
 families of transformers use. The experts' parameters are those of the modules called `experts`. Where configuration and
@@ -8,7 +8,7 @@ modules do not fit together the count is None: no number is better than a wrong 
 from __future__ import annotations
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -33,6 +33,21 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
         return None
     parameters = sum(p.numel() for module in routed.values() for p in module.parameters())
     return total - parameters // experts * (experts - top_k)
+
+
+def forward_flops(config: transformers.PretrainedConfig, active: int, lengths: Tensor) -> float:
+    """Return the FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus
+    attention.
+
+    Attention costs two multiply-adds per head dimension and pair of positions, one for the score and one for the
+    weighted value, and half of the pairs are masked: 2 * layers * heads * head_dim * length^2 per sequence."""
+    config = config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scores = getattr(config, "qk_head_dim", None) or head_dim  # latent attention: keys are wider than values
+    values = getattr(config, "v_head_dim", None) or head_dim
+    attention = 1.0 * config.num_hidden_layers * config.num_attention_heads * (scores + values)
+    lengths = lengths.double()
+    return float(2.0 * active * lengths.sum() + attention * lengths.square().sum())
 
 
 def number(config: transformers.PretrainedConfig, names: tuple[str, ...]) -> int | None:

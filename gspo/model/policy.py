@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
-from gspo.model.cost import active_parameters
+from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.gathered import run_in, whole
 from gspo.model.kernels import TokenLogProbs
 from gspo.model.loading import positions
@@ -177,22 +177,8 @@ class Policy:
     def _pass(self, sequences: Sequences, replay_NLK: Tensor | None, entropy: bool) -> tuple[Tensor | None, ...]:
         """Return log-probs and entropy of the response tokens, the experts of all tokens, and the hidden states that
         predict the response tokens."""
-        with self._rounding():
-            hidden_NW, own_NLK = self.network(
-                sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
-            )
-        hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
-        rounded_MW = hidden_MW if self.precision == torch.float32 else hidden_MW.to(self.precision)
-        logp_M, entropy_M = TokenLogProbs.apply(
-            rounded_MW, self.network.head, sequences.target_M, self.temperature, entropy
-        )
-        return logp_M, entropy_M, own_NLK, hidden_MW, self.routing.balance()
-
-    def _rounding(self) -> AbstractContextManager:
-        """Within this context matrix products are in the policy's precision."""
-        if self.precision == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
+        found = through_network(self.network, sequences, replay_NLK, self.precision, self.temperature, entropy)
+        return *found, self.routing.balance()
 
     def _frozen(self) -> AbstractContextManager:
         """Within this context the weights must not change."""
@@ -203,7 +189,7 @@ class Policy:
         """Use the model's own forward on the padded batch, which every architecture has."""
         width = batch.mask_BT.shape[1]
         hidden = self.value_head.recording(self.model) if self.value_head else nullcontext()
-        with self.routing.recording(batch.replay_BSLK), hidden, self._rounding():
+        with self.routing.recording(batch.replay_BSLK), hidden, rounding(self.device, self.precision):
             logits_BTV = self.model(
                 input_ids=batch.tokens_BS,
                 attention_mask=batch.attention_BS.long(),
@@ -259,17 +245,31 @@ class Policy:
         return active_parameters(self.model)
 
     def forward_flops(self, lengths: Tensor) -> float:
-        """Return the FLOPs of one forward over sequences of these lengths: 2 per active parameter and token, plus
-        attention.
+        """Return the FLOPs of one forward over sequences of these lengths; a backward costs twice as much. Call this
+        only where `active_parameters` is not None."""
+        return forward_flops(self.model.config, self.active_parameters, lengths)
 
-        Attention costs two multiply-adds per head dimension and pair of positions, one for the score and one for the
-        weighted value, and half of the pairs are masked: 2 * layers * heads * head_dim * length^2 per sequence. A
-        backward costs twice as much as a forward. Call this only where `active_parameters` is not None.
-        """
-        config = self.model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        scores = getattr(config, "qk_head_dim", None) or head_dim  # latent attention: keys are wider than values
-        values = getattr(config, "v_head_dim", None) or head_dim
-        attention = 1.0 * config.num_hidden_layers * config.num_attention_heads * (scores + values)
-        lengths = lengths.double()
-        return float(2.0 * self.active_parameters * lengths.sum() + attention * lengths.square().sum())
+
+def through_network(
+    network: Network,
+    sequences: Sequences,
+    replay_NLK: Tensor | None,
+    precision: torch.dtype,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return log-probs and entropy of the response tokens [M], the experts of all tokens [N, L, K], and the hidden
+    states that predict the response tokens [M, W]."""
+    with rounding(sequences.tokens_N.device, precision):
+        hidden_NW, own_NLK = network(
+            sequences.tokens_N, sequences.positions_N, sequences.longest, sequences.attend, replay_NLK
+        )
+    hidden_MW = hidden_NW.index_select(0, sequences.predicting_M)
+    rounded_MW = hidden_MW if precision == torch.float32 else hidden_MW.to(precision)
+    logp_M, entropy_M = TokenLogProbs.apply(rounded_MW, network.head, sequences.target_M, temperature, entropy)
+    return logp_M, entropy_M, own_NLK, hidden_MW
+
+
+def rounding(device: torch.device, precision: torch.dtype) -> AbstractContextManager:
+    """Within this context matrix products are in this precision."""
+    return nullcontext() if precision == torch.float32 else torch.autocast(device.type, dtype=precision)

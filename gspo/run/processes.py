@@ -149,6 +149,8 @@ def join(settings: Settings) -> Peers:
         raise ValueError(f"{launched()} processes with parallel.mode=none: say parallel.mode=replicate or shard")
     if mode != "none" and "WORLD_SIZE" not in os.environ:
         raise ValueError(f"parallel.mode={mode} with one process: {START}")
+    if (meant := settings.parallel.ranks) not in (0, launched()):
+        raise ValueError(f"parallel.ranks={meant} with {launched()} processes: start {meant}, or leave it away")
     if launched() == 1:
         return Peers(Ranks())
     check_settings(settings)

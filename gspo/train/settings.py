@@ -91,6 +91,8 @@ class ParallelSettings(Ranged, key="parallel"):
     mode: str = "none"
     # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for all of them
     shard_size: int = ranged(0, least=0)
+    # how many processes the run is for, as `gspo plan` reads it; another number is refused. 0: as many as are started
+    ranks: int = ranged(0, least=0)
     timeout_minutes: float = ranged(30.0, above=0)  # how long the processes wait for one that does not answer
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "commands": 7,
     "run": 6,
+    "planning": 6,
     "config": 5,
     "train": 4,
     "evaluation": 4,
@@ -23,7 +24,7 @@ FLOORS = {
     "core": 0,
 }
 ONLY_IN = {
-    "transformers": ("model", "rollout"),
+    "transformers": ("model", "planning", "rollout"),
     "tokenizers": ("model",),
     "vllm": ("rollout",),
     "wandb": ("tracking",),

@@ -2,10 +2,6 @@
 
 import json
 import multiprocessing
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from families import other_family
 from gspo.model import sharded_files
 from gspo.model.gathered import whole
 from gspo.model.loading import TinyDense, TinyMoE, load, save
+from memory import peak
 from ranked import ranked
 
 pytestmark = pytest.mark.distributed
@@ -118,31 +115,6 @@ def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(folder):
         assert any(line and text in line for line in found) and all("\n" not in line for line in found if line), found
     path.write_bytes(path.read_bytes()[:1000])
     assert all("cannot be loaded" in line for line in ranked(2, message))
-
-
-def anonymous_bytes() -> int:
-    """What this process holds in memory beside files that are mapped."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-@contextmanager
-def peak() -> Iterator[list[int]]:
-    """Measures by how much this process grows at most, from 5 to 5 milliseconds."""
-    start, ended, found = anonymous_bytes(), threading.Event(), [0]
-
-    def watch():
-        while not ended.wait(0.005):
-            found[0] = max(found[0], anonymous_bytes() - start)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        found[0] = max(found[0], anonymous_bytes() - start)
-        ended.set()
-        thread.join()
 
 
 def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):

@@ -1,0 +1,106 @@
+"""Says what a run needs of its GPUs before anything loads: memory in each phase, traffic, the time of a step, and what
+to change if it does not fit.
+
+    gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 --hardware rtx_4090
+    gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard parallel.ranks=16
+
+The words are those of `gspo train`. Beside them:
+
+    --hardware NAME     the kind of GPU: h100 (default), h200, a100, a100_40gb, l40s, rtx_4090; with other numbers
+                        h100,memory=94,network=25 (GB, GB/s)
+    --prompt TOKENS     the tokens of a prompt (default: rollout.max_prompt_tokens, or 512)
+
+No GPU and no weights are needed: the run's own forward and backward pass go through tensors without content. It takes
+from some seconds to a minute. Times are those of a roofline, right to a factor of two; docs/parallel.md says how they
+are made.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
+
+from gspo.commands.option_files import CONF
+from gspo.config.load import register_schemas, to_settings
+from gspo.config.settings import Settings
+from gspo.core.arguments import nearest
+from gspo.planning.hardware import GB, RESERVE, hardware
+from gspo.planning.plan import Plan, advice, plan
+from gspo.run.cli import command_line
+
+OPTIONS = {"--hardware": "h100", "--prompt": "0"}
+
+
+def main() -> None:
+    """Print the plan of the run that the command line describes."""
+    command_line(print_plan)
+
+
+def print_plan() -> None:
+    """Print the plan; the exit code is 1 if the run does not fit."""
+    words, options = with_options(sys.argv[1:])
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__)
+        sys.exit(0 if words else 2)
+    if not options["--prompt"].isdecimal():
+        raise ValueError(f"--prompt {options['--prompt']} must be a number of tokens")
+    made = plan(composed_settings(words), hardware(options["--hardware"]), int(options["--prompt"]))
+    print("\n".join([*lines_of(made), "", *advice(made)]))
+    sys.exit(0 if made.fits else 1)
+
+
+def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words of `gspo train`, and the values of the options beside them."""
+    words, options, rest = [], dict(OPTIONS), list(arguments)
+    while rest:
+        name, given, value = rest.pop(0).partition("=")
+        if name in OPTIONS:
+            if not given and not rest:
+                raise ValueError(f"{name} needs a value")
+            options[name] = value if given else rest.pop(0)
+        elif name.startswith("-") and name not in ("-h", "--help"):
+            raise ValueError(f"there is no option {name}; the nearest is {nearest(name, OPTIONS)}")
+        else:
+            words.append(name + given + value)
+    return words, options
+
+
+def composed_settings(words: list[str]) -> Settings:
+    """Return the settings of the run that `gspo train` would make of these words."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=words, return_hydra_config=True)
+        choices = config.hydra.runtime.choices
+        with open_dict(config):
+            del config["hydra"]
+        return to_settings(config, choices)
+
+
+def lines_of(made: Plan) -> list[str]:
+    """Return the plan as the lines of a terminal."""
+    s, work, measured, gpu = made.settings, made.work, made.measured, made.hardware
+    active = f", {measured.active / 1e9:.2f} of them active" if measured.active else ""
+    each = s.rollout.prompts_per_step * s.rollout.group_size
+    lines = [
+        f"{s.model.source() or s.model.name}: {measured.parameters / 1e9:.2f} billion parameters{active}",
+        f"{work.ranks} x {gpu.name} ({gpu.memory:g} GB), parallel.mode={s.parallel.mode}, {each} responses a step of "
+        f"up to {work.prompt} + {work.response} tokens, {work.rows} in a micro-batch",
+        "",
+        f"memory of a GPU in GB, {RESERVE:g} of them for driver and libraries",
+    ]
+    for phase, held in made.phases.items():
+        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items() if size >= 0.05 * GB)
+        lines.append(f"  {phase:<14}{sum(held.values()) / GB + RESERVE:7.1f}   {parts}")
+    if made.traffic:
+        parts = ", ".join(f"{name} {size / GB:.0f}" for name, size in made.traffic.items())
+        lines += ["", f"exchange of a GPU in a step, GB: {parts}"]
+    total = sum(made.times.values())
+    lines += ["", f"a step takes about {seconds(total)}, if every response is of the greatest length"]
+    lines += [f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}" for name, time in made.times.items()]
+    return [*lines, f"  most goes to {max(made.times, key=made.times.get)}"]
+
+
+def seconds(time: float) -> str:
+    return f"{time:.2g} s" if time < 10 else f"{time:.0f} s" if time < 120 else f"{time / 60:.0f} min"

@@ -1,0 +1,67 @@
+"""What the planner knows of machines.
+
+Numbers are those of the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the bandwidth of links in
+one direction. `network` is what a GPU has to other machines; 50 GB/s is a 400 Gb/s adapter for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from gspo.core.arguments import nearest
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU, and how GPUs are connected."""
+
+    name: str
+    memory: float  # GB
+    flops: float  # 10^12 bfloat16 operations a second
+    bandwidth: float  # GB/s from the GPU's memory
+    link: float  # GB/s to the other GPUs of the machine, in one direction
+    network: float  # GB/s to other machines
+    per_machine: int  # GPUs in a machine
+
+    def bandwidth_between(self, gpus: int) -> float:
+        """Return the GB/s that a GPU has to others when `gpus` of them work together."""
+        return self.link if gpus <= self.per_machine else self.network
+
+
+KNOWN = {
+    h.name: h
+    for h in (
+        Hardware("h200", 141, 989, 4800, 450, 50, 8),
+        Hardware("h100", 80, 989, 3350, 450, 50, 8),
+        Hardware("a100", 80, 312, 2039, 300, 25, 8),
+        Hardware("a100_40gb", 40, 312, 1555, 300, 25, 8),
+        Hardware("l40s", 48, 362, 864, 32, 25, 8),
+        Hardware("rtx_4090", 24, 165, 1008, 32, 3, 1),
+    )
+}
+# What of the peaks is reached; large matrices reach more and small batches less.
+ARITHMETIC, MEMORY = 0.4, 0.6
+# GB of a GPU that neither PyTorch's tensors nor the engine's get: CUDA's context, NCCL's buffers, fragmentation.
+RESERVE = 5.0
+
+
+def hardware(words: str) -> Hardware:
+    """Return a kind of GPU: `h100`, or with other numbers `h100,memory=94,network=25`. Raises ValueError for a name or
+    number that is not known."""
+    name, *changes = words.split(",")
+    if name not in KNOWN:
+        raise ValueError(f"--hardware {name}: choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}")
+    numbers, changed = [field.name for field in fields(Hardware) if field.name != "name"], {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in numbers:
+            raise ValueError(f"--hardware {words}: there is no {key}; a GPU has {', '.join(numbers)}")
+        try:
+            changed[key] = int(value) if key == "per_machine" else float(value)
+        except ValueError:
+            raise ValueError(f"--hardware {words}: {key}={value} must be a number") from None
+        if not 0 < changed[key] < float("inf"):
+            raise ValueError(f"--hardware {words}: {key}={value} must be a number above 0")
+    return replace(KNOWN[name], **changed)

@@ -1,0 +1,239 @@
+"""Measures the memory of a run on one of its GPUs without any GPU: its own forward and backward pass go through tensors
+that have shapes but no content (PyTorch's FakeTensorMode), between ranks that are not there, and every allocation is
+counted.
+
+For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding does, passes two micro-batches
+of responses of the greatest length through the model, and reads from a counter how much was allocated at most.
+
+What it does not see: the caching allocator's fragmentation, CUDA's context, NCCL's buffers, and workspaces inside of
+kernels (gspo.planning.hardware.RESERVE stands for them).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PretrainedConfig
+
+from gspo.core.batch import TrainBatch
+from gspo.core.ranks import Ranks
+from gspo.model import kernels, network
+from gspo.model.cost import active_parameters
+from gspo.model.gathered import run_in
+from gspo.model.network import FAMILIES, Network
+from gspo.model.packing import lay_out
+from gspo.model.policy import through_network
+from gspo.model.sharding import Shards
+from gspo.planning.models import class_of
+
+
+@dataclass
+class Work:
+    """What one rank computes at once."""
+
+    ranks: int
+    shard_size: int  # how many ranks hold one copy of the weights; 1: each has all of them
+    rows: int  # responses in a micro-batch
+    prompt: int  # tokens of a prompt
+    response: int  # tokens of a response
+    group: int  # responses to one prompt
+    precision: torch.dtype
+    checkpointing: bool
+    cuda: bool = True  # whether it is a GPU, which takes larger chunks of logits than a CPU
+
+
+@dataclass
+class Measured:
+    """What one rank holds and exchanges; bytes."""
+
+    parameters: int  # of the whole model: a number, not bytes
+    active: int | None  # parameters that a token passes through
+    weights: int  # this rank's float32 weights; gradients take as much, AdamW's state twice as much
+    update: int  # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
+    scoring: int  # the same for a pass without gradient
+    gathered: int  # received by this rank for one micro-batch that learns
+    gathered_scoring: int
+    reduced: int  # gradients of one micro-batch, before they are reduced to this rank's part
+    reduced_between: int = 0  # the same that go between the groups of ranks that each hold a copy
+
+
+@dataclass
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside of it, while they are there, and what ranks exchange."""
+
+    now: int = 0
+    peak: int = 0
+    exchanged: dict[str, int] = field(default_factory=dict)  # bytes by the name of the exchange
+
+    def __post_init__(self):
+        super().__init__()
+        self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
+
+    __hash__ = object.__hash__
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        if name.startswith("c10d::"):
+            sent = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+            largest = max((t.numel() * t.element_size() for t in sent), default=0)
+            self.exchanged[name] = self.exchanged.get(name, 0) + largest
+        out = function(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                self._note(value.untyped_storage())
+        return out
+
+    def known(self, tensors: Iterator[Tensor]) -> None:
+        """Leave out tensors that were there before."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._sizes[local.untyped_storage()] = [0]
+
+    def restart(self) -> None:
+        """Begin to count anew what is exchanged, and the peak from what is there now."""
+        self.peak, self.exchanged = self.now, {}
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._sizes:
+            size = self._sizes[storage] = [0]
+            self._resized(size, storage.nbytes())
+            weakref.finalize(storage, self._resized, size, 0)
+
+    def _resized(self, size: list[int], to: int) -> None:
+        self.now, size[0] = self.now + to - size[0], to
+        self.peak = max(self.peak, self.now)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within this context it counts; FSDP frees what it has gathered by making storages smaller."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int):
+            if storage in self._sizes:
+                self._resized(self._sizes[storage], size)
+            return plain(storage, size)
+
+        with patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield
+
+
+class Grouped(Function):
+    """A product of rows with their experts' matrices, of which the shapes alone matter: PyTorch's own has no shapes
+    for float32."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight)
+
+
+class Absent(Ranks):
+    """Ranks of which this process is the first, and there are no others."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+
+@contextmanager
+def absent_ranks(count: int) -> Iterator[None]:
+    """Within this context there is a process group of so many ranks, whose exchanges return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(config: PretrainedConfig, work: Work) -> Measured:
+    """Measure a run's memory on one rank. Raises ValueError for an architecture that is not known here."""
+    if config.architectures[0] not in FAMILIES:
+        raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; the model is a {config.architectures[0]!r}")
+    chunk = kernels.CHUNK["cuda" if work.cuda else "cpu"]
+    with absent_ranks(work.ranks), patch.dict(kernels.CHUNK, cpu=chunk), patch.object(network, "_grouped", grouped):
+        shards = Shards(Absent(work.ranks), work.shard_size, "cpu") if work.shard_size > 1 else None
+        return _measure(config, work, shards)
+
+
+def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    """Stand in for the network's grouped product."""
+    return Grouped.apply(rows, weight)
+
+
+def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
+    sequences = lay_out(batch(work))
+    with FakeTensorMode() as fake:
+        model = class_of(config)(config).eval()
+        counted = sum(p.numel() for p in model.parameters()), active_parameters(model)
+        if shards:
+            shards.spread(model, work.precision)
+        for name, value in vars(sequences).items():
+            setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
+        weights = sum(p.nbytes for p in locals_of(model))
+        forward = Network(model, work.checkpointing)
+
+        def one_pass() -> Tensor:
+            return run_in(model, through_network, forward, sequences, None, work.precision, 1.0, True)[0]
+
+        allocations = Allocations()
+        allocations.known(iter([*model.parameters(), *model.buffers()]))
+        with allocations.counting():
+            with torch.no_grad():
+                one_pass()
+                if shards:
+                    model.reshard()
+            scoring, gathered_scoring = allocations.peak, received(allocations)
+            one_pass().sum().backward()  # the first leaves gradients behind
+            allocations.restart()
+            one_pass().sum().backward()
+            update = allocations.peak - weights
+        return Measured(
+            *counted,
+            weights=weights,
+            update=update,
+            scoring=scoring,
+            gathered=received(allocations),
+            gathered_scoring=gathered_scoring,
+            reduced=sum(size for name, size in allocations.exchanged.items() if "reduce_scatter" in name),
+            reduced_between=sum(size for name, size in allocations.exchanged.items() if "allreduce" in name),
+        )
+
+
+def locals_of(model: torch.nn.Module) -> list[Tensor]:
+    """Return this rank's part of every parameter."""
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def received(allocations: Allocations) -> int:
+    """Return the bytes of weights that were gathered."""
+    return sum(size for name, size in allocations.exchanged.items() if "allgather" in name)
+
+
+def batch(work: Work) -> TrainBatch:
+    """Return a micro-batch of responses of the greatest length."""
+    rows, width = work.rows, work.prompt + work.response
+    return TrainBatch(
+        tokens_BS=torch.zeros(rows, width, dtype=torch.int64),
+        attention_BS=torch.ones(rows, width, dtype=torch.bool),
+        mask_BT=torch.ones(rows, work.response, dtype=torch.bool),
+        engine_logp_BT=torch.zeros(rows, work.response),
+        adv_BT=torch.ones(rows, work.response),
+        prompts_B=torch.arange(rows) // work.group,
+    )

@@ -1,0 +1,264 @@
+"""What a run needs on each of its GPUs, and how long a step takes, before anything loads.
+
+For example, Qwen3-30B-A3B on 16 GPUs: each holds a sixteenth of the weights, of their gradients and of AdamW's two
+moments (7.6 + 7.6 + 15.3 GB), gathers a layer's weights while it computes, and keeps the activations of one
+micro-batch. What is held is counted by gspo.planning.memory; times are those of a roofline: arithmetic at 40 % of the
+GPU's peak, memory at 60 % of its bandwidth (gspo.planning.hardware), nothing at the same time as anything else, and
+every response of the greatest length. So a time is right to a factor of two, and its parts say what binds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from gspo.config.settings import Settings
+from gspo.model.cost import forward_flops
+from gspo.planning.hardware import ARITHMETIC, GB, MEMORY, RESERVE, Hardware
+from gspo.planning.memory import Measured, Work, measure
+from gspo.planning.models import config_of
+
+BYTES = {"float32": 4, "bfloat16": 2}
+PROMPT = 512  # tokens of a prompt where neither the settings nor the user say how many it can have
+MOST_RANKS = 1024
+ACTIVATIONS = "activations and gathered weights"
+
+
+@dataclass
+class Plan:
+    """What is planned for one GPU. `phases` and `traffic` are in bytes, `times` in seconds of a step."""
+
+    settings: Settings
+    hardware: Hardware
+    work: Work
+    measured: Measured
+    phases: dict[str, dict[str, float]]  # by phase, what is held then
+    traffic: dict[str, float]  # what the GPU receives from others, or sends, in a step
+    times: dict[str, float]
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The phase that holds most, and how many bytes with what the driver and libraries take."""
+        phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return phase, sum(self.phases[phase].values()) + RESERVE * GB
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU's memory holds it."""
+        return self.peak[1] <= self.hardware.memory * GB
+
+
+def plan(settings: Settings, hardware: Hardware, prompt: int = 0) -> Plan:
+    """Plan a run. `prompt` is the number of a prompt's tokens; 0: rollout.max_prompt_tokens, or 512.
+
+    Raises ValueError, in one line, for settings that do not go together and for a model that is not known."""
+    ranks, size = ranks_of(settings)
+    config = config_of(settings.model)
+    prompt = prompt or settings.rollout.max_prompt_tokens or PROMPT
+    each = math.ceil(settings.rollout.prompts_per_step * settings.rollout.group_size / ranks)
+    work = Work(
+        ranks=ranks,
+        shard_size=size,
+        rows=min(settings.trainer.micro_batch_size, each),
+        prompt=prompt,
+        response=settings.rollout.longest_limit,
+        group=settings.rollout.group_size,
+        precision=getattr(torch, settings.policy.precision),
+        checkpointing=settings.policy.checkpointing,
+    )
+    measured = measure(config, work)
+    engine = Engine.of(settings, config, measured, work, each, hardware)
+    passes = passes_of(settings, work, each, engine)
+    traffic = traffic_of(settings, measured, work, passes)
+    times = times_of(settings, config, measured, work, engine, passes, traffic, hardware)
+    return Plan(settings, hardware, work, measured, phases(settings, measured, engine), traffic, times)
+
+
+def ranks_of(settings: Settings) -> tuple[int, int]:
+    """Return how many GPUs the run has, and how many hold one copy of the weights."""
+    ranks, mode = max(settings.parallel.ranks, 1), settings.parallel.mode
+    if ranks > 1 and mode == "none":
+        raise ValueError(f"parallel.ranks={ranks} with parallel.mode=none: say parallel.mode=shard or replicate")
+    if mode != "shard":
+        return ranks, 1
+    size = settings.parallel.shard_size or ranks
+    if ranks % size:
+        raise ValueError(f"parallel.shard_size={size} does not divide parallel.ranks={ranks}")
+    return ranks, size
+
+
+@dataclass
+class Engine:
+    """The engine that a GPU samples with, or its part of it. Bytes."""
+
+    weights: float  # beside the trainer's own
+    cache: float  # keys and values of the responses that are sampled at once
+    logits: float
+    resident: float  # what stays while the trainer works
+    per_token: float  # of keys and values, in one engine
+    engines: float  # how many GPUs share one
+    rows: float  # responses that one engine samples in a step
+    at_once: float
+    all_weights: float  # what is read for a token, on one GPU
+
+    @staticmethod
+    def of(
+        settings: Settings, config: PretrainedConfig, measured: Measured, work: Work, each: float, hardware: Hardware
+    ) -> Engine:
+        """Return the engine of these settings."""
+        rollout, text = settings.rollout, config.get_text_config()
+        is_vllm = rollout.name == "vllm"
+        shared = rollout.tensor_parallel_size if is_vllm else 1
+        item = BYTES[rollout.dtype]
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        per_token = 2.0 * text.num_hidden_layers * heads * dim * item
+        rows = each * shared
+        at_once = min(rows, max(rollout.batch_rows, rollout.group_size))
+        own = not is_vllm and work.shard_size == 1 and rollout.dtype == "float32" and rollout.quantization == "none"
+        weights = 0.0 if own else measured.parameters * item / shared
+        cache = at_once * (work.prompt + work.response) * per_token / shared
+        logits = at_once * text.vocab_size * 4.0 * 2  # of the next token, and what they are sampled from
+        resident = weights
+        if is_vllm:  # it takes its share of the GPU at once, and gives it back only where it may sleep
+            share = rollout.gpu_memory * hardware.memory * GB
+            cache, logits = max(share - weights, 0.0), 0.0
+            resident = 0.0 if rollout.sleep else share
+        return Engine(
+            weights, cache, logits, resident, per_token, shared, rows, at_once, measured.parameters * item / shared
+        )
+
+
+@dataclass
+class Passes:
+    """How many micro-batches of a step a rank passes through the model."""
+
+    learning: int
+    scoring: int
+    updates: int  # of the optimizer
+
+
+def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Passes:
+    """Count a step's passes: each epoch learns; the old policy's and the reference's log-probs are scored. The
+    former are the engine's where that computes with the trainer's own weights (Trainer.skips_old_pass)."""
+    needed = settings.correction.name != "none" or settings.policy.routing_replay == "r3"
+    skipped = settings.policy.old_pass == "auto" and not engine.weights and not needed
+    scored = (not skipped) + settings.kl.needs_reference
+    epochs, minibatches = settings.trainer.epochs, settings.trainer.minibatches
+    learning = minibatches * math.ceil(each / minibatches / work.rows)
+    return Passes(learning * epochs, math.ceil(each / work.rows) * scored, minibatches * epochs)
+
+
+def phases(settings: Settings, measured: Measured, engine: Engine) -> dict[str, dict[str, float]]:
+    """Return what a GPU holds while responses are sampled, while they are scored, and in an update."""
+    held = {"weights": float(measured.weights), "AdamW's moments": 2.0 * measured.weights}
+    if settings.kl.needs_reference:
+        held["reference policy"] = float(measured.weights)
+    beside = {"engine": engine.resident} if engine.resident else {}
+    sampled = {"engine's weights": engine.weights} if engine.weights else {}
+    return {
+        "rollout": held | sampled | {"keys and values": engine.cache, "logits": engine.logits},
+        "old log-probs": held | beside | {ACTIVATIONS: float(measured.scoring)},
+        "update": held | beside | {"gradients": float(measured.weights), ACTIVATIONS: float(measured.update)},
+    }
+
+
+def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passes) -> dict[str, float]:
+    """Return the bytes that a GPU exchanges with others in a step."""
+    if work.ranks == 1:
+        return {}
+    if work.shard_size == 1:  # a ring of sums sends every gradient twice
+        return {"gradients": 2.0 * passes.updates * measured.weights}
+    return {
+        "weights gathered to learn": passes.learning * measured.gathered,
+        "weights gathered to score": passes.scoring * measured.gathered_scoring,
+        "gradients": passes.learning * (measured.reduced + measured.reduced_between),
+        "weights for the engine": measured.parameters * float(BYTES[settings.rollout.dtype]),
+    }
+
+
+def times_of(
+    settings: Settings,
+    config: PretrainedConfig,
+    measured: Measured,
+    work: Work,
+    engine: Engine,
+    passes: Passes,
+    traffic: dict[str, float],
+    hardware: Hardware,
+) -> dict[str, float]:
+    """Return the seconds of a step by what takes them; nothing for arithmetic where it is not known how many parameters
+    a token passes through."""
+    flops, read = hardware.flops * 1e12 * ARITHMETIC, hardware.bandwidth * GB * MEMORY
+    found = {}
+    active = measured.active
+    if active:
+        lengths = torch.full((work.rows,), work.prompt + work.response)
+        forward = forward_flops(config, active, lengths)
+        per_pass = 4 if work.checkpointing else 3  # a backward costs two forwards; checkpointing computes one again
+        rounded = 1 if settings.policy.precision == "bfloat16" else 8  # float32 products by TF32 units, or none
+        found["update: arithmetic"] = passes.learning * per_pass * forward * rounded / flops
+        found["old log-probs: arithmetic"] = passes.scoring * forward * rounded / flops
+    if traffic:
+        found["exchange between GPUs"] = sum(traffic.values()) / (hardware.bandwidth_between(work.ranks) * GB)
+    waves = math.ceil(engine.rows / engine.at_once)
+    held = engine.at_once * (work.prompt + work.response / 2) * engine.per_token / engine.engines
+    touched = engine.all_weights
+    if active and engine.at_once < 32:  # few responses do not touch all experts
+        touched *= min(1.0, engine.at_once * active / measured.parameters)
+    found["rollout: weights and cache read"] = waves * work.response * (touched + held) / read
+    if active:
+        products = 2.0 * active * engine.rows * work.response / engine.engines
+        found["rollout: arithmetic"] = products / flops
+    return found
+
+
+def advice(made: Plan) -> list[str]:
+    """Return in sentences what to change so that a run fits that does not; one sentence if it does.
+
+    Each change is tried, in this order, until one fits: an engine that sleeps, layers computed again in the backward
+    pass, smaller micro-batches, fewer responses sampled at once, more GPUs."""
+    phase, peak = made.peak
+    gpus = f"{made.work.ranks} GPU" + "s" * (made.work.ranks > 1)
+    size = f"{peak / GB:.0f} GB of {made.hardware.memory:g} in the phase `{phase}`"
+    if made.fits:
+        return [f"{gpus}: fits, {size}."]
+    lines = [f"{gpus}: does not fit, {size}."]
+    changes: list[str] = []
+    while change := next_change(made):
+        changes.append(change[0])
+        made = plan(change[1], made.hardware, made.work.prompt)
+        phase, peak = made.peak
+        if made.fits:
+            lines.append(f"It fits with {' '.join(changes)}: {peak / GB:.0f} GB in the phase `{phase}`.")
+            return lines
+    if not changes:
+        return [*lines, "There is no setting that would help: take a smaller model, or a larger GPU."]
+    return [*lines, f"It does not fit with {' '.join(changes)} either: {peak / GB:.0f} GB in the phase `{phase}`."]
+
+
+def next_change(made: Plan) -> tuple[str, Settings] | None:
+    """Return the next change to try, as an override and as settings; None if there is none left."""
+    s, trains = made.settings, made.peak[0] != "rollout"
+    fixed = sum(size for name, size in made.phases["update"].items() if name not in ("engine", ACTIVATIONS))
+    room = (made.hardware.memory - RESERVE) * GB
+    if trains and s.rollout.name == "vllm" and not s.rollout.sleep and not s.rollout.overlap:
+        return "rollout.sleep=true", replace(s, rollout=replace(s.rollout, sleep=True))
+    if trains and not s.policy.checkpointing and fixed < room:
+        return "policy.checkpointing=true", replace(s, policy=replace(s.policy, checkpointing=True))
+    if trains and made.work.rows > 1 and fixed < room:
+        rows = max(made.work.rows // 4, 1)
+        return f"trainer.micro_batch_size={rows}", replace(s, trainer=replace(s.trainer, micro_batch_size=rows))
+    if not trains and s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
+        rows = max(s.rollout.batch_rows // 4, s.rollout.group_size)
+        return f"rollout.batch_rows={rows}", replace(s, rollout=replace(s.rollout, batch_rows=rows))
+    ranks = made.work.ranks * 2
+    while ranks < MOST_RANKS and fixed * made.work.shard_size / ranks > room:  # more than one doubling is needed
+        ranks *= 2
+    if ranks > min(MOST_RANKS, s.rollout.prompts_per_step):
+        return None
+    parallel = replace(s.parallel, ranks=ranks, mode="shard", shard_size=0)
+    return f"parallel.ranks={ranks} parallel.mode=shard", replace(s, parallel=parallel)

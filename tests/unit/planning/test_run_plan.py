@@ -1,0 +1,149 @@
+"""What `gspo plan` says of a run: numbers worked out by hand, and of a large model as others have measured it."""
+
+import sys
+
+import pytest
+import torch
+
+from gspo.commands import plan as command
+from gspo.commands.plan import composed_settings, lines_of, with_options
+from gspo.planning.hardware import GB, RESERVE, hardware
+from gspo.planning.plan import ACTIVATIONS, advice, plan
+
+H100 = hardware("h100")
+SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
+LARGE = [
+    "task=math", "model=hf", "model.path=Qwen/Qwen3-30B-A3B", "policy.precision=bfloat16", "policy.checkpointing=true",
+    "trainer.micro_batch_size=1", "rollout=vllm", "rollout.dtype=bfloat16", "rollout.sleep=true",
+    "rollout.prompts_per_step=512", "rollout.group_size=16", "rollout.max_new_tokens=7680", "parallel.mode=shard",
+]  # fmt: skip
+
+
+def planned(*words, gpu=H100, prompt=0):
+    return plan(composed_settings([*words]), gpu, prompt)
+
+
+def test_what_one_gpu_holds_is_what_one_works_out_by_hand():
+    made = planned(*SMALL, "rollout.max_new_tokens=80", prompt=20)
+    weights = 4 * sum(p.numel() for p in made.settings.model.make()[0].parameters())
+    update = made.phases["update"]
+    assert update["weights"] == update["gradients"] == weights and update["AdamW's moments"] == 2 * weights
+    assert "reference policy" not in update and "engine" not in update and not made.traffic
+    config = made.settings.model.make()[0].config
+    of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert made.phases["rollout"]["keys and values"] == 32 * (20 + 80) * of_a_token
+    assert made.fits and advice(made) == [
+        f"1 GPU: fits, {made.peak[1] / GB:.0f} GB of 80 in the phase `{made.peak[0]}`."
+    ]
+
+
+def test_what_settings_add():
+    plain = planned(*SMALL)
+    kl = planned(*SMALL, "kl=loss", "kl.coef=0.01")
+    assert kl.phases["update"]["reference policy"] == kl.phases["update"]["weights"]
+    rounded = planned(*SMALL, "rollout.dtype=bfloat16")
+    assert rounded.phases["update"]["engine"] == plain.phases["update"]["weights"] / 2, "a copy to sample with"
+    assert rounded.phases["rollout"]["keys and values"] == plain.phases["rollout"]["keys and values"] / 2
+    again = planned(*SMALL, "policy.checkpointing=true")
+    assert again.phases["update"][ACTIVATIONS] < plain.phases["update"][ACTIVATIONS]
+    assert again.times["update: arithmetic"] == pytest.approx(4 / 3 * plain.times["update: arithmetic"])
+    epochs = planned(*SMALL, "trainer.epochs=3")
+    assert epochs.times["update: arithmetic"] == pytest.approx(3 * plain.times["update: arithmetic"])
+    share = planned(*SMALL, "rollout=vllm", "rollout.gpu_memory=0.25")
+    assert share.phases["update"]["engine"] == 0.25 * 80 * GB
+    assert "engine" not in planned(*SMALL, "rollout=vllm", "rollout.sleep=true").phases["update"]
+
+
+def test_what_ranks_exchange():
+    """All-reduce sends gradients twice; FSDP gathers weights in each pass and adds gradients in each that learns."""
+    words = [*SMALL, "trainer.minibatches=2", "trainer.micro_batch_size=4", "policy.old_pass=always"]
+    copies = planned(*words, "parallel.mode=replicate", "parallel.ranks=4")
+    weights = copies.phases["update"]["weights"]
+    assert copies.traffic == {"gradients": 2 * 2 * weights}, "two updates"
+    shards = planned(*words, "parallel.mode=shard", "parallel.ranks=4")
+    assert shards.phases["update"]["weights"] == pytest.approx(weights / 4, rel=0.02)
+    assert shards.traffic["gradients"] == pytest.approx(2 * weights, rel=0.02), "two micro-batches of four learn"
+    assert shards.traffic["weights gathered to score"] == pytest.approx(2 * weights, rel=0.02)
+    assert shards.traffic["weights gathered to learn"] == pytest.approx(2 * 2 * weights, rel=0.1), "there and back"
+    hybrid = planned(*words, "parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=2")
+    assert hybrid.phases["update"]["weights"] == pytest.approx(weights / 2, rel=0.02)
+
+
+@pytest.mark.slow
+def test_an_advice_is_tried_before_it_is_given():
+    words = [*SMALL, "model.layers=2", "model.hidden=256", "rollout.max_new_tokens=400", "trainer.micro_batch_size=32"]
+    whole = planned(*words)
+    update = whole.phases["update"]
+    fixed = sum(update.values()) - update[ACTIVATIONS]
+    tight = hardware(f"h100,memory={(fixed + 0.3 * update[ACTIVATIONS]) / GB + RESERVE}")
+    made = planned(*words, gpu=tight)
+    assert not made.fits
+    first, last = advice(made)
+    assert first.startswith("1 GPU: does not fit,") and last.startswith("It fits with policy.checkpointing=true")
+    changed = last.removeprefix("It fits with ").partition(":")[0].split()
+    assert planned(*words, *changed, gpu=tight).fits
+    small = hardware(f"h100,memory={0.4 * fixed / GB + RESERVE}")
+    assert "parallel.ranks=4 parallel.mode=shard" in advice(planned(*words, gpu=small))[1], "two would not do"
+    assert advice(planned(*words, gpu=hardware("h100,memory=5.000001")))[1].startswith("There is no setting")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.ranks=4"], r"parallel\.ranks=4 with parallel\.mode=none: say parallel\.mode=shard or replicate"),
+        (["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"], r"shard_size=3 does not divide"),
+        (["model=hf", "model.path=/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        planned(*SMALL[:1], *words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("h10", "choose one of h200, h100, .*; the nearest is h100"),
+        ("h100,memry=3", "there is no memry; a GPU has memory, flops"),
+        ("h100,memory=lots", "memory=lots must be a number"),
+        ("h100,memory=-1", "must be a number above 0"),
+        ("h100,network=nan", "must be a number above 0"),
+    ],
+)
+def test_unknown_hardware_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        hardware(words)
+
+
+def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypatch, capsys):
+    assert with_options(["task=math", "--hardware=l40s", "--prompt", "7"]) == (
+        ["task=math"],
+        {"--hardware": "l40s", "--prompt": "7"},
+    )
+    for gpu, code in (("h100", 0), ("h100,memory=5.0001", 1)):
+        monkeypatch.setattr(sys, "argv", ["plan", *SMALL, "parallel.mode=shard", "parallel.ranks=8", "--hardware", gpu])
+        with pytest.raises(SystemExit) as ended:
+            command.print_plan()
+        assert ended.value.code == code
+    printed = capsys.readouterr().out
+    for part in ("memory of a GPU in GB", "  rollout", "  update", "exchange of a GPU", "a step takes", "8 GPUs: fits"):
+        assert part in printed, part
+    for words in (["--hardwear", "h100"], ["--prompt"]):
+        with pytest.raises(ValueError, match=r"--hardware|needs a value"):
+            with_options(words)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ranks", "idle", "peak"), [(8, 45.8, 72.0), (16, 22.9, 41.5), (64, 5.7, 18.6)])
+def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
+    """Numbers of a prototype over FSDP2 by torch's own MemTracker: GB, micro-batches of 8,192 tokens, checkpointing."""
+    made = planned(*LARGE, f"parallel.ranks={ranks}", prompt=512)
+    assert made.measured.parameters == pytest.approx(30.53e9, rel=1e-3)
+    update = made.phases["update"]
+    assert (update["weights"] + update["AdamW's moments"]) / GB == pytest.approx(idle, abs=0.1)
+    assert sum(update.values()) / GB == pytest.approx(peak, rel=0.03)
+    assert "reference" not in str(update) and torch.bfloat16 == made.work.precision
+    of_pass = made.measured.gathered / GB, made.measured.reduced / GB
+    assert of_pass == pytest.approx((121, 122), rel=0.06), "gathered twice in bfloat16, reduced in float32"
+    assert "exchange between GPUs" in "\n".join(lines_of(made))
