@@ -21,7 +21,7 @@ from gspo.run.cli import Stopped, command_line, one_line, stop_signal
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.lifecycle import run
-from gspo.run.processes import is_follower, join, launched, leave, silence
+from gspo.run.processes import is_follower, join, join_scheduler, launched, leave, part, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_run import own_arguments, under_agent
@@ -63,6 +63,7 @@ def one_run() -> None:
 def job(config: DictConfig) -> None:
     """Make one run, alone or as a job of a sweep."""
     hydra = HydraConfig.get()
+    scheduled = join_scheduler()
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
     if settings.dry_run:
         folder = RunDirectory.for_run(settings, in_sweep=False).path
@@ -71,9 +72,10 @@ def job(config: DictConfig) -> None:
     if first := taken_by_another_job(settings):
         print(f"job {hydra.job.num} is {first}: nothing is left to do")
         return
-    if launched() > 1 and hydra.mode == RunMode.MULTIRUN:
+    if launched() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
         raise ValueError(SWEEP)
     stop = stop_signal()
+    stop.loud = stop.loud and not is_follower()
     stop.install(signal.SIGINT, signal.SIGTERM)
     stop.install_scheduler()
     if not stop.loud:
@@ -87,4 +89,7 @@ def job(config: DictConfig) -> None:
                     run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
         except Stopped:
             print(f"{settings.label()}: stopped before its first step; the same command starts it again")
+        finally:
+            if scheduled:
+                part()
     stop.requeue()

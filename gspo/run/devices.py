@@ -26,8 +26,9 @@ def take_share(job: DictConfig, threads: int) -> None:
     for GPUs that are not there.
     """
     jobs = jobs_at_once(job)
-    if threads or jobs > 1:
-        torch.set_num_threads(threads or max(1, cores() // jobs))
+    tasks = job.launcher.tasks_per_node if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher" else 1
+    if threads or jobs * tasks > 1:
+        torch.set_num_threads(threads or max(1, cores() // (jobs * tasks)))
     if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher":
         _take_devices(job.job.num % jobs, job.launcher.gpus_per_node)
 

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 experiments/train.py experiment=micro_moe parallel.mode=replicate
 
-torchrun tells each process its rank in the environment. Rank 0 writes the run's directory and speaks to the user; the
+torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks of one job of
+submitit. Rank 0 writes the run's directory and speaks to the user; the
 others compute, and are silent. When one ends before its time, the others notice in their next exchange, and one of them
 says which it was.
 """
@@ -45,6 +46,22 @@ def launched() -> int:
 def is_follower() -> bool:
     """Return whether this process is one of the ranks that write nothing and are silent."""
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
+
+
+def join_scheduler() -> bool:
+    """Let the tasks of a job of submitit, where it has several, be the processes of one run, and return whether they
+    are: `hydra.launcher.tasks_per_node=8`. Call this before anything asks how many processes there are."""
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return False
+    from submitit import JobEnvironment
+    from submitit.helpers import TorchDistributedEnvironment
+
+    if JobEnvironment().num_tasks == 1:
+        return False
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+    if is_follower():
+        silence()
+    return True
 
 
 def silence() -> None:
@@ -215,6 +232,12 @@ def alive(pid: int) -> bool:
             return not Path("/proc").exists()
         return False
     return state not in "ZX"
+
+
+def part() -> None:
+    """Take down the connections to the other processes, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def leave(code: int) -> None:

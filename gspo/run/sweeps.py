@@ -30,6 +30,7 @@ from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of
 from gspo.core.files import append_to, refuse_links
 from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, print_error
+from gspo.run.processes import is_follower
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
 
@@ -70,7 +71,7 @@ class WriteManifest(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Note in the manifest why a job did not finish, because it may have had no directory yet."""
         why = job_return._return_value  # a dict from gspo.run.cli.one_line, or an error of Hydra's own
-        if HydraConfig.get().mode == RunMode.MULTIRUN and why:
+        if HydraConfig.get().mode == RunMode.MULTIRUN and why and not is_follower():
             why = why if isinstance(why, dict) else {"reason": explain(why)}
             _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
 

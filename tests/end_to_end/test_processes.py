@@ -8,31 +8,19 @@ from pathlib import Path
 import pytest
 
 import forked
-from commands import ROOT, SMALL, command, comparable, environment, only_run, train
+from commands import ROOT, command, comparable, environment, only_run, train
+from learning_runs import LEARNING, near
 from rank_processes import launch
 
 pytestmark = pytest.mark.distributed
-# Rewards differ by length; all do the same passes; with the usual eps of 1e-15 rounding alone would diverge.
-LEARNING = (*SMALL, "policy.old_pass=always", "reward.overlong_cache=11", "optim.eps=1e-6", "on_existing=resume")
 TWO = (*LEARNING, "parallel.mode=replicate")
 SHARD = (*LEARNING, "parallel.mode=shard")
-COPY = ("mismatch/", "routing/engine_")
 KILLER = str(ROOT / "tests" / "support" / "killer.py")
 
 
 def good(ranks) -> None:
     assert [rank.code for rank in ranks] == [0] * len(ranks), [rank.err[-3000:] for rank in ranks]
     assert not any(rank.out or rank.err for rank in ranks[1:]), "rank 0 alone speaks"
-
-
-def near(rows: list[dict], others: list[dict]) -> None:
-    """Those of spread weights measure the engine's copy too, which other runs do not have."""
-    for row, other in zip(rows, others, strict=True):
-        assert not [name for name in row.keys() ^ other.keys() if not name.startswith(COPY)]
-    assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 6, "they learn"
-    for row, other in zip(rows, others, strict=True):
-        for name in row.keys() & other.keys():
-            assert other[name] == pytest.approx(row[name], rel=2e-3, abs=2e-4), (row["step"], name)
 
 
 @pytest.mark.parametrize("several", [TWO, SHARD], ids=["replicate", "shard"])
@@ -221,6 +209,7 @@ REFUSED = {
         {},
         {},
     ),
+    "ranks": ("parallel.ranks=3 with 2 processes: start 3, or leave it away", ["parallel.ranks=3"], {}, {}),
     "vllm": ("rollout=vllm with 2 processes", ["rollout=vllm", "model.heads=1"], {}, {}),
     "rank": ("WORLD_SIZE=2 without RANK: start the processes by torchrun", [], {}, {0: {"RANK": ""}, 1: {"RANK": ""}}),
     "sweep": ("a sweep, with several processes: they share one run", ["-m", "seed=1,2"], {}, {}),
