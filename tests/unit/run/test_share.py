@@ -11,7 +11,7 @@ from gspo.run import devices
 
 
 def job(kind: str, mode=RunMode.MULTIRUN, num=0, batch=None, **launcher):
-    target = {"_target_": f"hydra_plugins.somewhere.{kind}", "gpus_per_node": None}
+    target = {"_target_": f"hydra_plugins.somewhere.{kind}", "gpus_per_node": None, "tasks_per_node": 1}
     tree = {"launcher": target | launcher, "sweeper": {"max_batch_size": batch}, "job": {"num": num}, "mode": mode}
     return OmegaConf.create(tree)
 
@@ -43,6 +43,9 @@ def test_threads_are_divided_unless_the_run_says():
     for at_once, threads, expected in ((2, 0, 2), (3, 0, 1), (8, 0, 1), (2, 3, 3), (1, 2, 2)):
         devices.take_share(job("JoblibLauncher", n_jobs=at_once), threads)
         assert torch.get_num_threads() == expected, (at_once, threads)
+    devices.take_share(job("LocalLauncher", batch=1, tasks_per_node=4), 0)
+    assert torch.get_num_threads() == 1, "the ranks of one run share the cores too"
+    torch.set_num_threads(2)
     devices.take_share(job("BasicLauncher"), 0)
     assert torch.get_num_threads() == 2, "nothing to divide: as it was"
 
