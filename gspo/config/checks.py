@@ -301,3 +301,13 @@ def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
         f"{metrics['clip/token_active']:.2%} of the tokens; mean |log s| was {metrics['ratio/sequence_log_abs']:.1e} "
         "(the paper clips 15 % with 3e-4, 4e-4)"
     ]
+
+
+def check_processes(s: Settings, count: int) -> None:
+    """Raise ValueError for settings that so many processes cannot have."""
+    if s.rollout.name != "local":
+        raise ValueError(f"rollout={s.rollout.name} with {count} processes is not there yet: rollout=local")
+    if (size := s.parallel.shard_size) and count % size:
+        raise ValueError(f"parallel.shard_size={size} does not divide the {count} processes")
+    if s.rollout.prompts_per_step < count:
+        raise ValueError(f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} processes")

@@ -38,6 +38,7 @@ from gspo.core.outside import is_path, source_files
 from gspo.core.ownership import doubt, own, write_signed
 from gspo.core.ranges import fields_with
 from gspo.core.untrusted import read_yaml
+from gspo.train.settings import ParallelSettings
 
 OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
 
@@ -220,7 +221,8 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     outside code that has changed.
 
     Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the W&B account are not
-    taken over, and tracking is offline.
+    taken over, and tracking is offline. How many processes there were is not taken over either, nor how many held one
+    copy of the weights if parallel.mode is given.
     """
     recorded = recorded_config(folder, trust=trust)
     if change := source_change(folder, recorded, to_settings(recorded)):
@@ -229,6 +231,9 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
         recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
+    recorded.parallel.ranks = ParallelSettings.ranks  # another number of processes may go on with it
+    if any(override.startswith("parallel.mode=") for override in overrides):
+        recorded.parallel.shard_size = ParallelSettings.shard_size  # the old mode's
     keys, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     changeable = changeable_on_resume()
     for override in overrides:

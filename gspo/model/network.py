@@ -17,7 +17,7 @@ per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo.core.batch import NOT_RECORDED
-from gspo.model.gathered import architecture, run_in
+from gspo.model.gathered import architecture, is_spread, run_in, whole
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
 from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
@@ -199,6 +199,11 @@ def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor,
     return inner_NEI.flatten(1) @ all_down
 
 
+def rounding(device: torch.device, precision: torch.dtype) -> AbstractContextManager:
+    """Within this context matrix products are in this precision."""
+    return nullcontext() if precision == torch.float32 else torch.autocast(device.type, dtype=precision)
+
+
 def _norm(own: nn.Module, x: Tensor) -> Tensor:
     """Apply a norm layer of transformers with our kernel."""
     return rms_norm(x, own.weight, own.variance_epsilon)
@@ -214,9 +219,10 @@ def causal(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
     return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
 
 
-def is_supported(model: transformers.PreTrainedModel) -> bool:
+def is_supported(model: transformers.PreTrainedModel, precision: torch.dtype = torch.float32) -> bool:
     """Return whether `Network` computes what this model does: its family is one of FAMILIES, no setting changes the
-    family's arithmetic, and both give the same logits on a few tokens."""
+    family's arithmetic, and both give the same logits on a few tokens. Weights that are spread over ranks are compared
+    in the `precision` in which they multiply; others in their own."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     plain = (
@@ -229,16 +235,20 @@ def is_supported(model: transformers.PreTrainedModel) -> bool:
         and rope.get("rope_type", "default") in ("default", "llama3")
         and model.lm_head.bias is None
     )
-    return plain and _same_logits(model)
+    return plain and _same_logits(model, precision if is_spread(model) else torch.float32)
 
 
 @torch.no_grad()
-def _same_logits(model: transformers.PreTrainedModel) -> bool:
+def _same_logits(model: transformers.PreTrainedModel, precision: torch.dtype) -> bool:
     """Return whether both forwards give the same logits on most tokens. On single ones they may differ, because
     rounding may swap two experts of nearly equal weight."""
     tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
     network, positions_N = Network(model), torch.arange(len(tokens_N), device=model.device)
-    hidden_NW, _ = run_in(model, network, tokens_N, positions_N, len(tokens_N), causal)
-    ours_NV, theirs_NV = model.lm_head(hidden_NW), model(input_ids=tokens_N[None], use_cache=False).logits[0]
-    tolerance = PROBE_TOLERANCE[model.dtype] * max(1.0, float(theirs_NV.abs().max()))
+    with rounding(model.device, precision):
+        hidden_NW, _ = run_in(model, network, tokens_N, positions_N, len(tokens_N), causal)
+        theirs_NV = model(input_ids=tokens_N[None], use_cache=False).logits[0].float()
+    if is_spread(model):
+        model.reshard()  # a pass without gradient leaves the root's weights gathered
+    ours_NV = F.linear(hidden_NW.to(model.dtype), whole(model.lm_head.weight))
+    tolerance = max(PROBE_TOLERANCE[model.dtype], PROBE_TOLERANCE[precision]) * max(1.0, float(theirs_NV.abs().max()))
     return bool((ours_NV - theirs_NV).abs().amax(-1).median() <= tolerance)

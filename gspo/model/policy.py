@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
 from gspo.model.cost import active_parameters, forward_flops
-from gspo.model.gathered import run_in, whole
+from gspo.model.gathered import architecture, run_in, whole
 from gspo.model.kernels import TokenLogProbs
 from gspo.model.loading import positions
-from gspo.model.network import Network, is_supported
+from gspo.model.network import Network, is_supported, rounding
 from gspo.model.packing import Sequences, lay_out
 from gspo.model.prompts import PromptFormat
 from gspo.model.routing_replay import Routing
@@ -66,9 +66,10 @@ class Policy:
         self.prompts = prompts or PromptFormat()
         self.prompts.check(tokenizer)
         self.routing = Routing(model)
-        self.network = Network(model, checkpointing) if is_supported(model) else None  # None: use the model's own
+        own = is_supported(model, precision)
+        self.network = Network(model, checkpointing) if own else None  # None: the model's own forward is used
         if checkpointing and not self.network:
-            raise ValueError(f"policy.checkpointing=true: it is not there for {type(model).__name__}")
+            raise ValueError(f"policy.checkpointing=true: it is not there for {architecture(model)}")
         self.precision = precision  # of the matrix products in `forward`; engines have their own
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn and a text with different tokens
@@ -268,8 +269,3 @@ def through_network(
     rounded_MW = hidden_MW if precision == torch.float32 else hidden_MW.to(precision)
     logp_M, entropy_M = TokenLogProbs.apply(rounded_MW, network.head, sequences.target_M, temperature, entropy)
     return logp_M, entropy_M, own_NLK, hidden_MW
-
-
-def rounding(device: torch.device, precision: torch.dtype) -> AbstractContextManager:
-    """Within this context matrix products are in this precision."""
-    return nullcontext() if precision == torch.float32 else torch.autocast(device.type, dtype=precision)

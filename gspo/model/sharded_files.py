@@ -66,6 +66,8 @@ def load_spread(path: str, attention: str, shards: Shards, device: str, precisio
     kind = (config.architectures or [""])[0]
     if kind not in FAMILIES:
         raise ValueError(f"parallel.mode=shard knows {', '.join(FAMILIES)}; model.path={path!r} is a {kind!r}")
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"parallel.mode=shard reads weights of 16 or 32 bits; model.path={path!r} has quantized ones")
     with one_line(path):
         with torch.device("meta"):
             model = getattr(transformers, kind)(config).to(torch.float32)
@@ -113,6 +115,8 @@ def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
                 if part not in files:
                     raise ValueError(f"{folder} has no weight {part}")
                 stored = files[part].get_slice(part)
+                if stored.get_dtype() not in ("F32", "BF16", "F16"):
+                    raise ValueError(f"{folder}: {part} is of type {stored.get_dtype()}, not of 16 or 32 bits")
                 expected = shape if target is local else tuple(target.shape)
                 if tuple(stored.get_shape()) != expected:
                     raise ValueError(f"{folder}: {part} has the shape {tuple(stored.get_shape())}, not {expected}")

@@ -34,7 +34,7 @@ from gspo.model import kernels, network
 from gspo.model.cost import active_parameters
 from gspo.model.gathered import run_in
 from gspo.model.network import FAMILIES, Network
-from gspo.model.packing import lay_out
+from gspo.model.packing import Sequences, lay_out
 from gspo.model.policy import through_network
 from gspo.model.sharding import Shards
 from gspo.planning.models import class_of
@@ -46,7 +46,8 @@ class Work:
 
     ranks: int
     shard_size: int  # how many ranks hold one copy of the weights; 1: each has all of them
-    rows: int  # responses in a micro-batch
+    rows: int  # responses in a micro-batch that learns
+    scored: int  # responses in a micro-batch that is passed without gradient
     prompt: int  # tokens of a prompt
     response: int  # tokens of a response
     group: int  # responses to one prompt
@@ -164,8 +165,9 @@ def absent_ranks(count: int) -> Iterator[None]:
 
 def measure(config: PretrainedConfig, work: Work) -> Measured:
     """Measure a run's memory on one rank. Raises ValueError for an architecture that is not known here."""
-    if config.architectures[0] not in FAMILIES:
-        raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; the model is a {config.architectures[0]!r}")
+    kind = (config.architectures or [""])[0]
+    if kind not in FAMILIES:
+        raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}")
     chunk = kernels.CHUNK["cuda" if work.cuda else "cpu"]
     with absent_ranks(work.ranks), patch.dict(kernels.CHUNK, cpu=chunk), patch.object(network, "_grouped", grouped):
         shards = Shards(Absent(work.ranks), work.shard_size, "cpu") if work.shard_size > 1 else None
@@ -178,31 +180,32 @@ def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
-    sequences = lay_out(batch(work))
+    learning, scored = lay_out(batch(work, work.rows)), lay_out(batch(work, work.scored))
     with FakeTensorMode() as fake:
         model = class_of(config)(config).eval()
         counted = sum(p.numel() for p in model.parameters()), active_parameters(model)
         if shards:
             shards.spread(model, work.precision)
-        for name, value in vars(sequences).items():
-            setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
+        for sequences in (learning, scored):
+            for name, value in vars(sequences).items():
+                setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
         weights = sum(p.nbytes for p in locals_of(model))
         forward = Network(model, work.checkpointing)
 
-        def one_pass() -> Tensor:
+        def one_pass(sequences: Sequences) -> Tensor:
             return run_in(model, through_network, forward, sequences, None, work.precision, 1.0, True)[0]
 
         allocations = Allocations()
         allocations.known(iter([*model.parameters(), *model.buffers()]))
         with allocations.counting():
             with torch.no_grad():
-                one_pass()
+                one_pass(scored)
                 if shards:
                     model.reshard()
             scoring, gathered_scoring = allocations.peak, received(allocations)
-            one_pass().sum().backward()  # the first leaves gradients behind
+            one_pass(learning).sum().backward()  # the first leaves gradients behind
             allocations.restart()
-            one_pass().sum().backward()
+            one_pass(learning).sum().backward()
             update = allocations.peak - weights
         return Measured(
             *counted,
@@ -226,9 +229,9 @@ def received(allocations: Allocations) -> int:
     return sum(size for name, size in allocations.exchanged.items() if "allgather" in name)
 
 
-def batch(work: Work) -> TrainBatch:
+def batch(work: Work, rows: int) -> TrainBatch:
     """Return a micro-batch of responses of the greatest length."""
-    rows, width = work.rows, work.prompt + work.response
+    width = work.prompt + work.response
     return TrainBatch(
         tokens_BS=torch.zeros(rows, width, dtype=torch.int64),
         attention_BS=torch.ones(rows, width, dtype=torch.bool),

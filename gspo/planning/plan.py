@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from gspo.config.checks import check_processes, samples_ahead, shares_weights
 from gspo.config.settings import Settings
 from gspo.model.cost import forward_flops
 from gspo.planning.hardware import ARITHMETIC, GB, MEMORY, RESERVE, Hardware
@@ -24,7 +25,10 @@ from gspo.planning.models import config_of
 BYTES = {"float32": 4, "bfloat16": 2}
 PROMPT = 512  # tokens of a prompt where neither the settings nor the user say how many it can have
 MOST_RANKS = 1024
+OF_LOGIT = 24.0  # bytes for each logit of the next token while it is drawn: probabilities, their order, sums
+ACROSS = "gradients between copies"
 ACTIVATIONS = "activations and gathered weights"
+SPREAD = ("weights", "AdamW's moments", "reference policy", "gradients")
 
 
 @dataclass
@@ -51,25 +55,28 @@ class Plan:
         return self.peak[1] <= self.hardware.memory * GB
 
 
-def plan(settings: Settings, hardware: Hardware, prompt: int = 0) -> Plan:
-    """Plan a run. `prompt` is the number of a prompt's tokens; 0: rollout.max_prompt_tokens, or 512.
+def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None) -> Plan:
+    """Plan a run. `prompt` is the number of a prompt's tokens; 0: rollout.max_prompt_tokens, or 512. A plan of the same
+    model that is `known` already saves measuring again what a rank computes at once, if that is the same.
 
     Raises ValueError, in one line, for settings that do not go together and for a model that is not known."""
     ranks, size = ranks_of(settings)
     config = config_of(settings.model)
     prompt = prompt or settings.rollout.max_prompt_tokens or PROMPT
+    check_lengths(config, prompt, settings.rollout.longest_limit)
     each = math.ceil(settings.rollout.prompts_per_step * settings.rollout.group_size / ranks)
     work = Work(
         ranks=ranks,
         shard_size=size,
-        rows=min(settings.trainer.micro_batch_size, each),
+        rows=min(settings.trainer.micro_batch_size, math.ceil(each / settings.trainer.minibatches)),
+        scored=min(settings.trainer.micro_batch_size, each),
         prompt=prompt,
         response=settings.rollout.longest_limit,
         group=settings.rollout.group_size,
         precision=getattr(torch, settings.policy.precision),
         checkpointing=settings.policy.checkpointing,
     )
-    measured = measure(config, work)
+    measured = known.measured if known and known.work == work else measure(config, work)
     engine = Engine.of(settings, config, measured, work, each, hardware)
     passes = passes_of(settings, work, each, engine)
     traffic = traffic_of(settings, measured, work, passes)
@@ -82,12 +89,21 @@ def ranks_of(settings: Settings) -> tuple[int, int]:
     ranks, mode = max(settings.parallel.ranks, 1), settings.parallel.mode
     if ranks > 1 and mode == "none":
         raise ValueError(f"parallel.ranks={ranks} with parallel.mode=none: say parallel.mode=shard or replicate")
-    if mode != "shard":
-        return ranks, 1
-    size = settings.parallel.shard_size or ranks
-    if ranks % size:
-        raise ValueError(f"parallel.shard_size={size} does not divide parallel.ranks={ranks}")
-    return ranks, size
+    if mode == "shard" and ranks == 1:
+        raise ValueError("parallel.mode=shard with one GPU: say how many there are, parallel.ranks=N")
+    if ranks > 1:
+        check_processes(settings, ranks)
+    return ranks, (settings.parallel.shard_size or ranks) if mode == "shard" else 1
+
+
+def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
+    """Raise ValueError for a prompt and a response that the model has no positions for."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and prompt + response > positions:
+        raise ValueError(
+            f"a prompt of {prompt} and a response of {response} tokens exceed the model's {positions} positions: lower "
+            "rollout.max_new_tokens, or say --prompt"
+        )
 
 
 @dataclass
@@ -102,34 +118,37 @@ class Engine:
     engines: float  # how many GPUs share one
     rows: float  # responses that one engine samples in a step
     at_once: float
-    all_weights: float  # what is read for a token, on one GPU
+    read: float  # of weights for a token, on one GPU
 
     @staticmethod
     def of(
-        settings: Settings, config: PretrainedConfig, measured: Measured, work: Work, each: float, hardware: Hardware
+        settings: Settings, config: PretrainedConfig, measured: Measured, work: Work, each: int, hardware: Hardware
     ) -> Engine:
-        """Return the engine of these settings."""
+        """Return the engine of these settings. Raises ValueError for a vLLM whose share of a GPU holds no response."""
         rollout, text = settings.rollout, config.get_text_config()
-        is_vllm = rollout.name == "vllm"
-        shared = rollout.tensor_parallel_size if is_vllm else 1
-        item = BYTES[rollout.dtype]
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        item = BYTES[rollout.dtype]
         per_token = 2.0 * text.num_hidden_layers * heads * dim * item
-        rows = each * shared
-        at_once = min(rows, max(rollout.batch_rows, rollout.group_size))
-        own = not is_vllm and work.shard_size == 1 and rollout.dtype == "float32" and rollout.quantization == "none"
-        weights = 0.0 if own else measured.parameters * item / shared
-        cache = at_once * (work.prompt + work.response) * per_token / shared
-        logits = at_once * text.vocab_size * 4.0 * 2  # of the next token, and what they are sampled from
-        resident = weights
-        if is_vllm:  # it takes its share of the GPU at once, and gives it back only where it may sleep
-            share = rollout.gpu_memory * hardware.memory * GB
-            cache, logits = max(share - weights, 0.0), 0.0
-            resident = 0.0 if rollout.sleep else share
-        return Engine(
-            weights, cache, logits, resident, per_token, shared, rows, at_once, measured.parameters * item / shared
-        )
+        of_row = (work.prompt + work.response) * per_token
+        all_weights = float(measured.parameters * item)
+        at_once = min(each, max(rollout.batch_rows, rollout.group_size))
+        if rollout.name == "vllm":
+            shared = rollout.tensor_parallel_size
+            share, weights = rollout.gpu_memory * hardware.memory * GB, all_weights / shared
+            if share < weights + of_row / shared:
+                raise ValueError(
+                    f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no response beside the "
+                    f"engine's weights of {weights / GB:.1f} GB"
+                )
+            at_once = int(min(at_once * shared, (share - weights) * shared / of_row))
+            resident = 0.0 if rollout.sleep else share  # it takes its share at once, and keeps it unless it may sleep
+            return Engine(weights, share - weights, 0.0, resident, per_token, shared, each * shared, at_once, weights)
+        shares = shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
+        weights = 0.0 if shares else all_weights
+        cache, logits = at_once * of_row, at_once * text.vocab_size * OF_LOGIT
+        resident = weights + (cache + logits if rollout.overlap else 0.0)
+        return Engine(weights, cache, logits, resident, per_token, 1, each, at_once, all_weights)
 
 
 @dataclass
@@ -143,13 +162,15 @@ class Passes:
 
 def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Passes:
     """Count a step's passes: each epoch learns; the old policy's and the reference's log-probs are scored. The
-    former are the engine's where that computes with the trainer's own weights (Trainer.skips_old_pass)."""
-    needed = settings.correction.name != "none" or settings.policy.routing_replay == "r3"
-    skipped = settings.policy.old_pass == "auto" and not engine.weights and not needed
+    former are spared where the engine has just computed them with the trainer's weights (Trainer.skips_old_pass)."""
+    policy = settings.policy
+    needed = settings.correction.name != "none" or policy.routing_replay == "r3" or settings.advantage.needs_values
+    exact = not engine.weights and policy.precision == "float32" and not samples_ahead(settings)
+    skipped = policy.old_pass == "auto" and policy.old_logprobs == "step_start" and exact and not needed
     scored = (not skipped) + settings.kl.needs_reference
     epochs, minibatches = settings.trainer.epochs, settings.trainer.minibatches
     learning = minibatches * math.ceil(each / minibatches / work.rows)
-    return Passes(learning * epochs, math.ceil(each / work.rows) * scored, minibatches * epochs)
+    return Passes(learning * epochs, math.ceil(each / work.scored) * scored, minibatches * epochs)
 
 
 def phases(settings: Settings, measured: Measured, engine: Engine) -> dict[str, dict[str, float]]:
@@ -171,13 +192,14 @@ def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passe
     if work.ranks == 1:
         return {}
     if work.shard_size == 1:  # a ring of sums sends every gradient twice
-        return {"gradients": 2.0 * passes.updates * measured.weights}
-    return {
-        "weights gathered to learn": passes.learning * measured.gathered,
-        "weights gathered to score": passes.scoring * measured.gathered_scoring,
-        "gradients": passes.learning * (measured.reduced + measured.reduced_between),
-        "weights for the engine": measured.parameters * float(BYTES[settings.rollout.dtype]),
+        return {ACROSS: 2.0 * passes.updates * measured.weights}
+    found = {
+        "weights gathered to learn": float(passes.learning * measured.gathered),
+        "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
+        "gradients": float(passes.learning * measured.reduced),
+        "weights for the engine": 4.0 * measured.parameters,  # gathered in float32, then rounded
     }
+    return found | ({ACROSS: float(passes.learning * measured.reduced_between)} if work.shard_size < work.ranks else {})
 
 
 def times_of(
@@ -196,17 +218,21 @@ def times_of(
     found = {}
     active = measured.active
     if active:
-        lengths = torch.full((work.rows,), work.prompt + work.response)
+        lengths = torch.full((1,), work.prompt + work.response)
         forward = forward_flops(config, active, lengths)
         per_pass = 4 if work.checkpointing else 3  # a backward costs two forwards; checkpointing computes one again
         rounded = 1 if settings.policy.precision == "bfloat16" else 8  # float32 products by TF32 units, or none
-        found["update: arithmetic"] = passes.learning * per_pass * forward * rounded / flops
-        found["old log-probs: arithmetic"] = passes.scoring * forward * rounded / flops
+        found["update: arithmetic"] = passes.learning * work.rows * per_pass * forward * rounded / flops
+        found["old log-probs: arithmetic"] = passes.scoring * work.scored * forward * rounded / flops
     if traffic:
-        found["exchange between GPUs"] = sum(traffic.values()) / (hardware.bandwidth_between(work.ranks) * GB)
+        across = traffic.get(ACROSS, 0.0)
+        within = sum(traffic.values()) - across
+        found["exchange between GPUs"] = within / (hardware.bandwidth_between(work.shard_size) * GB) + across / (
+            hardware.bandwidth_between(work.ranks) * GB
+        )
     waves = math.ceil(engine.rows / engine.at_once)
     held = engine.at_once * (work.prompt + work.response / 2) * engine.per_token / engine.engines
-    touched = engine.all_weights
+    touched = engine.read
     if active and engine.at_once < 32:  # few responses do not touch all experts
         touched *= min(1.0, engine.at_once * active / measured.parameters)
     found["rollout: weights and cache read"] = waves * work.response * (touched + held) / read
@@ -220,45 +246,54 @@ def advice(made: Plan) -> list[str]:
     """Return in sentences what to change so that a run fits that does not; one sentence if it does.
 
     Each change is tried, in this order, until one fits: an engine that sleeps, layers computed again in the backward
-    pass, smaller micro-batches, fewer responses sampled at once, more GPUs."""
+    pass, smaller micro-batches, fewer responses sampled at once, a rounded copy to sample with, more GPUs."""
     phase, peak = made.peak
     gpus = f"{made.work.ranks} GPU" + "s" * (made.work.ranks > 1)
     size = f"{peak / GB:.0f} GB of {made.hardware.memory:g} in the phase `{phase}`"
     if made.fits:
         return [f"{gpus}: fits, {size}."]
     lines = [f"{gpus}: does not fit, {size}."]
-    changes: list[str] = []
-    while change := next_change(made):
-        changes.append(change[0])
-        made = plan(change[1], made.hardware, made.work.prompt)
-        phase, peak = made.peak
+    changes: dict[str, str] = {}
+    while found := next_change(made):
+        changes |= found[0]
+        made = plan(found[1], made.hardware, made.work.prompt, made)
         if made.fits:
-            lines.append(f"It fits with {' '.join(changes)}: {peak / GB:.0f} GB in the phase `{phase}`.")
-            return lines
+            break
     if not changes:
         return [*lines, "There is no setting that would help: take a smaller model, or a larger GPU."]
-    return [*lines, f"It does not fit with {' '.join(changes)} either: {peak / GB:.0f} GB in the phase `{phase}`."]
+    words = " ".join(f"{key}={value}" for key, value in changes.items())
+    phase, peak = made.peak
+    start, end = ("It fits with", "") if made.fits else ("It does not fit with", " either")
+    return [*lines, f"{start} {words}{end}: {peak / GB:.0f} GB in the phase `{phase}`."]
 
 
-def next_change(made: Plan) -> tuple[str, Settings] | None:
-    """Return the next change to try, as an override and as settings; None if there is none left."""
-    s, trains = made.settings, made.peak[0] != "rollout"
-    fixed = sum(size for name, size in made.phases["update"].items() if name not in ("engine", ACTIVATIONS))
-    room = (made.hardware.memory - RESERVE) * GB
+def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
+    """Return the next change to try, as overrides and as settings; None if there is none left that would help."""
+    s, (phase, _) = made.settings, made.peak
+    trains, room = phase != "rollout", (made.hardware.memory - RESERVE) * GB
+    held = made.phases[phase]
+    spread = sum(size for name, size in held.items() if name in SPREAD)  # what more GPUs share out
     if trains and s.rollout.name == "vllm" and not s.rollout.sleep and not s.rollout.overlap:
-        return "rollout.sleep=true", replace(s, rollout=replace(s.rollout, sleep=True))
-    if trains and not s.policy.checkpointing and fixed < room:
-        return "policy.checkpointing=true", replace(s, policy=replace(s.policy, checkpointing=True))
-    if trains and made.work.rows > 1 and fixed < room:
+        return {"rollout.sleep": "true"}, replace(s, rollout=replace(s.rollout, sleep=True))
+    if trains and not s.policy.checkpointing:
+        return {"policy.checkpointing": "true"}, replace(s, policy=replace(s.policy, checkpointing=True))
+    if trains and made.work.rows > 1 and (spread < room or sum(held.values()) - spread >= room):
         rows = max(made.work.rows // 4, 1)
-        return f"trainer.micro_batch_size={rows}", replace(s, trainer=replace(s.trainer, micro_batch_size=rows))
+        trainer = replace(s.trainer, micro_batch_size=rows)
+        return {"trainer.micro_batch_size": f"{rows}"}, replace(s, trainer=trainer)
     if not trains and s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
-        rows = max(s.rollout.batch_rows // 4, s.rollout.group_size)
-        return f"rollout.batch_rows={rows}", replace(s, rollout=replace(s.rollout, batch_rows=rows))
-    ranks = made.work.ranks * 2
-    while ranks < MOST_RANKS and fixed * made.work.shard_size / ranks > room:  # more than one doubling is needed
+        rows = max(s.rollout.batch_rows // 2, s.rollout.group_size)
+        return {"rollout.batch_rows": f"{rows}"}, replace(s, rollout=replace(s.rollout, batch_rows=rows))
+    copied = s.rollout.name == "local" and s.rollout.dtype == "float32" and made.work.shard_size > 1
+    if copied:
+        return {"rollout.dtype": "bfloat16"}, replace(s, rollout=replace(s.rollout, dtype="bfloat16"))
+    if s.rollout.name != "local" or sum(held.values()) - spread >= room:
+        return None  # more GPUs would not help
+    ranks = made.work.ranks if s.parallel.mode == "replicate" else made.work.ranks * 2
+    while ranks < MOST_RANKS and spread * made.work.shard_size / ranks > room:  # more than one doubling is needed
         ranks *= 2
     if ranks > min(MOST_RANKS, s.rollout.prompts_per_step):
         return None
-    parallel = replace(s.parallel, ranks=ranks, mode="shard", shard_size=0)
-    return f"parallel.ranks={ranks} parallel.mode=shard", replace(s, parallel=parallel)
+    words = {"parallel.mode": "shard", "parallel.ranks": f"{ranks}"}
+    words |= {"parallel.shard_size": "0"} if s.parallel.shard_size else {}
+    return words, replace(s, parallel=replace(s.parallel, ranks=ranks, mode="shard", shard_size=0))

@@ -121,7 +121,8 @@ class OnPolicySource:
     def check(self, step: int) -> None:
         """Raise RuntimeError if the engine's weights are not those that the trainer had after this step."""
         problems = [self.problems.problem(place) for place in range(GUARD_PROBLEMS)]
-        difference = check_engine(self.engine, problems, self.settings.tolerance, step)
+        precision = str(self.engine.policy.precision).removeprefix("torch.")
+        difference = check_engine(self.engine, problems, self.settings.tolerance(precision), step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:

@@ -135,11 +135,11 @@ class RolloutSettings(Ranged, key="rollout"):
                 "sampling needs whole responses; use one of the two"
             )
 
-    @property
-    def tolerance(self) -> float:
-        """The largest mean |log-prob difference| in nats that the guard after a sync lets pass."""
+    def tolerance(self, precision: str) -> float:
+        """Return the largest mean |log-prob difference| in nats that the guard after a sync lets pass, where the
+        trainer computes in this precision."""
         rounding = self.dtype if self.quantization == "none" else self.quantization
-        return self.sync_tolerance or SYNC_TOLERANCE[rounding]
+        return self.sync_tolerance or max(SYNC_TOLERANCE[rounding], SYNC_TOLERANCE[precision])
 
     def limit(self, step: int) -> int:
         """Return the largest number of response tokens at a step; later steps never have a smaller one."""

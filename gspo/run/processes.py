@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import gspo
+from gspo.config.checks import check_processes
 from gspo.config.settings import Settings, first_difference
 from gspo.core.ranks import Processes, RankLost, Ranks
 from gspo.run.cli import Ended, explain, stop_signal
@@ -168,9 +169,11 @@ def join(settings: Settings) -> Peers:
         raise ValueError(f"parallel.mode={mode} with one process: {START}")
     if (meant := settings.parallel.ranks) not in (0, launched()):
         raise ValueError(f"parallel.ranks={meant} with {launched()} processes: start {meant}, or leave it away")
+    if launched() == 1 and mode == "shard":
+        raise ValueError("parallel.mode=shard with one process: there is nothing to spread weights over; start several")
     if launched() == 1:
         return Peers(Ranks())
-    check_settings(settings)
+    check_processes(settings, launched())
     timeout = timedelta(minutes=settings.parallel.timeout_minutes)
     backend = "gloo"
     if settings.policy.device != "cpu" and torch.cuda.is_available():
@@ -188,18 +191,6 @@ def join(settings: Settings) -> Peers:
     check_agreement(settings, peers.ranks)
     stop_signal().repeats = 1  # what a terminal sends to all, torchrun passes on once more
     return peers
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise ValueError for settings that several processes cannot have."""
-    if settings.rollout.name != "local":
-        raise ValueError(f"rollout={settings.rollout.name} with {launched()} processes is not there yet: rollout=local")
-    if (size := settings.parallel.shard_size) and launched() % size:
-        raise ValueError(f"parallel.shard_size={size} does not divide the {launched()} processes")
-    if settings.rollout.prompts_per_step < launched():
-        raise ValueError(
-            f"rollout.prompts_per_step={settings.rollout.prompts_per_step} is less than the {launched()} processes"
-        )
 
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:

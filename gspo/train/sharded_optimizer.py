@@ -56,7 +56,8 @@ def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{name}/{key}" not in stored:
                 continue
-            like = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW keeps it
+            like = step if key == "step" else torch.zeros_like(parameter)
             if stored[f"{name}/{key}"].size != like.shape:
                 raise ValueError(f"{folder}: the optimizer's state of {name} has another shape")
             optimizer.state[parameter][key] = wanted[f"{name}/{key}"] = like.detach()

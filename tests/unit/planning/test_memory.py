@@ -36,7 +36,9 @@ def small_config(kind):
 
 def work(ranks=1, size=1, rows=4, response=400, **others):
     others = {"precision": torch.float32, "checkpointing": False, "cuda": False} | others
-    return Work(ranks=ranks, shard_size=size, rows=rows, prompt=40, response=response, group=rows, **others)
+    return Work(
+        ranks=ranks, shard_size=size, rows=rows, scored=rows, prompt=40, response=response, group=rows, **others
+    )
 
 
 def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
@@ -52,7 +54,7 @@ def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
     policy = Policy(
         model, small_policy().tokenizer, precision=work.precision, checkpointing=work.checkpointing, shards=shards
     )
-    micro = batch(work)
+    micro = batch(work, work.rows)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with peak() as scoring, torch.no_grad():

@@ -146,6 +146,7 @@ SPREAD = {case: (make, count, count, {}) for case, (make, count) in CASES.items(
     "layers computed again, r2": (of_case("r2"), 2, 2, {"checkpointing": True}),
     "layers computed again, load balance": (of_case("load balance"), 3, 3, {"checkpointing": True}),
 }  # how the trainer is made, on how many ranks, how many of them hold a copy, and settings of the policy
+ROUNDED = {"dense": ("dense", {}), "moe": ("gspo", {}), "moe, layers computed again": ("gspo", {"checkpointing": True})}
 
 
 @pytest.mark.distributed
@@ -160,6 +161,32 @@ def test_ranks_that_share_out_the_weights_train_as_one_process_does(case):
 
 def trained_spread(make, ranks: Ranks, size: int, **settings) -> tuple[list, list, list]:
     return trained(partial(make, spread=spread_over(ranks, size, **settings)), ranks, ranks.another())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ROUNDED)
+def test_spread_weights_are_multiplied_in_bfloat16_by_our_own_forward(case):
+    """As many ranks with the whole model each give the same numbers. Another number of ranks does not: it forms other
+    micro-batches, whose rounding in bfloat16 is wider than GSPO's clip range."""
+    name, settings = ROUNDED[case]
+    make = partial(of_case(name), old_pass="always")
+
+    def rounded(ranks, **where):
+        def again(policy: Policy) -> Policy:
+            return Policy(policy.model, policy.tokenizer, precision=torch.bfloat16, **settings)
+
+        policy = spread_over(ranks, ranks.count, precision=torch.bfloat16, **settings) if where["spread"] else again
+        t = partial(make, spread=policy)
+        return trained(t, ranks, ranks.another(), 1), t().policy.network is not None
+
+    for spread, alone in zip(
+        ranked(2, partial(rounded, spread=True)), ranked(2, partial(rounded, spread=False)), strict=True
+    ):
+        (tokens, gradients, _), own = spread
+        assert own and tokens == alone[0][0]
+        for a, b in zip(gradients, alone[0][1], strict=True):
+            for one, other in zip(a, b, strict=True):
+                torch.testing.assert_close(one, other, atol=5e-6 * max(1.0, float(other.abs().max())), rtol=0)
 
 
 def test_totals_of_one_rank_alone_would_be_noticed():
