@@ -102,7 +102,9 @@ def test_an_advice_is_tried_before_it_is_given():
     changed = line.removeprefix("It fits with ").partition(":")[0].split()
     assert {"parallel.mode=shard", "rollout.dtype=bfloat16"} <= set(changed)
     assert planned(*words, *changed, gpu=small, prompt=8).fits
-    assert advice(planned(*words, gpu=hardware("h100,memory=5.000001")))[1].startswith("There is no setting")
+    hopeless, least = hardware("h100,memory=5.000001"), ["policy.checkpointing=true", "rollout.batch_rows=4"]
+    assert advice(planned(*words, gpu=hopeless))[1].startswith("It does not fit with rollout.batch_rows=8")
+    assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
 
 
 @pytest.mark.parametrize(
