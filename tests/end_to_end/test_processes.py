@@ -237,3 +237,23 @@ def test_what_cannot_work_is_one_line_of_rank_0(tmp_path, case):
 def test_several_processes_without_torchrun_are_refused(tmp_path):
     done = forked.run(command(*TWO), cwd=tmp_path, env=environment())
     assert done.returncode == 2 and "parallel.mode=replicate with one process: start the processes by" in done.stderr
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = forked.run(command(*SHARD), cwd=tmp_path, env=environment() | alone)
+    assert done.returncode == 2 and "parallel.mode=shard with one process: there is nothing to spread" in done.stderr
+
+
+def test_weights_that_are_multiplied_in_bfloat16_pass_the_check_of_the_engine(tmp_path):
+    """The engine's copy is in float32, and no nearer to the trainer than its bfloat16 is."""
+    good(launch(tmp_path, 2, *SHARD, "policy.precision=bfloat16", "policy.checkpointing=true", "steps=2"))
+    rows = comparable(only_run(tmp_path))
+    assert all(1e-5 < row["mismatch/after_sync"] < 0.15 for row in rows[1:])
+
+
+def test_a_run_that_was_begun_with_two_processes_goes_on_with_others(tmp_path):
+    """Also where it says how many hold a copy of the weights, and how many processes it was for."""
+    good(launch(tmp_path, 2, *SHARD, "parallel.shard_size=2", "parallel.ranks=2", "steps=2"))
+    run = f"resume={only_run(tmp_path)}"
+    done = train(tmp_path, run, "parallel.mode=none", "steps=3")
+    assert done.returncode == 0, done.stderr
+    good(launch(tmp_path, 3, run, "parallel.mode=shard", "steps=4"))
+    good(launch(tmp_path, 2, run, "steps=5"))

@@ -113,6 +113,14 @@ def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(folder):
         save_file(content, path, {"format": "pt"})
         found = ranked(2, message)
         assert any(line and text in line for line in found) and all("\n" not in line for line in found if line), found
+    rounded = {k: v.to(torch.float8_e4m3fn) if k == name else v for k, v in weights.items()}
+    save_file(rounded, path, {"format": "pt"})
+    assert any("is of type F8_E4M3, not of 16 or 32 bits" in (line or "") for line in ranked(2, message))
+    config = json.loads((folder / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    assert all("has quantized ones" in line for line in ranked(2, message))
+    (folder / "config.json").write_text(json.dumps(config))
     path.write_bytes(path.read_bytes()[:1000])
     assert all("cannot be loaded" in line for line in ranked(2, message))
 
