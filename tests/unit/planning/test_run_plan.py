@@ -168,7 +168,7 @@ def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
     update = made.phases["update"]
     assert (update["weights"] + update["AdamW's moments"]) / GB == pytest.approx(idle, abs=0.1)
     assert update["engine"] == pytest.approx(2 * 30.53e9, rel=1e-3), "a copy to sample with, which they do not count"
-    assert (sum(update.values()) - update["engine"]) / GB == pytest.approx(peak, rel=0.03)
+    assert (sum(update.values()) - update["engine"]) / GB == pytest.approx(peak, rel=0.04)
     assert "reference" not in str(update) and torch.bfloat16 == made.work.precision
     of_pass = made.measured.gathered / GB, made.measured.reduced / GB
     assert of_pass == pytest.approx((121, 122), rel=0.06), "gathered twice in bfloat16, reduced in float32"
