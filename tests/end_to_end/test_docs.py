@@ -23,10 +23,11 @@ import audit_rewards
 import parity
 from commands import environment
 from composing import CONF, options, settings
-from gspo.commands import check_objective, dashboard, evaluate, main, view
+from gspo.commands import check_objective, dashboard, evaluate, main, plan, view
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
+from gspo.planning.hardware import hardware
 from gspo.run.sweeps import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
 
@@ -136,12 +137,19 @@ def composes(name: str, words: list[str]) -> None:
         to_dataclass(compose(name, overrides=words))
 
 
+def is_planned(words: list[str]) -> None:
+    given, chosen = plan.with_options(words)
+    hardware(chosen["--hardware"])
+    plan.composed_settings(given)
+
+
 OTHERS = {
     "evaluate": lambda words: composes("evaluate", evaluate.with_benchmarks(words)),
     "sample": lambda words: composes("sample", words),
     "benchmark": lambda words: composes("benchmark", words),
     "audit_rewards": audit_rewards.parse,
     "parity": parity.parse,
+    "plan": is_planned,
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": dashboard.options,
     "view": lambda words: key_values(words, view.OPTIONS, paths=True),

@@ -57,7 +57,7 @@ def test_sizes_stand_below_experiment_preset_and_command_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("experiment", [name for name in options("experiment") if name.endswith("_moe")])
 def test_a_testbed_brings_its_own_clip_range_which_everything_after_it_overrides(experiment):
     chosen, tiny = settings(f"experiment={experiment}"), settings("objective=gspo_tiny").objective
     assert chosen.objective == tiny and chosen.objective.clip_low == 3.5e-4
