@@ -26,6 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 PROMPT = 512  # tokens of a prompt where neither the settings nor the user say how many it can have
 MOST_RANKS = 1024
 OF_LOGIT = 24.0  # bytes for each logit of the next token while it is drawn: probabilities, their order, sums
+FLOAT32 = 8  # how many times as long a float32 product takes as one of bfloat16, without TF32 rather more
 ACROSS = "gradients between copies"
 ACTIVATIONS = "activations and gathered weights"
 SPREAD = ("weights", "AdamW's moments", "reference policy", "gradients")
@@ -80,7 +81,8 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     engine = Engine.of(settings, config, measured, work, each, hardware)
     passes = passes_of(settings, work, each, engine)
     traffic = traffic_of(settings, measured, work, passes)
-    times = times_of(settings, config, measured, work, engine, passes, traffic, hardware)
+    times = update_times(config, measured, work, passes, hardware)
+    times |= exchange_times(traffic, work, hardware) | rollout_times(measured, work, engine, hardware)
     return Plan(settings, hardware, work, measured, phases(settings, measured, engine), traffic, times)
 
 
@@ -202,43 +204,45 @@ def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passe
     return found | ({ACROSS: float(passes.learning * measured.reduced_between)} if work.shard_size < work.ranks else {})
 
 
-def times_of(
-    settings: Settings,
-    config: PretrainedConfig,
-    measured: Measured,
-    work: Work,
-    engine: Engine,
-    passes: Passes,
-    traffic: dict[str, float],
-    hardware: Hardware,
+def update_times(
+    config: PretrainedConfig, measured: Measured, work: Work, passes: Passes, hardware: Hardware
 ) -> dict[str, float]:
-    """Return the seconds of a step by what takes them; nothing for arithmetic where it is not known how many parameters
-    a token passes through."""
-    flops, read = hardware.flops * 1e12 * ARITHMETIC, hardware.bandwidth * GB * MEMORY
-    found = {}
-    active = measured.active
-    if active:
-        lengths = torch.full((1,), work.prompt + work.response)
-        forward = forward_flops(config, active, lengths)
-        per_pass = 4 if work.checkpointing else 3  # a backward costs two forwards; checkpointing computes one again
-        rounded = 1 if settings.policy.precision == "bfloat16" else 8  # float32 products by TF32 units, or none
-        found["update: arithmetic"] = passes.learning * work.rows * per_pass * forward * rounded / flops
-        found["old log-probs: arithmetic"] = passes.scoring * work.scored * forward * rounded / flops
-    if traffic:
-        across = traffic.get(ACROSS, 0.0)
-        within = sum(traffic.values()) - across
-        found["exchange between GPUs"] = within / (hardware.bandwidth_between(work.shard_size) * GB) + across / (
-            hardware.bandwidth_between(work.ranks) * GB
-        )
+    """Return the seconds of a step's arithmetic in the trainer; nothing where it is not known how many parameters a
+    token passes through."""
+    if not measured.active:
+        return {}
+    forward = forward_flops(config, measured.active, torch.tensor([work.prompt + work.response]))
+    seconds = forward / (hardware.flops * 1e12 * ARITHMETIC)
+    seconds *= 1 if work.precision == torch.bfloat16 else FLOAT32
+    per_pass = 4 if work.checkpointing else 3  # a backward costs two forwards; checkpointing computes one again
+    return {
+        "update: arithmetic": passes.learning * work.rows * per_pass * seconds,
+        "old log-probs: arithmetic": passes.scoring * work.scored * seconds,
+    }
+
+
+def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
+    """Return the seconds in which a GPU exchanges this with others: what crosses copies of the weights goes between all
+    ranks, the rest within a copy."""
+    if not traffic:
+        return {}
+    across = traffic.get(ACROSS, 0.0)
+    within = sum(traffic.values()) - across
+    rates = hardware.bandwidth_between(work.shard_size) * GB, hardware.bandwidth_between(work.ranks) * GB
+    return {"exchange between GPUs": within / rates[0] + across / rates[1]}
+
+
+def rollout_times(measured: Measured, work: Work, engine: Engine, hardware: Hardware) -> dict[str, float]:
+    """Return the seconds in which a step's responses are sampled: for every token the weights and the cache are read,
+    of experts those that the tokens of `at_once` responses can touch."""
     waves = math.ceil(engine.rows / engine.at_once)
     held = engine.at_once * (work.prompt + work.response / 2) * engine.per_token / engine.engines
-    touched = engine.read
-    if active and engine.at_once < 32:  # few responses do not touch all experts
-        touched *= min(1.0, engine.at_once * active / measured.parameters)
-    found["rollout: weights and cache read"] = waves * work.response * (touched + held) / read
-    if active:
-        products = 2.0 * active * engine.rows * work.response / engine.engines
-        found["rollout: arithmetic"] = products / flops
+    share = min(1.0, engine.at_once * measured.active / measured.parameters) if measured.active else 1.0
+    read = waves * work.response * (engine.read * share + held)
+    found = {"rollout: weights and cache read": read / (hardware.bandwidth * GB * MEMORY)}
+    if measured.active:
+        products = 2.0 * measured.active * engine.rows * work.response / engine.engines
+        found["rollout: arithmetic"] = products / (hardware.flops * 1e12 * ARITHMETIC)
     return found
 
 
