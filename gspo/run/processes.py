@@ -3,9 +3,8 @@
     torchrun --nproc-per-node=2 experiments/train.py experiment=micro_moe parallel.mode=replicate
 
 torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks of one job of
-submitit. Rank 0 writes the run's directory and speaks to the user; the
-others compute, and are silent. When one ends before its time, the others notice in their next exchange, and one of them
-says which it was.
+submitit. Rank 0 writes the run's directory and speaks to the user; the others compute, and are silent. When one ends
+before its time, the others notice in their next exchange, and one of them says which it was.
 """
 
 from __future__ import annotations

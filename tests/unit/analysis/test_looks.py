@@ -110,6 +110,16 @@ def test_a_look_stays_with_its_arm():
         assert found[arms[0]].colour == looks.look(GSPO).colour.lower()
 
 
+def test_replays_at_several_settings_keep_their_line_and_differ_from_everything_else():
+    arms = [
+        f"GSPO{replay}{setting}" for replay in ("", " + Routing Replay (R2)") for setting in ("", " [frozen router]")
+    ]
+    found = looks.looks(arms)
+    assert len(set(found.values())) == len(found)
+    replayed = [look for arm, look in found.items() if "Replay" in arm]
+    assert {look.line for look in replayed} == {looks.REPLAYED}, "drawn as every other replay is"
+
+
 def test_no_figure_has_colours_of_its_own_for_arms():
     for file in ANALYSIS.glob("*.py"):
         if file.name not in ("looks.py", "style.py", "blocks.py"):
