@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 def is_spread(weights: nn.Module | Tensor) -> bool:
     """Return whether a tensor, or the weights of a module, are spread over ranks."""
-    return hasattr(weights, "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward")
+    # of the class: a module looks for a name that it has not in three places, and this is asked in every layer
+    return hasattr(type(weights), "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward")
 
 
 def run_in(module: nn.Module, function: Callable[..., T], *args: Any) -> T:

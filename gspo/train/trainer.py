@@ -286,8 +286,9 @@ class Trainer:
         lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        self.ranks.add_gradients(self.policy.parameters())
-        norm = clip_gradients(self.policy.parameters(), self.optim.max_grad_norm)
+        parameters = self.policy.parameters()
+        self.ranks.add_gradients(parameters)
+        norm = clip_gradients(parameters, self.optim.max_grad_norm)
         finite = bool(norm.isfinite())
         if finite:
             self.optimizer.step()
