@@ -104,7 +104,8 @@ def titles(studies: list[Data]) -> list[str]:
     found.sort(key=lambda each: list(SHORT).index(each[0]) if each[0] in SHORT else len(SHORT))
     if not found:
         return [str(data.runs[0].settings.get("study")) for data in studies]
-    more = f", and {len(found) - MOST} more settings differ" if len(found) > MOST else ""
+    left = len(found) - MOST
+    more = f", and {left} more {'setting differs' if left == 1 else 'settings differ'}" if left > 0 else ""
     return [
         ", ".join(
             f"{whose}{SHORT.get(key, key)} {short(data.of(arms[0])[0].settings.get(key))}"
