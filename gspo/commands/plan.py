@@ -3,6 +3,7 @@ to change if it does not fit.
 
     gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 --hardware rtx_4090
     gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard parallel.ranks=16
+    gspo plan ... parallel.ranks=16,64,256          how it scales: a line for each number of GPUs
 
 The words are those of `gspo train`. Beside them:
 
@@ -28,9 +29,12 @@ from gspo.config.settings import Settings
 from gspo.core.arguments import nearest
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import Plan, advice, plan
+from gspo.planning.scaling import Point, efficiency, smallest, strong, weak
 from gspo.run.cli import command_line
 
 OPTIONS = {"--hardware": "h100", "--prompt": "0"}
+RANKS = "parallel.ranks="
+KINDS = ("update", "old log-probs", "exchange", "rollout")  # how the names of a plan's times begin
 
 
 def main() -> None:
@@ -39,14 +43,20 @@ def main() -> None:
 
 
 def print_plan() -> None:
-    """Print the plan; the exit code is 1 if the run does not fit."""
+    """Print the plan, or plans for several numbers of GPUs; the exit code is 1 if the run does not fit."""
     words, options = with_options(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         sys.exit(0 if words else 2)
     if not options["--prompt"].isdecimal():
         raise ValueError(f"--prompt {options['--prompt']} must be a number of tokens")
-    made = plan(composed_settings(words), hardware(options["--hardware"]), int(options["--prompt"]))
+    gpu, prompt, counts = hardware(options["--hardware"]), int(options["--prompt"]), several_counts(words)
+    if counts:
+        others = [word for word in words if not word.startswith(RANKS)]
+        points = strong(settings := composed_settings([*others, f"{RANKS}{counts[0]}"]), counts, gpu, prompt)
+        print("\n".join(lines_of_scaling(points, weak(settings, points, gpu, prompt))))
+        sys.exit(0 if smallest(points) else 1)
+    made = plan(composed_settings(words), gpu, prompt)
     print("\n".join([*lines_of(made), "", *advice(made)]))
     sys.exit(0 if made.fits else 1)
 
@@ -65,6 +75,18 @@ def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         else:
             words.append(name + given + value)
     return words, options
+
+
+def several_counts(words: list[str]) -> list[int]:
+    """Return the numbers of GPUs of `parallel.ranks=16,64`; none where there is one number or none. Raises ValueError
+    for what is not a number above 0."""
+    named = [word.removeprefix(RANKS) for word in words if word.startswith(RANKS)]
+    if not named or "," not in named[-1]:
+        return []
+    counts = named[-1].split(",")
+    if wrong := [count for count in counts if not count.isdecimal() or not int(count)]:
+        raise ValueError(f"{RANKS}{named[-1]}: {wrong[0]!r} must be a number of GPUs, as in {RANKS}16,64")
+    return sorted({int(count) for count in counts})
 
 
 def composed_settings(words: list[str]) -> Settings:
@@ -100,6 +122,41 @@ def lines_of(made: Plan) -> list[str]:
     lines += ["", f"a step takes about {seconds(total)}, if every response is of the greatest length"]
     lines += [f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}" for name, time in made.times.items()]
     return [*lines, f"  most goes to {max(made.times, key=made.times.get)}"]
+
+
+def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
+    """Return plans for several numbers of GPUs, with the same step and with a step that grows, as the lines of a
+    terminal."""
+    made = next(p.made for p in points if p.made)
+    first, second, *_ = lines_of(made)
+    each, base = second.split(", ", 2)[2], smallest(points)
+    lines = [first, f"{made.hardware.name} ({made.hardware.memory:g} GB), parallel.mode={made.settings.parallel.mode}"]
+    lines += ["", f"strong scaling: {each}", *scaling_table(points)]
+    if base:
+        rollout = base.made.settings.rollout
+        share = rollout.prompts_per_step * rollout.group_size / base.ranks
+        lines += ["", f"weak scaling: {share:g} responses a step for each GPU", *scaling_table(grown)]
+    return lines
+
+
+def scaling_table(points: list[Point]) -> list[str]:
+    """Return a line for each number of GPUs: memory, a step's seconds and their parts, efficiency, what takes most."""
+    head = f"{'GPUs':>6}{'responses':>11}{'GB':>6}{'step':>9}" + "".join(f"{kind:>15}" for kind in KINDS)
+    lines, base = [f"{head}{'efficiency':>14}  most goes to"], smallest(points)
+    for p in points:
+        if not p.made:
+            lines.append(f"{p.ranks:>6}  {p.refused}")
+            continue
+        times, rollout = p.made.times, p.made.settings.rollout
+        parts = [sum(time for name, time in times.items() if name.startswith(kind)) for kind in KINDS]
+        found = efficiency(p, base)
+        lines.append(
+            f"{p.ranks:>6}{rollout.prompts_per_step * rollout.group_size:>11}{p.made.peak[1] / GB:>6.0f}"
+            f"{seconds(p.step):>9}"
+            + "".join(f"{seconds(part):>15}" for part in parts)
+            + f"{'does not fit' if found is None else f'{found:.0%}':>14}  {max(times, key=times.get)}"
+        )
+    return lines
 
 
 def seconds(time: float) -> str:

@@ -9,6 +9,7 @@ from gspo.commands import plan as command
 from gspo.commands.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import ACTIVATIONS, advice, plan
+from gspo.planning.scaling import efficiency, smallest, strong, weak
 
 H100 = hardware("h100")
 SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
@@ -157,6 +158,78 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
     for words in (["--hardwear", "h100"], ["--prompt"]):
         with pytest.raises(ValueError, match=r"--hardware|needs a value"):
             with_options(words)
+
+
+SHARDS = [*SMALL, "parallel.mode=shard", "parallel.ranks=2", "rollout.max_new_tokens=80", "rollout.batch_rows=4"]
+
+
+def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_out_less():
+    """Every rank samples the responses to one prompt, and then to two; what is exchanged does not shrink with ranks."""
+    settings = composed_settings(SHARDS)
+    shared = strong(settings, [2, 4, 8], H100, 20)
+    assert [p.made.settings.rollout.prompts_per_step for p in shared] == [8, 8, 8]
+    assert shared[0].step > shared[1].step > shared[2].step > shared[0].step / 4
+    assert efficiency(shared[0], shared[0]) == 1
+    assert efficiency(shared[2], shared[0]) == pytest.approx(shared[0].step / shared[2].step / 4)
+    grown = weak(settings, shared, H100, 20)
+    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [8, 16, 32]
+    assert grown[2].step == pytest.approx(grown[0].step, rel=0.05), "all within one machine"
+    assert efficiency(grown[2], grown[0]) == pytest.approx(grown[0].step / grown[2].step)
+    rollouts = [p.made.times["rollout: weights and cache read"] for p in grown]
+    assert rollouts == pytest.approx(rollouts[:1] * 3)
+
+
+def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why():
+    points = strong(composed_settings(SHARDS), [2, 8, 16], H100, 20)
+    assert points[2].made is None and "prompts_per_step=8 is less than the 16 processes" in points[2].refused
+    sizes = [p.made.peak[1] / GB for p in points[:2]]
+    assert sizes[1] < sizes[0]
+    tight = hardware(f"h100,memory={(sizes[0] + sizes[1]) / 2}")
+    points = strong(composed_settings(SHARDS), [2, 8, 16], tight, 20)
+    assert smallest(points) is points[1] and [p.fits for p in points] == [False, True, False]
+    assert efficiency(points[0], points[1]) is None and efficiency(points[1], points[1]) == 1
+    grown = weak(composed_settings(SHARDS), points, tight, 20)
+    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], "as many a GPU as the eight have"
+    hopeless = hardware("h100,memory=5.000001")
+    assert weak(composed_settings(SHARDS), strong(composed_settings(SHARDS), [2], hopeless, 20), hopeless, 20) == []
+    with pytest.raises(ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"):
+        strong(composed_settings(SHARDS), [16, 32], H100)
+
+
+def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_with_padding():
+    """FSDP2 cuts a tensor along its first dimension, of experts, and pads it to a multiple of the ranks."""
+    words = [
+        "task=math",
+        "model=tiny_moe",
+        "rollout.prompts_per_step=32",
+        "rollout.group_size=4",
+        "parallel.mode=shard",
+    ]
+    experts = composed_settings(words[:2]).model.experts
+    few, many = (planned(*words, f"parallel.ranks={ranks}").measured.gathered for ranks in (experts, 2 * experts))
+    assert many > 1.5 * few
+
+
+def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
+    def ended(*words) -> int:
+        monkeypatch.setattr(sys, "argv", ["plan", *SHARDS, *words])
+        with pytest.raises(SystemExit) as end:
+            command.print_plan()
+        return end.value.code
+
+    assert ended("parallel.ranks=8,4,16", "--prompt=20") == 0
+    same, grown = capsys.readouterr().out.split("weak scaling: 8 responses a step for each GPU")
+    rows = [[line.split() for line in part.splitlines() if line.strip()[:1].isdigit()] for part in (same, grown)]
+    assert [row[:2] for row in rows[0]] == [["4", "32"], ["8", "32"], ["16", "rollout.prompts_per_step=8"]]
+    assert [row[:2] for row in rows[1]] == [["4", "32"], ["8", "64"], ["16", "128"]]
+    assert "100%" in rows[0][0] and "strong scaling: 32 responses a step of up to 20 + 80 tokens" in same
+    assert ended("parallel.ranks=2,4", "--hardware=h100,memory=5.0001") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("does not fit") == 2 and "weak scaling" not in printed
+    for wrong in ("2,", "2,x", "0,2"):
+        monkeypatch.setattr(sys, "argv", ["plan", *SHARDS, f"parallel.ranks={wrong}"])
+        with pytest.raises(ValueError, match=rf"parallel.ranks={wrong}: '[x0]?' must be a number of GPUs"):
+            command.print_plan()
 
 
 @pytest.mark.distributed
