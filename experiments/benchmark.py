@@ -21,14 +21,17 @@ from gspo.config.commands import BenchmarkCommand
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
+from gspo.core.ranks import RankLost
 from gspo.model.loading import HFModel
 from gspo.run.build import starting_model_folder
-from gspo.run.cli import command_line, one_line
+from gspo.run.cli import Ended, command_line, one_line
 from gspo.run.directory import code_state
+from gspo.run.processes import Peers, as_rank, is_follower, join, launched, silence
 from gspo.tracking.tracker import Progress
 from speed.generate import compare_generation, generation_table
 from speed.measure import measure, table
 from speed.peer import Pairs, compare
+from speed.processes import measure_cases, scaling_table
 from speed.scaling import measure_curves
 from speed.workload import WORKLOADS, EvenText, made_folder
 
@@ -42,13 +45,37 @@ def main(config: DictConfig) -> None:
     command: BenchmarkCommand = to_dataclass(config)
     if command.workload not in WORKLOADS:
         raise ValueError(f"workload={command.workload!r}: choose one of {', '.join(WORKLOADS)}")
+    if launched() > 1 and (command.curves or command.scaling or command.peer != "none"):
+        raise ValueError("curves, scaling and peer start their own processes: leave torchrun away")
     if command.curves:
         draw_curves(command)
         return
-    settings = prepared(command)
-    out = Path(command.out or Path(command.runs) / "benchmarks" / f"{command.workload}.json")
-    if command.peer == "none":
-        record = measure(settings, command.batches)
+    settings = composed(command)
+    if command.scaling:
+        check_prompts(settings, command)
+    peers = join(settings)
+    peers.others_wait = False  # all ranks do the same
+    try:
+        with peers.watched():
+            from_folder(settings, command, peers)
+            compare_or_measure(settings, command, peers)
+    except RankLost:
+        raise Ended(peers.lost[1]) from None
+
+
+def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Peers) -> None:
+    """Measure what the command asks for, print it as a table and write it; of several processes rank 0 writes."""
+    name = f"{command.workload}_processes" if command.scaling else command.workload
+    out = Path(command.out or Path(command.runs) / "benchmarks" / f"{name}.json")
+    if command.scaling:
+        record = {"scaling": command.scaling, "rounds": []}
+        prompts = WORKLOADS[command.workload].resized(command.size).prompts
+        for measured in measure_cases(command.scaling, own_overrides("scaling"), prompts, command.rounds):
+            record["rounds"].append(measured)
+            write(record, out)
+        print(scaling_table(record["rounds"], command.scaling))
+    elif command.peer == "none":
+        record = measure(settings, command.batches, peers.ranks)
         print(table(record))
     elif command.peer == "transformers":
         record = {"rounds": compare_generation(settings, command.rounds)}
@@ -58,15 +85,20 @@ def main(config: DictConfig) -> None:
             raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
         if command.set or {"micro_batch_size", "batch_rows"} & command.size.keys():
             raise ValueError("peer=trl: set... and size.micro_batch_size, batch_rows would change our side alone")
-        own = [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("peer", "rounds", "out")]
         record = {"rounds": []}
-        for measured in compare(settings, own, command.rounds, command.batches):
+        for measured in compare(settings, own_overrides("peer"), command.rounds, command.batches):
             record["rounds"].append(measured)
             write(record | {"threads": command.threads}, out)
         print(Pairs(record["rounds"]).table())
-    write(record | {"threads": command.threads}, out)
+    if peers.ranks.index == 0:
+        write(record | {"threads": command.threads}, out)
     if not command.out:
         print(f"numbers in {out}")
+
+
+def own_overrides(key: str) -> list[str]:
+    """Return this command's arguments without the one that makes it start others, and without what only it needs."""
+    return [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in (key, "rounds", "out")]
 
 
 def write(record: dict, out: Path) -> None:
@@ -85,22 +117,46 @@ def draw_curves(command: BenchmarkCommand) -> None:
     subprocess.run([sys.executable, str(ROOT / "analysis" / "fig_scaling.py"), str(out)], check=True)
 
 
-def prepared(command: BenchmarkCommand) -> Settings:
-    """Return the workload as the settings of a run that starts from a model folder, which is made if it is not
-    there."""
+def composed(command: BenchmarkCommand) -> Settings:
+    """Return the workload as the settings of a run, which does not yet say from which folder it starts."""
     workload = WORKLOADS[command.workload].resized(command.size)
     own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]
-    settings = to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
-    if workload.shape:
-        settings.model.path = str(made_folder(workload.shape, Path(command.runs) / "benchmarks" / "models"))
+    return to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
+
+
+def check_prompts(settings: Settings, command: BenchmarkCommand) -> None:
+    """Raise ValueError if the prompts of a step cannot be shared out, or are not the workload's, which is made larger
+    for weak scaling."""
+    prompts, count = WORKLOADS[command.workload].resized(command.size).prompts, command.scaling
+    if prompts < count:
+        raise ValueError(f"scaling={count} with size.prompts={prompts}: say size.prompts={count} or more")
+    if settings.rollout.prompts_per_step != prompts:
+        raise ValueError(f"scaling={count} with set.rollout.prompts_per_step: say size.prompts=N instead")
+
+
+def from_folder(settings: Settings, command: BenchmarkCommand, peers: Peers) -> None:
+    """Let the run start from a model folder, which is made if it is not there yet: by rank 0, for whom others wait."""
+    if peers.ranks.index:
+        peers.ranks.told(None)
+    start_from_folder(settings, command)
+    if peers.ranks.index == 0:
+        peers.ranks.told(None)
+
+
+def start_from_folder(settings: Settings, command: BenchmarkCommand) -> None:
+    """Put the workload's model folder and its task into the settings."""
+    shape = WORKLOADS[command.workload].resized(command.size).shape
+    if shape:
+        settings.model.path = str(made_folder(shape, Path(command.runs) / "benchmarks" / "models"))
         settings.task = EvenText(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
-        return settings
+        return
     bar = Progress("cold start", settings.cold_start.steps, 0, sys.stderr.isatty())
     folder = starting_model_folder(settings, lambda step, _, loss: bar(step, loss=loss))
     bar.close()
     settings.model, settings.cold_start.steps = HFModel(path=str(folder)), 0
-    return settings
 
 
 if __name__ == "__main__":
-    command_line(main)
+    if is_follower():
+        silence()
+    as_rank(lambda: command_line(main))

@@ -10,42 +10,42 @@ import resource
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from gspo.config.settings import Settings
+from gspo.core.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.source import Rollout
 from gspo.run.build import build_trainer
 from gspo.tracking.tracker import Tracker
 from gspo.train.trainer import Trainer
+from speed.exchanges import Exchanges
 
 PHASES = ("rollout", "scoring", "old_logprobs", "update", "diagnostics", "tracking", "total")
 
 
-def measure(settings: Settings, batches: int) -> dict:
-    """Time `batches` rollout batches after one to warm up, and return a record that can be written as JSON."""
+def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dict:
+    """Time `batches` rollout batches after one to warm up, and return a record that can be written as JSON. Of several
+    processes all measure, and seconds are means over the ranks."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    trainer = build_trainer(settings)
-    policy, rows, peak = trainer.policy, [], matmul_peak(trainer.policy)
-    with tempfile.TemporaryDirectory() as folder:
-        tracker = Tracker(Path(folder), settings.tracking, asdict(settings), "benchmark", [])
-        for step in range(1, batches + 2):
-            started = time.perf_counter()
-            rollout = trainer.source.next(step)
-            metrics = trainer.train_step(step, rollout)
-            synchronize(policy)
-            logging = time.perf_counter()
-            tracker.log(step, metrics, rollout.responses if step == 1 else None)
-            now = time.perf_counter()
-            rows.append(row(metrics, rollout, trainer, now - started, now - logging))
-        tracker.finish(0)
+    ranks = ranks or Ranks()
+    trainer = build_trainer(settings, ranks=ranks)
+    policy, peak = trainer.policy, matmul_peak(trainer.policy)
+    if ranks.count == 1:
+        rows = timed_batches(trainer, settings, batches)
+    else:
+        exchanges = Exchanges() if policy.device.type == "cpu" else None
+        with exchanges.timed(trainer) if exchanges else nullcontext():
+            rows = timed_batches(trainer, settings, batches, exchanges)
+        rows = [means_over_ranks(own, ranks) for own in rows]
     trainer.source.close()
-    peak = max(peak, matmul_peak(policy))
+    peak = sum(ranks.gathered(max(peak, matmul_peak(policy))))
     return {
         "workload": settings.study,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
@@ -55,9 +55,43 @@ def measure(settings: Settings, batches: int) -> dict:
         "own_forward": policy.network is not None,
         "matmul_gflops": peak / 1e9,
         "peak_memory_mib": peak_memory(policy),
+        **({"ranks": ranks.count, "mode": settings.parallel.mode} if ranks.count > 1 else {}),
         "batches": rows[1:],
         **{key: median(r[key] for r in rows[1:]) for key in rows[0]},
     }
+
+
+def timed_batches(
+    trainer: Trainer, settings: Settings, batches: int, exchanges: Exchanges | None = None
+) -> list[dict[str, float]]:
+    """Return the rows of `batches` rollout batches and of one before them. Rank 0 also logs them, as in a run."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = None
+        if trainer.ranks.index == 0:
+            tracker = Tracker(Path(folder), settings.tracking, asdict(settings), "benchmark", [])
+        for step in range(1, batches + 2):
+            started = time.perf_counter()
+            rollout = trainer.source.next(step)
+            sampled = time.perf_counter()
+            metrics = trainer.train_step(step, rollout)
+            synchronize(trainer.policy)
+            logging = time.perf_counter()
+            if tracker:
+                tracker.log(step, metrics, rollout.responses if step == 1 else None)
+            now = time.perf_counter()
+            rows.append(row(metrics, rollout, trainer, now - started, now - logging) | {"next_s": sampled - started})
+            if exchanges:
+                rows[-1] |= exchanges.taken()
+        if tracker:
+            tracker.finish(0)
+    return rows
+
+
+def means_over_ranks(own: dict[str, float], ranks: Ranks) -> dict[str, float]:
+    """Return a rank's row with the means of all ranks' seconds."""
+    rows = ranks.gathered(own)
+    return own | {key: fmean(r[key] for r in rows) for key in own if key.endswith("_s")}
 
 
 def row(
@@ -76,6 +110,7 @@ def row(
         "old_logprobs_s": old,
         "update_s": metrics["time/train_s"] - old - diagnosing,
         "diagnostics_s": diagnosing,
+        "handover_s": metrics.get("time/sync_s", 0.0),  # the new weights to an engine that has weights of its own
         "tracking_s": tracking,
         "total_s": total,
         "rollout_flops": forward,

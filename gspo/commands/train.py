@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import traceback
 
 import gspo.tracking.preload  # noqa: F401
 
@@ -21,7 +20,7 @@ from gspo.run.cli import Stopped, command_line, one_line, stop_signal
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.lifecycle import run
-from gspo.run.processes import is_follower, join, join_scheduler, launched, leave, part, silence
+from gspo.run.processes import as_rank, is_follower, join, join_scheduler, launched, part, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_run import own_arguments, under_agent
@@ -39,17 +38,7 @@ def main() -> None:
     keep_devices()
     stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
     Plugins.instance().register(SweepFiles)
-    if launched() == 1:
-        command_line(composed("train", job))
-        return
-    try:
-        command_line(one_run)
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else bool(end.code))
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    as_rank(lambda: command_line(composed("train", job) if launched() == 1 else one_run))
 
 
 def one_run() -> None:

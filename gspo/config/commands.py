@@ -62,9 +62,11 @@ class BenchmarkCommand(Ranged):
     # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its `generate` is timed too
     peer: str = "none"
     batches: int = ranged(5, least=1)  # rollout batches that are timed, after one to warm up; their medians are shown
-    rounds: int = ranged(5, least=1)  # rounds, each of TRL, our program like for like, and our program at its best
+    rounds: int = ranged(5, least=1)  # with peer or scaling: how often each is measured, in alternation
     threads: int = ranged(1, least=1)
     curves: bool = False  # measure scaling curves on 1 and 2 threads in place of a workload, as a table and a figure
+    # measure the workload on the CPU in one process and in this many, in alternation; 0: do not
+    scaling: int = ranged(0, least=0)
     size: dict[str, int] = ranged(default_factory=dict, least=0)  # other sizes: size.new_tokens=256, size.hidden=128
     set: dict[str, Any] = field(default_factory=dict)  # settings of a run: set.trainer.micro_batch_size=32
     runs: str = "runs"  # models and results go to RUNS/cold_starts and RUNS/benchmarks
@@ -78,6 +80,13 @@ class BenchmarkCommand(Ranged):
         super().__post_init__()
         if self.peer not in ("none", "trl", "transformers"):
             raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
+        if self.scaling == 1:
+            raise ValueError("scaling=1: one process is what the others are compared with; say scaling=2 or more")
+        if self.scaling and (self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set):
+            raise ValueError(
+                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with neither peer nor "
+                "curves: leave them away"
+            )
 
 
 @dataclass

@@ -16,7 +16,8 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -228,6 +229,21 @@ def part() -> None:
     """Take down the connections to the other processes, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def as_rank(main: Callable[[], None]) -> None:
+    """Call an entry point, which ends this process itself where it is one of several."""
+    if launched() == 1:
+        main()
+        return
+    try:
+        main()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 def leave(code: int) -> None:
