@@ -50,13 +50,14 @@ def print_plan() -> None:
         sys.exit(0 if words else 2)
     if not options["--prompt"].isdecimal():
         raise ValueError(f"--prompt {options['--prompt']} must be a number of tokens")
-    gpu, prompt, counts = hardware(options["--hardware"]), int(options["--prompt"]), several_counts(words)
+    gpu, prompt = hardware(options["--hardware"]), int(options["--prompt"])
+    words, counts = with_counts(words)
+    settings = composed_settings(words)
     if counts:
-        others = [word for word in words if not word.startswith(RANKS)]
-        points = strong(settings := composed_settings([*others, f"{RANKS}{counts[0]}"]), counts, gpu, prompt)
+        points = strong(settings, counts, gpu, prompt)
         print("\n".join(lines_of_scaling(points, weak(settings, points, gpu, prompt))))
         sys.exit(0 if smallest(points) else 1)
-    made = plan(composed_settings(words), gpu, prompt)
+    made = plan(settings, gpu, prompt)
     print("\n".join([*lines_of(made), "", *advice(made)]))
     sys.exit(0 if made.fits else 1)
 
@@ -77,16 +78,17 @@ def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     return words, options
 
 
-def several_counts(words: list[str]) -> list[int]:
-    """Return the numbers of GPUs of `parallel.ranks=16,64`; none where there is one number or none. Raises ValueError
-    for what is not a number above 0."""
+def with_counts(words: list[str]) -> tuple[list[str], list[int]]:
+    """Return the words with one number of GPUs, and the numbers of `parallel.ranks=16,64`; none of these where it names
+    one. Raises ValueError for what is not a number above 0."""
     named = [word.removeprefix(RANKS) for word in words if word.startswith(RANKS)]
     if not named or "," not in named[-1]:
-        return []
+        return words, []
     counts = named[-1].split(",")
     if wrong := [count for count in counts if not count.isdecimal() or not int(count)]:
         raise ValueError(f"{RANKS}{named[-1]}: {wrong[0]!r} must be a number of GPUs, as in {RANKS}16,64")
-    return sorted({int(count) for count in counts})
+    others = [word for word in words if not word.startswith(RANKS)]
+    return [*others, f"{RANKS}{counts[0]}"], sorted({int(count) for count in counts})
 
 
 def composed_settings(words: list[str]) -> Settings:

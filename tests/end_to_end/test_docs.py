@@ -140,7 +140,7 @@ def composes(name: str, words: list[str]) -> None:
 def is_planned(words: list[str]) -> None:
     given, chosen = plan.with_options(words)
     hardware(chosen["--hardware"])
-    plan.composed_settings(given)
+    plan.composed_settings(plan.with_counts(given)[0])
 
 
 OTHERS = {
