@@ -232,6 +232,36 @@ def test_wandbs_own_variables_count_where_no_setting_is_given(tmp_path):
         assert run.about["project"] == "own" and run.about["tags"] == ["own", "z"]
 
 
+SHARED = """
+import sys, wandb
+about = {"silent": True, "console": "off", "x_label": "machine", "x_primary": sys.argv[2] == "first"}
+settings = wandb.Settings(**about, x_update_finish_state=sys.argv[2] == "first")
+run = wandb.init(project="gspo", id=sys.argv[1], dir=sys.argv[3], mode="shared", settings=settings)
+if sys.argv[2] == "first":
+    run.log({"reward/mean": 0.5}, step=7)
+run.finish()
+"""
+
+
+@pytest.mark.slow
+def test_why_other_machines_write_no_system_metrics_into_the_run(tmp_path):
+    """What docs/monitoring.md says of W&B's shared mode. If this fails with a newer client, look at it again."""
+
+    def shared(identity: str, which: str) -> None:
+        command = [sys.executable, "-c", SHARED, identity, which, str(tmp_path)]
+        forked.run(command, env=environment() | server.environment).check_returncode()
+
+    with serving() as server:
+        log(tmp_path / "gspo-seed1-abc", rows(0, 5), **server.environment)
+        (run,) = server.runs.values()
+        assert run.summary["reward/mean"] == {"last": 0.505}
+        shared(run.name, "second")
+        assert steps(run) == list(range(6)) and run.ended
+        assert "reward/mean" not in run.summary, "the second writer's summary takes the place of the first's"
+        shared("first", "first")
+        assert [row["_step"] for row in server.runs["first"].rows.values()] == [0], "it was logged as step 7"
+
+
 @pytest.mark.slow
 def test_one_command_uploads_the_runs_of_a_study_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
