@@ -309,5 +309,8 @@ def check_processes(s: Settings, count: int) -> None:
         raise ValueError(f"rollout={s.rollout.name} with {count} processes is not there yet: rollout=local")
     if (size := s.parallel.shard_size) and count % size:
         raise ValueError(f"parallel.shard_size={size} does not divide the {count} processes")
+    if (size or count) % s.parallel.experts:
+        of = f"parallel.shard_size={size}" if size else f"the {count} processes"
+        raise ValueError(f"parallel.experts={s.parallel.experts} does not divide {of}")
     if s.rollout.prompts_per_step < count:
         raise ValueError(f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} processes")

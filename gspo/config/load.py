@@ -222,7 +222,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
 
     Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the W&B account are not
     taken over, and tracking is offline. How many processes there were is not taken over either, nor how many held one
-    copy of the weights if parallel.mode is given.
+    copy of the weights, or shared the experts, if parallel.mode is given.
     """
     recorded = recorded_config(folder, trust=trust)
     if change := source_change(folder, recorded, to_settings(recorded)):
@@ -234,6 +234,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     recorded.parallel.ranks = ParallelSettings.ranks  # another number of processes may go on with it
     if any(override.startswith("parallel.mode=") for override in overrides):
         recorded.parallel.shard_size = ParallelSettings.shard_size  # the old mode's
+        recorded.parallel.experts = ParallelSettings.experts
     keys, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     changeable = changeable_on_resume()
     for override in overrides:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo.core.batch import NOT_RECORDED
-from gspo.model.gathered import architecture, is_spread, run_in, whole
+from gspo.model.gathered import architecture, expert_ranks, held, is_spread, run_in, whole
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
 from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
@@ -149,7 +149,7 @@ def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Te
 
 
 def experts(
-    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, layer_weights: LayerWeights
+    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, layer_weights: LayerWeights | None = None
 ) -> Tensor:
     """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the token's k-th expert.
 
@@ -157,8 +157,8 @@ def experts(
     device, top_k = h_NW.device, experts_NK.shape[1]
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
     h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
-    up, down = own.gate_up_proj.to(kind), own.down_proj.to(kind)
-    if len(h_NW) < layer_weights.all_experts_below:
+    up, down = held(own.gate_up_proj).to(kind), held(own.down_proj).to(kind)
+    if layer_weights and len(h_NW) < layer_weights.all_experts_below:
         return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
     order = flat.argsort(stable=True)
@@ -166,13 +166,21 @@ def experts(
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(
         0, flat, torch.ones_like(flat)
     )  # bincount would wait for a GPU
+    apply_experts = partial(_each_expert, up, down, layer_weights)
+    ranks = expert_ranks(own)
     rows = ToExperts.apply(h_NW, order, places, top_k)
-    if layer_weights.experts is not None:
-        out = _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
-    else:
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        out = _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
+    out = ranks.compute(rows, counts_E, apply_experts) if ranks else apply_experts(rows, counts_E)
     return FromExperts.apply(out, weights_NK, order, places)
+
+
+def _each_expert(
+    up: Tensor, down: Tensor, layer_weights: LayerWeights | None, rows: Tensor, counts_E: Tensor
+) -> Tensor:
+    """Apply every expert to its rows, which are sorted by expert."""
+    if layer_weights and layer_weights.experts is not None:
+        return _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    return _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,10 +32,12 @@ from gspo.core.batch import TrainBatch
 from gspo.core.ranks import Ranks
 from gspo.model import kernels, network
 from gspo.model.cost import active_parameters
+from gspo.model.expert_parallel import ExpertRanks
 from gspo.model.gathered import run_in
 from gspo.model.network import FAMILIES, Network
 from gspo.model.packing import Sequences, lay_out
 from gspo.model.policy import through_network
+from gspo.model.routing_replay import Routing
 from gspo.model.sharding import Shards
 from gspo.planning.models import class_of
 
@@ -46,6 +48,7 @@ class Work:
 
     ranks: int
     shard_size: int  # how many ranks hold one copy of the weights; 1: each has all of them
+    experts: int  # to how many of them the experts of a layer are dealt; 1: they are gathered as the rest
     rows: int  # responses in a micro-batch that learns
     scored: int  # responses in a micro-batch that is passed without gradient
     prompt: int  # tokens of a prompt
@@ -62,6 +65,7 @@ class Measured:
 
     parameters: int  # of the whole model: a number, not bytes
     active: int | None  # parameters that a token passes through
+    experts: int  # of a layer; 0 for a dense model
     weights: int  # this rank's float32 weights; gradients take as much, AdamW's state twice as much
     update: int  # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
     scoring: int  # the same for a pass without gradient
@@ -69,6 +73,8 @@ class Measured:
     gathered_scoring: int
     reduced: int  # gradients of one micro-batch, before they are reduced to this rank's part
     reduced_between: int = 0  # the same that go between the groups of ranks that each hold a copy
+    dealt: int = 0  # tokens of one micro-batch that learns, sent to their experts and back
+    dealt_scoring: int = 0
 
 
 @dataclass
@@ -87,7 +93,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name
-        if name.startswith("c10d::"):
+        if name.startswith("c10d::") or "all_to_all" in name:
             sent = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
             largest = max((t.numel() * t.element_size() for t in sent), default=0)
             self.exchanged[name] = self.exchanged.get(name, 0) + largest
@@ -169,9 +175,21 @@ def measure(config: PretrainedConfig, work: Work) -> Measured:
     if kind not in FAMILIES:
         raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}")
     chunk = kernels.CHUNK["cuda" if work.cuda else "cpu"]
-    with absent_ranks(work.ranks), patch.dict(kernels.CHUNK, cpu=chunk), patch.object(network, "_grouped", grouped):
-        shards = Shards(Absent(work.ranks), work.shard_size, "cpu") if work.shard_size > 1 else None
+    with (
+        absent_ranks(work.ranks),
+        patch.dict(kernels.CHUNK, cpu=chunk),
+        patch.object(network, "_grouped", grouped),
+        patch.object(ExpertRanks, "numbers", alike),
+    ):
+        shards = Shards(Absent(work.ranks), work.shard_size, "cpu", work.experts) if work.shard_size > 1 else None
         return _measure(config, work, shards)
+
+
+def alike(ranks: ExpertRanks, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Stand in for the numbers of rows that ranks send each other: all experts get equally many."""
+    count = ranks.group.size()
+    each = [len(part) for part in torch.arange(len(rows), device="cpu").tensor_split(count)]
+    return torch.empty_like(counts_E).view(count, -1), each, each
 
 
 def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
@@ -182,10 +200,14 @@ def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
 def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
     learning, scored = lay_out(batch(work, work.rows)), lay_out(batch(work, work.scored))
     with FakeTensorMode() as fake:
-        model = class_of(config)(config).eval()
-        counted = sum(p.numel() for p in model.parameters()), active_parameters(model)
         if shards:
-            shards.spread(model, work.precision)
+            with unset_fake_temporarily(), torch.device("meta"):  # meshes of ranks are tensors with content
+                model = class_of(config)(config).eval()
+                shards.spread(model, work.precision)
+            model._apply(without_content)
+        else:
+            model = class_of(config)(config).eval()
+        counted = sum(p.numel() for p in model.parameters()), active_parameters(model), Routing(model).experts
         for sequences in (learning, scored):
             for name, value in vars(sequences).items():
                 setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
@@ -202,7 +224,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
                 one_pass(scored)
                 if shards:
                     model.reshard()
-            scoring, gathered_scoring = allocations.peak, received(allocations)
+            scoring, scored_exchange = allocations.peak, dict(allocations.exchanged)
             one_pass(learning).sum().backward()  # the first leaves gradients behind
             allocations.restart()
             one_pass(learning).sum().backward()
@@ -212,11 +234,22 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
             weights=weights,
             update=update,
             scoring=scoring,
-            gathered=received(allocations),
-            gathered_scoring=gathered_scoring,
-            reduced=sum(size for name, size in allocations.exchanged.items() if "reduce_scatter" in name),
-            reduced_between=sum(size for name, size in allocations.exchanged.items() if "allreduce" in name),
+            gathered=exchanged(allocations.exchanged, "allgather"),
+            gathered_scoring=exchanged(scored_exchange, "allgather"),
+            reduced=exchanged(allocations.exchanged, "reduce_scatter"),
+            reduced_between=exchanged(allocations.exchanged, "allreduce"),
+            dealt=exchanged(allocations.exchanged, "all_to_all"),
+            dealt_scoring=exchanged(scored_exchange, "all_to_all"),
         )
+
+
+def without_content(tensor: Tensor) -> Tensor:
+    """Return a tensor like this one, as FakeTensorMode makes them; of what is spread over ranks this rank's part."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def locals_of(model: torch.nn.Module) -> list[Tensor]:
@@ -224,9 +257,9 @@ def locals_of(model: torch.nn.Module) -> list[Tensor]:
     return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
-def received(allocations: Allocations) -> int:
-    """Return the bytes of weights that were gathered."""
-    return sum(size for name, size in allocations.exchanged.items() if "allgather" in name)
+def exchanged(by_name: dict[str, int], kind: str) -> int:
+    """Return the bytes of the exchanges of one kind."""
+    return sum(size for name, size in by_name.items() if kind in name)
 
 
 def batch(work: Work, rows: int) -> TrainBatch:

@@ -28,6 +28,7 @@ MOST_RANKS = 1024
 OF_LOGIT = 24.0  # bytes for each logit of the next token while it is drawn: probabilities, their order, sums
 FLOAT32 = 8  # how many times as long a float32 product takes as one of bfloat16, without TF32 rather more
 ACROSS = "gradients between copies"
+TOKENS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
 SPREAD = ("weights", "AdamW's moments", "reference policy", "gradients")
 
@@ -69,6 +70,7 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     work = Work(
         ranks=ranks,
         shard_size=size,
+        experts=settings.parallel.experts,
         rows=min(settings.trainer.micro_batch_size, math.ceil(each / settings.trainer.minibatches)),
         scored=min(settings.trainer.micro_batch_size, each),
         prompt=prompt,
@@ -201,6 +203,8 @@ def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passe
         "gradients": float(passes.learning * measured.reduced),
         "weights for the engine": 4.0 * measured.parameters,  # gathered in float32, then rounded
     }
+    if work.experts > 1:
+        found[TOKENS] = float(passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring)
     return found | ({ACROSS: float(passes.learning * measured.reduced_between)} if work.shard_size < work.ranks else {})
 
 
@@ -223,13 +227,14 @@ def update_times(
 
 def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
     """Return the seconds in which a GPU exchanges this with others: what crosses copies of the weights goes between all
-    ranks, the rest within a copy."""
+    ranks, tokens between those that share a layer's experts, the rest within a copy."""
     if not traffic:
         return {}
-    across = traffic.get(ACROSS, 0.0)
-    within = sum(traffic.values()) - across
-    rates = hardware.bandwidth_between(work.shard_size) * GB, hardware.bandwidth_between(work.ranks) * GB
-    return {"exchange between GPUs": within / rates[0] + across / rates[1]}
+    between = {ACROSS: work.ranks, TOKENS: work.experts}
+    seconds = (
+        size / (hardware.bandwidth_between(between.get(name, work.shard_size)) * GB) for name, size in traffic.items()
+    )
+    return {"exchange between GPUs": sum(seconds)}
 
 
 def rollout_times(measured: Measured, work: Work, engine: Engine, hardware: Hardware) -> dict[str, float]:
@@ -250,7 +255,8 @@ def advice(made: Plan) -> list[str]:
     """Return in sentences what to change so that a run fits that does not; one sentence if it does.
 
     Each change is tried, in this order, until one fits: an engine that sleeps, layers computed again in the backward
-    pass, smaller micro-batches, fewer responses sampled at once, a rounded copy to sample with, more GPUs."""
+    pass, smaller micro-batches, fewer responses sampled at once, a rounded copy to sample with, experts that are dealt
+    to the GPUs of a machine, more GPUs."""
     phase, peak = made.peak
     gpus = f"{made.work.ranks} GPU" + "s" * (made.work.ranks > 1)
     size = f"{peak / GB:.0f} GB of {made.hardware.memory:g} in the phase `{phase}`"
@@ -291,6 +297,8 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
     copied = s.rollout.name == "local" and s.rollout.dtype == "float32" and made.work.shard_size > 1
     if copied:
         return {"rollout.dtype": "bfloat16"}, replace(s, rollout=replace(s.rollout, dtype="bfloat16"))
+    if trains and s.parallel.experts == 1 and (dealt := most_ranks_of_a_layer(made)) > 1:
+        return {"parallel.experts": f"{dealt}"}, replace(s, parallel=replace(s.parallel, experts=dealt))
     if s.rollout.name != "local" or sum(held.values()) - spread >= room:
         return None  # more GPUs would not help
     ranks = made.work.ranks if s.parallel.mode == "replicate" else made.work.ranks * 2
@@ -301,3 +309,11 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
     words = {"parallel.mode": "shard", "parallel.ranks": f"{ranks}"}
     words |= {"parallel.shard_size": "0"} if s.parallel.shard_size else {}
     return words, replace(s, parallel=replace(s.parallel, ranks=ranks, mode="shard", shard_size=0))
+
+
+def most_ranks_of_a_layer(made: Plan) -> int:
+    """Return to how many GPUs of one machine the experts of a layer can be dealt; 1 where there are none, or where no
+    weights are spread."""
+    experts, size = made.measured.experts, made.work.shard_size
+    counts = range(1, min(made.hardware.per_machine, size) + 1)
+    return max(n for n in counts if size % n == 0 and experts % n == 0) if experts else 1

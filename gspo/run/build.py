@@ -131,7 +131,8 @@ def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
         return None
     from gspo.model.sharding import Shards  # PyTorch's part of it takes a second to import
 
-    return Shards(ranks, settings.parallel.shard_size or ranks.count, training_device(settings))
+    parallel = settings.parallel
+    return Shards(ranks, parallel.shard_size or ranks.count, training_device(settings), parallel.experts)
 
 
 def open_policy(

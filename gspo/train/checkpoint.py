@@ -307,7 +307,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainS
     whole = folder / "optimizer.pt"
     if whole.exists():
         stored = torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
-        if policy.shards:  # its groups keep their order but may be cut in two (gspo.train.trainer.parameter_groups)
+        if policy.shards:  # its groups keep their order but may be cut (gspo.train.trainer.parameter_groups)
             stored["param_groups"] = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(stored)
     if whole.exists() and not policy.shards:

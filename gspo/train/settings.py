@@ -91,6 +91,9 @@ class ParallelSettings(Ranged, key="parallel"):
     mode: str = "none"
     # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for all of them
     shard_size: int = ranged(0, least=0)
+    # with mode=shard: to how many of those the experts of a layer are dealt, whose tokens then travel to them; it
+    # divides their number and that of the experts. 1: experts are gathered as all other weights
+    experts: int = ranged(1, least=1)
     # how many processes the run is for, as `gspo plan` reads it; another number is refused. 0: as many as are started
     ranks: int = ranged(0, least=0)
     timeout_minutes: float = ranged(30.0, above=0)  # how long the processes wait for one that does not answer
@@ -101,3 +104,5 @@ class ParallelSettings(Ranged, key="parallel"):
             raise ValueError(f"parallel.mode={self.mode!r}: choose one of {', '.join(MODES)}")
         if self.shard_size and self.mode != "shard":
             raise ValueError(f"parallel.shard_size={self.shard_size} needs parallel.mode=shard")
+        if self.experts > 1 and self.mode != "shard":
+            raise ValueError(f"parallel.experts={self.experts} needs parallel.mode=shard")

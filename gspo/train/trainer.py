@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
-from gspo.model.gathered import clip_gradients, is_spread
+from gspo.model.gathered import clip_gradients, device_mesh
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
@@ -348,8 +348,8 @@ class Trainer:
 
 def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: bool) -> list[dict[str, Any]]:
     """Return the optimizer's groups: all parameters, and the routers by themselves if their learning rate is another.
-    Within each, parameters that are spread over ranks come first and those that are not, a critic's, by themselves: the
-    fused optimizer takes one kind at a time.
+    Within each, parameters that are spread over other ranks than their neighbours, or over none as a critic's, are by
+    themselves: the optimizer's fused and foreach forms take one kind at a time.
 
     Raises ValueError if there is no router to freeze or to give another learning rate."""
     everything = policy.parameters()
@@ -363,12 +363,11 @@ def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: boo
         its_own = {id(p) for p in routers}
         others = [p for p in everything if id(p) not in its_own]
         groups = [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
-    alike = [
-        group | {"params": [p for p in group["params"] if is_spread(p) is spread]}
+    return [
+        group | {"params": list(alike)}
         for group in groups
-        for spread in (True, False)
+        for _, alike in groupby(group["params"], key=device_mesh)  # a checkpoint counts on their order
     ]
-    return [group for group in alike if group["params"]]
 
 
 def old_loads(own: TrainBatch | None, routing: Routing, ranks: Ranks) -> Tensor:

@@ -15,6 +15,7 @@ from rank_processes import launch
 pytestmark = pytest.mark.distributed
 TWO = (*LEARNING, "parallel.mode=replicate")
 SHARD = (*LEARNING, "parallel.mode=shard")
+EXPERTS = (*SHARD, "parallel.experts=2")
 KILLER = str(ROOT / "tests" / "support" / "killer.py")
 
 
@@ -49,6 +50,26 @@ def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the
     done = train(tmp_path / "others", f"resume={run}", "parallel.mode=none", "steps=10")
     assert done.returncode == 0, done.stderr
     good(launch(tmp_path / "others", 2, *several))
+    near(rows, comparable(run))
+
+
+def test_experts_that_are_dealt_to_two_processes_go_on_to_the_bit_and_otherwise(tmp_path, straight):
+    """2 -> 2 to the bit; dealt -> gathered -> one process -> dealt up to rounding; with a critic and a reference."""
+    rows, cold_starts = straight(EXPERTS)
+    near(straight(SHARD)[0], rows)
+    for name in ("again", "others"):
+        (tmp_path / name).mkdir()
+        shutil.copytree(cold_starts, tmp_path / name / "runs" / "cold_starts")
+    for steps in ("steps=6", "steps=12"):
+        good(launch(tmp_path / "again", 2, *EXPERTS, *REMEMBERED, steps))
+    assert comparable(only_run(tmp_path / "again")) == rows
+
+    good(launch(tmp_path / "others", 2, *EXPERTS, *REMEMBERED, "steps=4"))
+    run = only_run(tmp_path / "others")
+    good(launch(tmp_path / "others", 2, f"resume={run}", "parallel.mode=shard", "steps=6"))
+    done = train(tmp_path / "others", f"resume={run}", "parallel.mode=none", "steps=8")
+    assert done.returncode == 0, done.stderr
+    good(launch(tmp_path / "others", 2, *EXPERTS, *REMEMBERED))
     near(rows, comparable(run))
 
 
@@ -127,6 +148,7 @@ def straight(tmp_path_factory):
         (SHARD, "update.backward"),
         (SHARD, "update.first_minibatch_done"),
         (SHARD, "checkpoint.some_files"),
+        (EXPERTS, "update.in_a_layer"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1].split("=")[1],
 )
@@ -206,6 +228,19 @@ REFUSED = {
     "few": (
         "rollout.prompts_per_step=1 is less than the 2 processes",
         ["rollout.prompts_per_step=1", "trainer.minibatches=1", "allow_on_policy=true"],
+        {},
+        {},
+    ),
+    "experts": (
+        "parallel.experts=3 does not divide the 2 processes",
+        ["parallel.mode=shard", "parallel.experts=3"],
+        {},
+        {},
+    ),
+    "mode of experts": ("parallel.experts=2 needs parallel.mode=shard", ["parallel.experts=2"], {}, {}),
+    "odd": (
+        "parallel.experts=2 does not divide the model's 5 experts",
+        ["parallel.mode=shard", "parallel.experts=2", "model.experts=5"],
         {},
         {},
     ),

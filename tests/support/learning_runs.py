@@ -12,7 +12,8 @@ COPY = ("mismatch/", "routing/engine_")
 def near(rows: list[dict], others: list[dict]) -> None:
     """Those of spread weights measure the engine's copy too, which other runs do not have."""
     for row, other in zip(rows, others, strict=True):
-        assert not [name for name in row.keys() ^ other.keys() if not name.startswith(COPY)]
+        apart = [name for name in row.keys() ^ other.keys() if not name.startswith(COPY)]
+        assert not apart, apart
     assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 6, "they learn"
     for row, other in zip(rows, others, strict=True):
         for name in row.keys() & other.keys():

@@ -35,18 +35,21 @@ every_model = pytest.mark.parametrize("folder", MODELS, indirect=True)
 one_model = pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
 
 
-def spread(folder, ranks, size=0):
+def spread(folder, ranks, size=0, experts=1):
     from gspo.model.sharding import Shards
 
-    shards = Shards(ranks, size or ranks.count, "cpu")
+    shards = Shards(ranks, size or ranks.count, "cpu", experts)
     return sharded_files.load_spread(str(folder), "sdpa", shards, "cpu", torch.float32)
 
 
 @every_model
-@pytest.mark.parametrize(("count", "size"), [(2, 0), (3, 0), (4, 2)])
-def test_each_rank_reads_its_rows(folder, count, size):
+@pytest.mark.parametrize(("count", "size", "dealt"), [(2, 0, 1), (3, 0, 1), (4, 2, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2)])
+def test_each_rank_reads_its_rows(folder, count, size, dealt):
+    """`dealt` ranks have different experts; a dense model has none to deal."""
+    dense = "experts" not in str(json.loads((folder / "config.json").read_text()))
+
     def read(ranks):
-        model, tokenizer = spread(folder, ranks, size)
+        model, tokenizer = spread(folder, ranks, size, 1 if dense else dealt)
         held = sum(p.to_local().numel() for p in model.parameters())
         inputs = torch.arange(1, 9)[None]
         with torch.no_grad():
@@ -67,14 +70,15 @@ def test_each_rank_reads_its_rows(folder, count, size):
 
 
 @every_model
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("count", "dealt"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dealt, monkeypatch, tmp_path):
     monkeypatch.setattr(sharded_files, "FILE_BYTES", 20_000)
     written = tmp_path / "written"
     written.mkdir()
+    dense = "experts" not in str(json.loads((folder / "config.json").read_text()))
 
     def write(ranks):
-        model, tokenizer = spread(folder, ranks)
+        model, tokenizer = spread(folder, ranks, experts=1 if dense else dealt)
         files, index = sharded_files.own_files(model, ranks)
         sharded_files.write_files(files, written)
         if ranks.index == 0:
@@ -155,6 +159,24 @@ def make_large(folder) -> None:
     torch.set_num_threads(1)
     model = TinyMoE(hidden=512, layers=8, heads=8, experts=39, experts_per_token=4, expert_width=544).make()
     save(*model, folder)
+
+
+@pytest.mark.parametrize("folder", ["tied, dense"], indirect=True)
+def test_a_model_without_experts_has_none_to_deal(folder):
+    def message(ranks):
+        with pytest.raises(ValueError, match=r"parallel\.experts=2: this model has no experts; leave it at 1"):
+            spread(folder, ranks, experts=2)
+
+    ranked(2, message)
+
+
+@one_model
+def test_experts_that_cannot_be_dealt_evenly_are_refused(folder):
+    def message(ranks):
+        with pytest.raises(ValueError, match=r"parallel\.experts=4 does not divide the model's 6 experts"):
+            spread(folder, ranks, experts=4)
+
+    ranked(4, message)
 
 
 @one_model

@@ -37,7 +37,7 @@ def small_config(kind):
 
 
 def work(ranks=1, size=1, rows=4, response=400, **others):
-    others = {"precision": torch.float32, "checkpointing": False, "cuda": False} | others
+    others = {"precision": torch.float32, "checkpointing": False, "cuda": False, "experts": 1} | others
     return Work(
         ranks=ranks, shard_size=size, rows=rows, scored=rows, prompt=40, response=response, group=rows, **others
     )
@@ -51,12 +51,13 @@ def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
     if work.shard_size > 1:
         from gspo.model.sharding import Shards
 
-        shards = Shards(ranks, work.shard_size, "cpu")
+        shards = Shards(ranks, work.shard_size, "cpu", work.experts)
         shards.spread(model, work.precision)
     policy = Policy(
         model, small_policy().tokenizer, precision=work.precision, checkpointing=work.checkpointing, shards=shards
     )
     micro = batch(work, work.rows)
+    micro.tokens_BS.random_(1, config.vocab_size)  # equal tokens would all go to the same experts
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with peak() as scoring, torch.no_grad():
@@ -90,6 +91,8 @@ CASES = {
     "dense, two ranks": ("dense", work(2, 2)),
     "moe, three ranks": ("moe", work(3, 3, checkpointing=True)),
     "moe, two copies": ("moe", work(4, 2, rows=2)),
+    "moe, experts dealt to two": ("moe", work(2, 2, experts=2)),
+    "moe, experts dealt to two of four": ("moe", work(4, 4, rows=2, experts=2, checkpointing=True)),
 }
 
 

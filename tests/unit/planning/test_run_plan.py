@@ -8,7 +8,7 @@ import torch
 from gspo.commands import plan as command
 from gspo.commands.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import ACTIVATIONS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 
 H100 = hardware("h100")
@@ -83,6 +83,25 @@ def test_what_ranks_exchange():
     assert hybrid.phases["update"]["weights"] == pytest.approx(weights / 2, rel=0.02)
 
 
+def test_tokens_travel_where_experts_are_dealt():
+    """A layer sends every token to its K experts and back; in the backward pass the gradients go the same way."""
+    words = [
+        "task=math", "model=tiny_moe", "rollout.prompts_per_step=8", "rollout.group_size=4", "trainer.minibatches=2",
+        "trainer.micro_batch_size=4", "policy.old_pass=always", "parallel.mode=shard", "parallel.ranks=4",
+    ]  # fmt: skip
+    gathered, dealt = planned(*words, prompt=20), planned(*words, "parallel.experts=2", prompt=20)
+    config = dealt.settings.model.make()[0].config
+    tokens = 4 * dealt.work.response + 20  # the four responses of a micro-batch share a prompt
+    once = 4 * tokens * config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers
+    assert dealt.traffic[TOKENS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
+        "two micro-batches learn, two are scored"
+    )
+    experts = 4 * sum(p.numel() for n, p in dealt.settings.model.make()[0].named_parameters() if ".experts." in n)
+    saved = gathered.traffic["gradients"] - dealt.traffic["gradients"]
+    assert saved == pytest.approx(2 * experts / 2, rel=0.03), "an expert's gradients are reduced by those that have it"
+    assert dealt.phases["update"]["weights"] == pytest.approx(gathered.phases["update"]["weights"], rel=0.02)
+
+
 @pytest.mark.slow
 def test_an_advice_is_tried_before_it_is_given():
     words = [*SMALL, "model.layers=2", "model.hidden=256", "rollout.max_new_tokens=400", "trainer.micro_batch_size=32"]
@@ -108,11 +127,28 @@ def test_an_advice_is_tried_before_it_is_given():
     assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
 
 
+@pytest.mark.slow
+def test_experts_are_dealt_where_gathering_them_takes_too_much():
+    words = [
+        "task=math", "model=tiny_moe", "model.hidden=256", "model.experts=32", "model.expert_width=512",
+        "model.layers=2", "rollout.max_new_tokens=8", "trainer.micro_batch_size=1", "policy.checkpointing=true",
+        "rollout.dtype=bfloat16", "rollout.prompts_per_step=4", "parallel.mode=shard", "parallel.ranks=2",
+    ]  # fmt: skip
+    gathered, dealt = (planned(*words, *more, prompt=8).peak[1] for more in ([], ["parallel.experts=2"]))
+    assert dealt < gathered
+    between = hardware(f"h100,memory={(0.3 * gathered + 0.7 * dealt) / GB}")
+    assert advice(planned(*words, prompt=8, gpu=between))[1].startswith("It fits with parallel.experts=2:")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["parallel.ranks=4"], r"parallel\.ranks=4 with parallel\.mode=none: say parallel\.mode=shard or replicate"),
         (["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"], r"shard_size=3 does not divide"),
+        (
+            ["parallel.mode=shard", "parallel.ranks=4", "parallel.experts=3"],
+            r"experts=3 does not divide the 4 processes",
+        ),
         (["parallel.mode=shard"], "with one GPU: say how many there are"),
         (["parallel.mode=shard", "parallel.ranks=4", "rollout=vllm"], "rollout=vllm with 4 processes is not there yet"),
         (["parallel.mode=shard", "parallel.ranks=64"], "prompts_per_step=32 is less than the 64 processes"),
