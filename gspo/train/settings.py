@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 
+DECAYS = ("none", "linear", "cosine")
 MODES = ("none", "replicate", "shard")
 
 
 @dataclass
 class OptimSettings(Ranged, key="optim"):
-    """The settings of AdamW. The learning rate rises linearly over `warmup_updates` updates and then stays."""
+    """The settings of AdamW, and how its learning rate changes with the number of updates."""
 
-    lr: float = ranged(1e-6, least=0)
-    warmup_updates: int = ranged(20, least=0)
+    lr: float = ranged(1e-6, least=0)  # the largest that it becomes
+    warmup_updates: int = ranged(20, least=0)  # over so many it rises linearly
+    # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on a straight line
+    # (linear) or on half a wave (cosine)
+    decay: str = field(default="none", metadata=HASHED_IF_CHANGED)
+    decay_updates: int = ranged(0, least=0, metadata=HASHED_IF_CHANGED)
+    final_lr_factor: float = ranged(0.0, least=0, most=1, metadata=HASHED_IF_CHANGED)
     beta1: float = ranged(0.9, least=0, below=1)
     beta2: float = ranged(0.95, least=0, below=1)
     # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning (arXiv:2506.13585)
@@ -26,6 +33,30 @@ class OptimSettings(Ranged, key="optim"):
     max_grad_norm: float = ranged(1.0, above=0)
     # the run stops after more than this many updates in a row that are skipped because their gradient is not finite
     max_skipped: int = ranged(8, least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.decay not in DECAYS:
+            raise ValueError(f"optim.decay={self.decay!r}: choose one of {', '.join(DECAYS)}")
+        if (self.decay == "none") != (self.decay_updates == 0):
+            raise ValueError(
+                f"optim.decay={self.decay} with optim.decay_updates={self.decay_updates}: the learning rate falls over "
+                "a number of updates; set both, or neither (a step has trainer.minibatches x trainer.epochs updates)"
+            )
+        if self.decay == "none" and self.final_lr_factor:
+            raise ValueError(f"optim.final_lr_factor={self.final_lr_factor} does nothing with optim.decay=none")
+
+    def lr_of(self, update: int) -> float:
+        """Return the learning rate of an update; the first has the number 1.
+
+        lr min(1, n / warmup) (f + (1 - f) d(p)) with p = (n - warmup) / decay_updates in [0, 1], f = final_lr_factor,
+        and d(p) = 1, 1 - p or (1 + cos(pi p)) / 2."""
+        lr = self.lr * min(1.0, update / max(self.warmup_updates, 1))
+        if self.decay == "none":
+            return lr
+        past = min(1.0, max(0, update - self.warmup_updates) / self.decay_updates)
+        left = 1 - past if self.decay == "linear" else (1 + math.cos(math.pi * past)) / 2
+        return lr * (self.final_lr_factor + (1 - self.final_lr_factor) * left)
 
 
 @dataclass

@@ -283,7 +283,7 @@ class Trainer:
             accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
             with accumulator.timed("time/diagnostics_s"):
                 self.observe(output, micro, minibatch, accumulator)
-        lr = self.optim.lr * min(1.0, (self.state.updates + 1) / max(self.optim.warmup_updates, 1))
+        lr = self.optim.lr_of(self.state.updates + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         parameters = self.policy.parameters()

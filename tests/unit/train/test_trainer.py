@@ -1,6 +1,7 @@
 """The step: first mini-batch on policy, lr=0 null control, independence of the cut, learning, compute accounting."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gspo.rollout.problem_sampler import REFILL
 from gspo.rollout.settings import RolloutSettings
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
+from gspo.train.settings import OptimSettings
 from gspo.train.trainer import Trainer
 from trainers import FirstCharacter, steps, trainer, weights
 
@@ -207,6 +209,32 @@ def test_updates_epochs_and_warm_up():
     assert first["optim/updates"] == 8 and second["optim/updates"] == 16
     assert first["optim/lr"] == pytest.approx(1e-3 * 8 / 16) and second["optim/lr"] == pytest.approx(1e-3)
     assert "clip/token_active_minibatch_8" in first
+
+
+def test_the_learning_rate_falls_after_its_warm_up():
+    linear = OptimSettings(lr=2.0, warmup_updates=4, decay="linear", decay_updates=10, final_lr_factor=0.1)
+    assert [linear.lr_of(n) for n in (1, 4, 9, 14, 99)] == pytest.approx([0.5, 2.0, 1.1, 0.2, 0.2])
+    cosine = OptimSettings(lr=2.0, warmup_updates=0, decay="cosine", decay_updates=8)
+    halves = [2.0 * (1 + math.cos(math.pi / 4)) / 2, 1.0, 0.0, 0.0]
+    assert [cosine.lr_of(n) for n in (2, 4, 8, 9)] == pytest.approx(halves, abs=1e-12)
+    t = trainer()
+    t.optim = OptimSettings(lr=1e-3, warmup_updates=1, decay="linear", decay_updates=6)
+    used = [row["optim/lr"] for row in steps(t, 2)]  # four updates a step
+    assert used == pytest.approx([1e-3 * (1 - 3 / 6), 0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": "step"}, "optim.decay='step': choose one of none, linear, cosine"),
+        ({"decay": "cosine"}, "optim.decay=cosine with optim.decay_updates=0"),
+        ({"decay_updates": 5}, "optim.decay=none with optim.decay_updates=5"),
+        ({"final_lr_factor": 0.1}, "optim.final_lr_factor=0.1 does nothing with optim.decay=none"),
+    ],
+)
+def test_a_decay_that_is_half_said_is_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OptimSettings(**settings)
 
 
 def test_compute_by_hand():
