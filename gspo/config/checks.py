@@ -253,6 +253,9 @@ def warnings(s: Settings) -> list[str]:
             "policy.old_logprobs=step_start: ratios start at 1, so the "
             "clip does not see how old the responses are; behaviour and engine let it"
         )
+    late = [step for step in s.profile.steps if step > s.steps]
+    if late:
+        found.append(f"profile.steps={s.profile.steps}: step {min(late)} lies beyond steps={s.steps}")
     late = [step for step in s.rollout.extend if step > s.steps]
     if late:
         found.append(

@@ -39,7 +39,7 @@ from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.mixture import Mixture
 from gspo.tasks.own_rows import OwnRows
 from gspo.tracking.monitor import MonitorSettings
-from gspo.tracking.settings import TrackingSettings
+from gspo.tracking.settings import ProfileSettings, TrackingSettings
 from gspo.train.checkpoint import CheckpointSettings
 from gspo.train.cold_start import ColdStartSettings
 from gspo.train.credit import Algorithm
@@ -90,6 +90,7 @@ class Settings(Ranged):
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings, metadata=CHANGEABLE)
     tracking: TrackingSettings = field(default_factory=TrackingSettings, metadata=CHANGEABLE)
+    profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=CHANGEABLE)
     # the user's own metrics, custom/<name>: metrics.gap=my_pkg.extras:Gap, or metrics.gap.path=... with its settings
     metrics: dict[str, Any] = field(default_factory=dict, metadata=CHANGEABLE)
     # the user's own code around the steps: callbacks.stop=my_pkg.extras:StopEarly, or callbacks.stop.path=...

@@ -26,6 +26,7 @@ from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
 from gspo.tracking.tracker import PAUSE, Progress, Tracker, read_rows
 from gspo.train.checkpoint import CheckpointWriter
+from gspo.train.extensions import Callback
 from gspo.train.trainer import Trainer
 
 LOG = logging.getLogger("gspo.train")
@@ -51,6 +52,7 @@ class Session:
         self.settings, self.directory, self.trainer, self.tracker = settings, directory, trainer, tracker
         self.stop_requested = stop_requested
         folder = directory.path
+        trainer.extensions.callbacks |= profilers(settings, folder)
         self.engine = evaluation_engine(trainer, settings)
         self.writer = checkpoint_writer(folder, trainer, settings)
         pause = math.inf if shown_by_sweep() else PAUSE
@@ -196,6 +198,15 @@ class Session:
     def stop(self) -> bool:
         """Return whether the run is to end after this step."""
         return self.stop_requested() or bool(self.ending)
+
+
+def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
+    """Return the callback that profiles steps, if any are to be. Its name cannot be one of the user's."""
+    if not settings.profile.steps:
+        return {}
+    from gspo.run.profiling import Profiler  # PyTorch's profiler takes a while to import
+
+    return {"profile.": Profiler(steps=settings.profile.steps, run=run)}
 
 
 def evaluate_if_due(engine: Engine, trainer: Trainer, settings: Settings, step: int) -> dict[str, float]:

@@ -65,6 +65,7 @@ def page(folder: Path) -> str:
         "batch": batch and batch.name,
         "responses": _best_and_worst(_read(_graded, batch, amiss) or []) if batch else [],
         "cost": _cost(rows),
+        "profiles": _profiles(folder / "profile", amiss),
         "settings": yaml.safe_dump(settings, sort_keys=False),
     }
     story = _story(settings, rows, status) + _went_on(folder, amiss)
@@ -195,6 +196,23 @@ def _cost(rows: list[dict]) -> list[tuple[str, str]]:
         lines.insert(0, ("all", f"{last['compute/seconds'] / 3600:.2f} h"))
     totals = (("compute/tokens", "tokens"), ("compute/flops", "FLOPs"))
     return lines + [(name, f"{last[key]:.3g}") for key, name in totals if is_finite(last.get(key))]
+
+
+def _profiles(folder: Path, amiss: list[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return, for every step that was profiled, its name and the lines of a table of its dearest operations."""
+    return [(path.stem, _read(_operations, path, amiss) or []) for path in sorted(folder.glob("step_*.json"))]
+
+
+def _operations(path: Path) -> list[tuple[str, ...]]:
+    """Read the lines of such a table. Raises ValueError if the file is damaged."""
+    found = untrusted.read_json(path, list)
+    try:
+        return [
+            (each["operation"], f"{each['share']:.0%}", f"{each['cpu_s']:.3f}", f"{each['gpu_s']:.3f}", each["calls"])
+            for each in found
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- curves

@@ -1,4 +1,4 @@
-"""The settings under `tracking`: where a run is shown."""
+"""The settings under `tracking` and `profile`: where a run is shown, and which of its steps are looked into."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ class TrackingSettings(Ranged, key="tracking"):
             raise ValueError(f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:")
         if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
             raise ValueError(f"tracking.tags={wrong!r}: W&B takes tags of 1 to 64 characters")
+
+
+@dataclass
+class ProfileSettings(Ranged, key="profile"):
+    """Which steps PyTorch's profiler looks into (gspo.run.profiling). The run's results do not depend on it."""
+
+    steps: list[int] = field(default_factory=list)  # each leaves a trace and a table of the dearest operations
+
+    def __post_init__(self):
+        super().__post_init__()
+        if any(step < 1 for step in self.steps):
+            raise ValueError(f"profile.steps={self.steps}: steps are counted from 1")

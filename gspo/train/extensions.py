@@ -83,7 +83,7 @@ class Extensions:
     """Holds the metrics and callbacks of one run, by the names that the settings give them."""
 
     def __init__(self, metrics: dict[str, CustomMetric], callbacks: dict[str, Callback]):
-        self.metrics, self.callbacks = metrics, callbacks
+        self.metrics, self.callbacks = metrics, dict(callbacks)  # a run adds its own
         self.warned: set[str] = set()  # metrics that were left out of a row already
         self.warnings: list[str] = []  # what the user was not told yet; whoever tells it clears the list
 

@@ -1,11 +1,13 @@
 """Whole runs: directory, tracking, resume after SIGKILL and SIGTERM, refusal. Real processes, the real W&B client."""
 
+import gzip
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,32 @@ def test_a_run_directory_holds_everything(straight):
     assert {p.name for p in (straight / "checkpoints").glob("step_*")} == {"step_000010", "step_000012"}
     assert {"commit", "changed_files", "versions", "command"} <= set(json.loads((straight / "code.json").read_text()))
     assert "step 12/12" in (straight / "train.log").read_text()
+
+
+def test_steps_are_profiled_into_a_trace_and_a_table(straight, tmp_path):
+    shutil.copytree(straight.parents[1] / "cold_starts", tmp_path / "runs" / "cold_starts")
+    done = train(tmp_path, *SMALL, "steps=3", "profile.steps=[2,9]")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "profile.steps=[2, 9]: step 9 lies beyond steps=3" in done.stderr
+    run = only_run(tmp_path)
+    assert sorted(path.name for path in (run / "profile").iterdir()) == [
+        "step_000002.json",
+        "step_000002.trace.json.gz",
+    ]
+    trace = json.loads(gzip.decompress((run / "profile" / "step_000002.trace.json.gz").read_bytes()))
+    names = Counter(event.get("name") for event in trace["traceEvents"])
+    assert names["Optimizer.step#AdamW.step"] == 2, "two mini-batches of one step"
+    table = json.loads((run / "profile" / "step_000002.json").read_text())
+    shares = [each["share"] for each in table]
+    assert len(table) == 10 and shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1
+    page = (run / "report.html").read_text()
+    assert "The dearest operations of step_000002" in page and table[0]["operation"] in page
+    rows = read_rows(run / "metrics.jsonl")[:3]
+    mine, theirs = (
+        [{k: v for k, v in row.items() if k.startswith("optim/")} for row in r]
+        for r in (rows, read_rows(straight / "metrics.jsonl")[:3])
+    )
+    assert mine == theirs, "it is the same run"
 
 
 @pytest.mark.slow

@@ -31,6 +31,18 @@ def run(folder, rewards, **changes):
     return folder
 
 
+def test_a_damaged_profile_is_named_and_a_whole_one_shown(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    (folder / "profile").mkdir()
+    good = {"operation": "aten::<mm>", "share": 0.25, "cpu_s": 1.5, "gpu_s": 0.0, "calls": 12}
+    (folder / "profile" / "step_000003.json").write_text(json.dumps([good]))
+    for i, bad in enumerate(({}, good | {"share": "lots"}, ["x"], 3)):
+        (folder / "profile" / f"step_00010{i}.json").write_text(json.dumps([bad]))
+    words = " ".join(Page(run_report.write_page(folder).read_text()).words)
+    assert "aten::<mm> 25% 1.500 0.000 12" in words
+    assert all(f"step_00010{i}.json is damaged" in words for i in range(4))
+
+
 def test_what_a_collapsed_run_says(tmp_path):
     folder = run(tmp_path, COLLAPSED)
     (folder / "monitor.jsonl").write_text(
