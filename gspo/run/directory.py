@@ -53,6 +53,8 @@ LOG = "train.log"
 ROWS = "metrics.jsonl"
 REPORT = "report.txt"
 SETTINGS = "settings.yaml"
+DIFF = "code.diff"
+MOST_DIFF = 1_000_000  # characters
 PLACES = ("path", "train_path", "hub")  # settings of a task or a model that name a file, a folder or a data set
 ENDED = ("finished", "collapsed")  # the status of a run that has nothing left to do
 
@@ -139,6 +141,10 @@ class RunDirectory:
             }
             replace_text(self.path / CUSTOM, json.dumps(meanings, indent=1))
         replace_text(self.path / "code.json", json.dumps(code_state(), indent=1))
+        if diff := uncommitted():
+            replace_text(self.path / DIFF, diff)
+        else:
+            (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
         """Write status.json: how the run is (one of gspo.core.files.HOW), its step, and the reason of a failure."""
@@ -283,6 +289,15 @@ def git(*words: str) -> str:
         return done.stdout
     except OSError:
         return ""
+
+
+def uncommitted() -> str:
+    """Return how the tracked files of this code differ from its commit, as `git apply` takes it; "" if they do not, or
+    if this code is in no repository. Of very large changes only the files are named."""
+    if not git("ls-files", "--", Path(__file__).name):
+        return ""
+    diff = git("diff", "HEAD", "--no-color", "--no-ext-diff")
+    return diff if len(diff) <= MOST_DIFF else git("diff", "HEAD", "--no-color", "--no-ext-diff", "--stat")
 
 
 def code_state() -> dict:

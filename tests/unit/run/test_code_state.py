@@ -16,9 +16,12 @@ def test_a_copy_that_lies_in_another_repository_has_no_commit(tmp_path, monkeypa
     git("commit", "-q", "--allow-empty", "-m", "theirs")
     monkeypatch.setattr(directory, "__file__", str(file))
     state = directory.code_state()
-    assert state["commit"] is None and state["changed_files"] == []
+    assert state["commit"] is None and state["changed_files"] == [] and directory.uncommitted() == ""
     git("add", "env")
     git("commit", "-q", "-m", "ours")
     file.write_text("changed")
+    assert "+changed" in directory.uncommitted() and "a/env/directory.py" in directory.uncommitted()
     state = directory.code_state()
     assert len(state["commit"]) == 40 and state["changed_files"] == ["env/directory.py"]
+    file.write_text("changed\n" * 200_000)
+    assert "env/directory.py" in directory.uncommitted() and len(directory.uncommitted()) < 1000
