@@ -27,7 +27,7 @@ class Seconds:
 
     sampling: float = 0.0  # seconds that the engine sampled
     scoring: float = 0.0  # seconds that the verifiers worked
-    waited: float = 0.0  # seconds spent waiting for the verifiers with nothing left to sample
+    waited: float = 0.0  # seconds spent waiting for verifiers, and for other ranks, with nothing left to sample
 
 
 def scored_chunks(
@@ -61,12 +61,10 @@ def scored_chunks(
             )
             seconds.sampling += time.perf_counter() - started
             if before:
-                before.wait()
-                yield ranks.merged(waiting)
+                yield before.groups(waiting, ranks)
             before, waiting = grading, groups
         if before:
-            before.wait()
-            yield ranks.merged(waiting)
+            yield before.groups(waiting, ranks)
     finally:
         thread.shutdown(cancel_futures=True)
 
@@ -96,12 +94,14 @@ class Grading:
             score(self.task, batch)
             self.seconds.scoring += time.perf_counter() - started
 
-    def wait(self) -> None:
-        """Wait until all responses are scored. Raises what a verifier raised."""
+    def groups(self, own: Groups, ranks: Ranks) -> Groups:
+        """Wait until all responses of this rank's groups are scored, and of the other ranks; return the groups of all.
+        Raises what a verifier raised."""
         started = time.perf_counter()
         try:
             for future in self.futures:
                 future.result()
+            return ranks.merged(own)
         finally:
             self.seconds.waited += time.perf_counter() - started
 

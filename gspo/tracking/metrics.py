@@ -223,7 +223,9 @@ METRICS = [
     ),
     Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out", "last"),
     Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
-    Metric("time/score_s", "s", "seconds of the step spent waiting for the verifiers (sampling hides the rest)"),
+    Metric(
+        "time/score_s", "s", "seconds spent waiting for verifiers (sampling hides the rest) and other ranks' responses"
+    ),
     Metric("time/behaviour_s", "s", "seconds spent in log-probs under the weights that sampled"),
     Metric("time/waited_s", "s", "seconds that the trainer waited for its batch: all of the above unless they overlap"),
     Metric("time/sync_s", "s", "seconds spent in handing over the weights, and in the check that they arrived"),
