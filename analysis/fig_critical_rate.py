@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from analysis import load, script, style
 from analysis.blocks import aligned_table
@@ -214,6 +214,8 @@ def against_kl(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
         cells = runs.groupby("rate")[["kl", "end"]].mean()
         ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **own[arm].plot())
     ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.set_xlabel("KL of an update (kl/old_k3)")
     ax.set_title("Reward against step size")
