@@ -308,8 +308,17 @@ def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
 
 def check_processes(s: Settings, count: int) -> None:
     """Raise ValueError for settings that so many processes cannot have."""
-    if s.rollout.name != "local":
-        raise ValueError(f"rollout={s.rollout.name} with {count} processes is not there yet: rollout=local")
+    if s.rollout.name == "vllm":
+        if not s.rollout.own_process:
+            raise ValueError(
+                f"rollout.own_process=false with {count} processes: vLLM would take itself for one of them; set "
+                "rollout.own_process=true"
+            )
+        if count % (size := s.rollout.tensor_parallel_size):
+            raise ValueError(
+                f"rollout.tensor_parallel_size={size} does not divide the {count} processes, of which so many share a "
+                "vLLM"
+            )
     if (size := s.parallel.shard_size) and count % size:
         raise ValueError(f"parallel.shard_size={size} does not divide the {count} processes")
     if (size or count) % s.parallel.experts:

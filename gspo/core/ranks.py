@@ -73,19 +73,35 @@ class Ranks:
         must ask for it."""
         return self
 
+    def dealt(self, values: Sequence[T] | None) -> T:
+        """Return the value that rank 0 has for this rank. Rank 0 gives a value for each rank, the others give None."""
+        return values[0]
+
+    def neighbours(self, size: int) -> Ranks:
+        """Return this rank and its neighbours, as ranks of their own: of every `size` ranks in a row each is with the
+        others. `size` divides the number of ranks; all of them must ask for it."""
+        return self
+
 
 class Processes(Ranks):
-    """The ranks of torch.distributed's default group, which has been initialised.
+    """The ranks of torch.distributed's default group, which has been initialised; with `size` this one and its
+    neighbours, `size` in all.
 
-    Numbers on a GPU are added by that group, everything else is exchanged by a group of its own, on gloo: instances may
-    be used by several threads, one thread each. Every rank must make its instances in the same order. An exchange on
-    gloo raises RankLost if another rank has ended, or if one does not answer within `timeout`.
+    Numbers on a GPU are added by the default group if these are all its ranks. Everything else is exchanged by a group
+    of its own, on gloo: instances may be used by several threads, one thread each. Every rank must make its instances
+    in the same order. An exchange on gloo raises RankLost if another rank has ended, or if one does not answer within
+    `timeout`.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=30)):
-        self.index, self.count, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
+    def __init__(self, timeout: timedelta = timedelta(minutes=30), size: int = 0):
+        everyone, rank = dist.get_world_size(), dist.get_rank()
+        self.count, self.timeout = size or everyone, timeout
         with lost_ranks():
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            for first in range(0, everyone, self.count):  # every rank has to make every group
+                group = dist.new_group(list(range(first, first + self.count)), backend="gloo", timeout=timeout)
+                if first <= rank < first + self.count:
+                    self.group, self.index = group, rank - first
+        self.on_gpu = None if self.count == everyone else self.group
 
     def gathered(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.count
@@ -97,11 +113,20 @@ class Processes(Ranks):
     def sums(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
         with lost_ranks():
-            dist.all_reduce(total, group=self.group if total.device.type == "cpu" else None)
+            dist.all_reduce(total, group=self.group if total.device.type == "cpu" else self.on_gpu)
         return total
 
     def another(self, timeout: timedelta | None = None) -> Ranks:
-        return Processes(timeout or self.timeout)
+        return Processes(timeout or self.timeout, self.count)
+
+    def dealt(self, values: Sequence[T] | None) -> T:
+        found: list[Any] = [None]
+        with lost_ranks():
+            dist.scatter_object_list(found, values, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return values[0] if values else found[0]
+
+    def neighbours(self, size: int) -> Ranks:
+        return Processes(self.timeout, size)
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         parameters = [p for p in parameters if not hasattr(p, "full_tensor")]

@@ -16,6 +16,7 @@ import transformers
 
 from gspo.core.files import errors_of_the_disk
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.model.gathered import architecture
 from gspo.model.tokenizer import character_tokenizer
 
 POSITIONS = 2048  # how many tokens of prompt and response the tiny models can take
@@ -218,6 +219,19 @@ def save(
     Raises OSError if the disk fails."""
     with errors_of_the_disk(folder):
         model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+
+def save_configuration(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write what a model folder has beside its weights: configurations and the tokenizer. The weights may be spread
+    over ranks."""
+    with errors_of_the_disk(folder):
+        model.config.architectures, model.config.dtype = [architecture(model)], torch.float32
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 

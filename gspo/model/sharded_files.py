@@ -27,7 +27,7 @@ from gspo.core.files import errors_of_the_disk
 from gspo.core.ranks import Ranks
 from gspo.core.untrusted import opened
 from gspo.model.gathered import architecture, whole
-from gspo.model.loading import Loaded, load_config, one_line, usable
+from gspo.model.loading import Loaded, load_config, one_line, save_configuration, usable
 from gspo.model.network import FAMILIES
 from gspo.model.sharding import Shards, own_rows
 
@@ -167,8 +167,4 @@ def write_rest(
     """Write what a model folder has beside its weights: the index of their files, configurations and the tokenizer."""
     with errors_of_the_disk(folder):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-        model.config.architectures, model.config.dtype = [architecture(model)], torch.float32
-        model.config.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    save_configuration(model, tokenizer, folder)

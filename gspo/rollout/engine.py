@@ -84,7 +84,7 @@ class Engine(ABC):
         """
         at_once = max(1, self.batch_rows // group_size)
         responses = []
-        for start in range(0, len(problems), at_once):
+        for start in range(0, self._most(len(problems)), at_once):
             rows = new_rows(self.policy, problems[start : start + at_once], group_size, sampling)
             self._check_room(rows)
             made: dict[int, Response] = {}
@@ -92,6 +92,10 @@ class Engine(ABC):
             self._sample(rows, group_size, sampling, seed, record_experts, ended)
             responses += [made[i] for i in range(len(rows))]
         return grouped(responses, group_size)
+
+    def _most(self, count: int) -> int:
+        """Return the largest count of all ranks where they must sample as often as each other, else this rank's."""
+        return count
 
     def _check_room(self, rows: list[Row]) -> None:
         """Raise ValueError for a row whose prompt and response together exceed the engine's positions."""
@@ -127,7 +131,8 @@ class Engine(ABC):
     ) -> list[Response]:
         """Continue unfinished responses under the present weights; the tokens that they have stay as they are."""
         extended = []
-        for chunk in grouped(responses, self.batch_rows):
+        for start in range(0, self._most(len(responses)), self.batch_rows):
+            chunk = responses[start : start + self.batch_rows]
             rows = further_rows(chunk, sampling)
             self._sample(rows, 1, sampling, seed, record_experts, lambda which: None)
             pairs = zip(rows, chunk, strict=True)

@@ -36,16 +36,10 @@ class EngineFolder:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def save_weights(self, tensors: dict[str, Tensor]) -> Path:
-        """Write weights to a safetensors file, because messages to another process cannot carry tensors.
-
-        Tied weights are written once, under their first name, as in a checkpoint: safetensors refuses the second.
-        """
-        seen: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            seen.setdefault(tensor.data_ptr(), name)
+        """Write weights to a safetensors file, because messages to another process cannot carry tensors."""
         path = self.path / "weights.safetensors"
         with errors_of_the_disk(path):
-            save_file({name: tensors[name].detach().contiguous() for name in seen.values()}, path)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         return path
 
     def close(self) -> None:

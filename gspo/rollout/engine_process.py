@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ class EngineProcess:
     The process puts its temporary files into `folder`, and removes that folder if the trainer ends first.
     """
 
-    def __init__(self, name: str, kind: type, arguments: dict[str, Any], folder: Path):
+    def __init__(
+        self,
+        name: str,
+        kind: type,
+        arguments: dict[str, Any],
+        folder: Path,
+        environment: Mapping[str, str] = os.environ,
+    ):
         """Raises EngineEnded if the process ends, and RuntimeError with the message of an error that `kind` raised."""
         self.name, self.answered, self.ended = name, True, ""
         self.socket, theirs = socket.socketpair()
@@ -46,7 +54,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"TMPDIR": str(folder)},
+            env={**environment, "TMPDIR": str(folder)},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

@@ -6,6 +6,7 @@ to keep them for a later step (`BehaviourLogprobs`), or to notice an engine with
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +62,12 @@ def _continued(before: np.ndarray | None, now: np.ndarray) -> np.ndarray:
 def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step: int) -> float | None:
     """Compare the engine's log-probs with the trainer's on a few sampled tokens, after the engine has loaded weights.
 
-    Returns the mean of min(|difference|, 1) over the tokens, in nats. It is bounded because in bfloat16 a single token
-    whose router chooses otherwise can be 20 nats away. A weight that did not arrive, or a cache that belongs to the
-    weights before, shows here before it shows in a reward. Returns None where the engine computes with the policy's own
-    tensors. Raises RuntimeError if the difference exceeds `tolerance` or is no number.
+    Returns the mean of min(|difference|, 1) over the tokens, in nats; of several ranks, each of which checks its own
+    engine, the largest. It is bounded because in bfloat16 a single token whose router chooses otherwise can be 20 nats
+    away. A weight that did not arrive, or a cache that belongs to the weights before, shows here before it shows in a
+    reward. Returns None where the engine computes with the policy's own tensors.
+
+    Raises RuntimeError if the difference exceeds `tolerance` or is no number.
     """
     if engine.shares_weights:
         return None
@@ -74,7 +77,8 @@ def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step
     batch = pack([r for group in groups for r in group], policy.tokenizer.pad_token_id)
     own_BT = policy.score(batch, len(batch)).logp_BT
     differences = (own_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
-    difference = float(differences.clamp(max=OUTLIER).mean())
+    found = engine.ranks.gathered(float(differences.clamp(max=OUTLIER).mean()))
+    difference = max(found, key=lambda value: (math.isnan(value), value))  # of the rank whose engine is the furthest
     if not difference <= tolerance:
         raise RuntimeError(
             f"after step {step} the engine's log-probs are {difference:.2g} nats from the trainer's on "

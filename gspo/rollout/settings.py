@@ -161,6 +161,7 @@ class VLLMRollout(RolloutSettings):
 
     name: str = "vllm"
     own_process: bool = cost_only(True)  # whether the engine runs in a process of its own; false: in the trainer's
+    # GPUs that vLLM uses together; of several ranks so many neighbours share a vLLM on theirs
     tensor_parallel_size: int = ranged(1, least=1, cost_only=True)
     max_model_len: int | None = ranged(None, least=1)  # tokens of prompt and response; null: the model's positions
     kv_cache_gib: float = ranged(1.0, above=0, cost_only=True)  # GiB of the key/value cache, on the CPU

@@ -10,21 +10,19 @@ group share the prompt's full blocks.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
-from collections.abc import Callable, Iterable
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gspo.core.seeding import seed_for
-from gspo.model.loading import save
+from gspo.core.ranks import Ranks
+from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
-from gspo.rollout.engine import Engine
 from gspo.rollout.engine_folder import EngineFolder, size_of
 from gspo.rollout.engine_process import EngineEnded, EngineProcess
-from gspo.rollout.requests import Row, Sampling
+from gspo.rollout.outside_engine import PIECE_BYTES, Calls, OutsideEngine
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm_host import Host
 
@@ -43,32 +41,46 @@ LOOPBACK = {
 }
 
 
-class VLLMEngine(Engine):
+# What launchers tell a rank of its run: vLLM would take itself for that rank.
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHED_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
+
+
+class VLLMEngine(OutsideEngine):
     """Samples with vLLM.
 
     By default vLLM runs in a process of its own. In the trainer's process it also seeds the global random generators of
     Python, numpy and torch; nothing in this package draws from those.
+
+    Of several ranks each has a vLLM of its own, or with rollout.tensor_parallel_size=k every k neighbours share one,
+    which computes on the GPUs of all k.
     """
 
-    shares_weights = False
-
-    def __init__(self, policy: Policy, settings: VLLMRollout):
+    def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
         """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
-        self.policy = policy
-        self.settings = settings
-        self.batch_rows = settings.batch_rows
+        super().__init__(policy, settings, ranks or Ranks())
         config = policy.model.config
         self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
-        self.asleep = False
+        self.asleep, self.host, self.gpus = False, None, []
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_start(settings, head_dim)
-        self._check()
-        self.folder = EngineFolder(size_of(dict(policy.named_tensors())))
+        size = size_of(policy.model.state_dict())
+        self._check(size)
+        if self.ranks.count > 1:
+            self.sharers = self.ranks.neighbours(settings.tensor_parallel_size)
+            self.gpus = gpus_of(self.sharers)
+        if self.sharers.index == 0:
+            self.folder = EngineFolder(PIECE_BYTES if self.ranks.count > 1 else size)
+        calls = Calls()
         try:
-            self.host = self._start()
+            if self.folder:
+                calls(self._start)
+            self._agree(calls)
+            if self.ranks.count > 1:
+                self.load_weights(policy.named_tensors())
         except BaseException:
-            self.folder.close()
+            self.close()
             raise
 
     @property
@@ -76,42 +88,31 @@ class VLLMEngine(Engine):
         """How many tokens of prompt and response together vLLM can hold."""
         return self.max_model_len
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample from these weights from now on. Raises ValueError for names or shapes that are not those of the
-        policy's model, about which vLLM would only warn."""
-        tensors, own = dict(named_tensors), dict(self.policy.named_tensors())
-        wrong = {n for n in tensors.keys() | own.keys() if n not in tensors or n not in own}
-        wrong |= {n for n in tensors.keys() & own.keys() if tensors[n].shape != own[n].shape}
-        if wrong:
-            raise ValueError(f"weights do not belong to this model, or are missing: {', '.join(sorted(wrong))}")
-        self.wake()
-        path = self.folder.save_weights(tensors)
-        self._ask("load", str(path))
-        path.unlink()
-        self._forget_prefixes()
-
-    def _forget_prefixes(self) -> None:
-        """Drop the cached keys and values of prompts, which were computed with the old weights."""
-        if not self._ask("forget_prefixes"):
-            raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
-
     def rest(self) -> None:
         """Give the GPU's memory to the trainer if rollout.sleep=true; the weights then wait in the host's memory."""
         if self.settings.sleep:
-            self._ask("sleep")
+            self._tell("sleep")
             self.asleep = True
 
     def wake(self) -> None:
         """Take the GPU's memory back after `rest`."""
         if self.asleep:
-            self._ask("wake")
+            self._tell("wake")
             self.asleep = False
+
+    def _tell(self, method: str) -> None:
+        """Call a method of every vLLM."""
+        calls = Calls()
+        if self.host:
+            calls(self._ask, method)
+        self._agree(calls)
 
     def close(self) -> None:
         """End the engine's processes and remove its files. May be called twice."""
         host, self.host = self.host, None
         if host is not None:
             host.close()
+        if self.folder:
             self.folder.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -120,65 +121,40 @@ class VLLMEngine(Engine):
             return self.host.ask(method, *arguments)
         return getattr(self.host, method)(*arguments)
 
-    def _sample(
-        self,
-        rows: list[Row],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
-        ended: Callable[[list[int]], None],
-    ) -> None:
-        """Sample all rows, each as a request of its own: vLLM finds equal prefixes by itself."""
-        if record_experts and not self.settings.routes:
-            raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
-        self.wake()
-        prompts = [row.prefix_ids for row in rows]
-        params = [self._params(row, sampling, seed) for row in rows]
-        for row, sampled in zip(rows, self._ask("generate", prompts, params), strict=True):
-            if not sampled.token_ids:
-                raise RuntimeError(f"vLLM returned no token for problem {row.problem.index} ({sampled.finish_reason})")
-            row.token_ids, row.logprobs = sampled.token_ids, sampled.logprobs
-            row.experts = [sampled.experts] if record_experts else []
-        ended(list(range(len(rows))))
-
-    def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]) -> dict[str, Any]:
-        """Return the arguments of vLLM's SamplingParams for a row."""
-        # vLLM takes signed 64-bit numbers and reads -1 as "no seed": the shift leaves non-negative ones.
-        own_seed = seed_for(*seed, row.problem.task, row.problem.index, row.sample, row.done) >> 1
-        return {
-            "temperature": sampling.temperature,
-            "seed": own_seed if sampling.temperature else None,
-            "max_tokens": row.limit,
-            "stop_token_ids": sorted(self.policy.stop_ids),
-            "logprobs": 0,  # only that of the sampled token
-            "detokenize": False,
-        }
-
-    def _check(self) -> None:
-        """Raise ValueError if routes are asked of a model without routers, or if memory is too small for the model."""
+    def _check(self, size: int) -> None:
+        """Raise ValueError if routes are asked of a model without routers, or if memory is too small for its weights of
+        `size` bytes in each vLLM of this machine."""
         from psutil import virtual_memory
 
         cache = self.settings.kv_cache_gib
         if self.settings.routes and not self.policy.routing.layers:
             raise ValueError("rollout.routes=true: this model has no router; set rollout.routes=false")
-        weights = size_of(dict(self.policy.named_tensors())) / GIB
+        weights = size / GIB
         free = virtual_memory().available / GIB
-        if self.on_cpu and cache + weights > free:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.ranks.count > 1 else 1
+        engines = max(1, ranks_here // self.settings.tensor_parallel_size)
+        if self.on_cpu and engines * (cache + weights) > free:
             raise ValueError(
-                f"rollout.kv_cache_gib={cache}: with {weights:.1f} GiB of weights it exceeds the {free:.1f} GiB of "
-                "free memory; lower it"
+                f"rollout.kv_cache_gib={cache}: with {weights:.1f} GiB of weights"
+                f"{f', {engines} times,' if engines > 1 else ''} it exceeds the {free:.1f} GiB of free memory; lower it"
             )
 
-    def _start(self) -> EngineProcess | Host:
-        """Start vLLM with the policy's weights. Raises ValueError if vLLM refuses, EngineEnded if its process ends."""
+    def _start(self) -> None:
+        """Start vLLM, with the policy's weights if there is one rank: else they are handed over afterwards, because no
+        rank may have all of them. Raises ValueError if vLLM refuses, EngineEnded if its process ends."""
         model = self.folder.path / "model"
-        save(self.policy.model, self.policy.tokenizer, model)
+        if self.ranks.count > 1:
+            save_configuration(self.policy.model, self.policy.tokenizer, model)
+        else:
+            save(self.policy.model, self.policy.tokenizer, model)
         arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
         try:
             if self.settings.own_process:
-                return EngineProcess("vLLM's process", Host, arguments, self.folder.path)
-            return Host(**arguments)
+                name = "vLLM's process" + (f" of rank {self.ranks.index}" if self.ranks.count > 1 else "")
+                self.host = EngineProcess(name, Host, arguments, self.folder.path, own_environment(self.gpus))
+            else:
+                self.host = Host(**arguments)
+            self._note_precision()
         except EngineEnded:
             raise
         except (RuntimeError, ValueError) as error:
@@ -193,11 +169,12 @@ class VLLMEngine(Engine):
         options = {
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
+            "load_format": "dummy" if self.ranks.count > 1 else "safetensors",
             "generation_config": "vllm",  # the model's own generation config could change how tokens are drawn
             "dtype": settings.dtype,
             "seed": 0,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": settings.batch_rows,
+            "max_num_seqs": settings.batch_rows * self.sharers.count,
             "tensor_parallel_size": settings.tensor_parallel_size,
             "logprobs_mode": "processed_logprobs",  # log-probs after the division by the temperature
             "worker_extension_cls": WORKER,
@@ -253,12 +230,14 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
 
 
 def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
-    """Set the environment variables that vLLM and torch.distributed read, for this process and those that it starts.
+    """Set the environment variables that vLLM reads, for this process and those that it starts. This must happen before
+    vLLM is imported.
 
-    This must happen before those libraries are imported. Unless the user has set the variables otherwise, nothing uses
-    the network and no port is opened that another machine could reach."""
-    for name, value in LOOPBACK.items():
-        os.environ.setdefault(name, value)
+    Unless the user has set the variables otherwise, nothing uses the network, and vLLM in this process opens no port
+    that another machine could reach. Those of its own process are the business of `own_environment`: ranks on several
+    machines have to reach each other."""
+    if not settings.own_process:
+        os.environ.update(LOOPBACK | os.environ)
     values = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's client would wait for ever for a core that was killed
@@ -275,3 +254,28 @@ def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
     # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of their own. The one
     # fault that such a warning could hide, stale output weights, is prevented and tested (vllm_worker.pack_head).
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def own_environment(gpus: list[str]) -> dict[str, str]:
+    """Return the environment of vLLM's own process: ours, without what a launcher has told this rank; with ports on the
+    loopback address alone, unless the user has set the variables otherwise; and with these GPUs if there are any."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHED and not name.startswith(LAUNCHED_PREFIXES)
+    }
+    return LOOPBACK | ours | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+
+
+def gpus_of(sharers: Ranks) -> list[str]:
+    """Return the GPUs of the ranks that share a vLLM, none on the CPU. Raises ValueError if they are on several
+    machines."""
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    places = sharers.gathered((platform.node(), given[place] if place < len(given) else str(place)))
+    if len(machines := sorted({machine for machine, _ in places})) > 1:
+        raise ValueError(
+            f"rollout.tensor_parallel_size={sharers.count}: the ranks that would share a vLLM are on "
+            f"{' and '.join(machines)}; use a size that divides the ranks of each machine"
+        )
+    return [gpu for _, gpu in places] if torch.cuda.is_available() else []

@@ -40,7 +40,7 @@ class Host:
         self.routes, self.on_cpu = routes, not torch.cuda.is_available()
         threads = torch.set_num_threads
         with temporary_files_in(str(Path(model).parent)):
-            self.llm = LLM(model, trust_remote_code=False, load_format="safetensors", **options)
+            self.llm = LLM(model, trust_remote_code=False, **options)
         torch.set_num_threads = threads  # vLLM on the CPU replaces it by a function that does nothing
         if routes and self.on_cpu:
             self.llm.collective_rpc("install_capture")
@@ -71,9 +71,21 @@ class Host:
         by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
         return [by_name[output.request_id] for output in outputs]
 
+    def begin_load(self) -> None:
+        """Prepare for new weights. Nothing may be sampled until `end_load`."""
+        self.llm.collective_rpc("begin_load")
+
     def load(self, path: str) -> None:
-        """Load the weights of this file, and sample from them from now on."""
-        self.llm.collective_rpc("load_from_file", args=(path,))
+        """Load the weights of this file, which is one of several."""
+        self.llm.collective_rpc("load_piece", args=(path,))
+
+    def end_load(self) -> None:
+        """Sample from the weights that were loaded from now on."""
+        self.llm.collective_rpc("end_load")
+
+    def stored_dtype(self) -> str:
+        """Return the precision that all weights are stored in, such as "bfloat16"; "" if there are several."""
+        return self.llm.collective_rpc("stored_dtype")[0]
 
     def forget_prefixes(self) -> bool:
         """Drop the cached keys and values of prompts; return whether that succeeded."""

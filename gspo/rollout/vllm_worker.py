@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from gspo.rollout.route_checks import UNKNOWN
 
@@ -22,14 +24,32 @@ from gspo.rollout.route_checks import UNKNOWN
 class WorkerExtension:
     """The methods that vLLM's collective_rpc calls on every worker."""
 
-    def load_from_file(self, path: str) -> None:
-        """Load the weights of a safetensors file whose names are those of transformers."""
-        model, on_cpu = self.model_runner.get_model(), self.device.type == "cpu"
-        if on_cpu:
+    def begin_load(self) -> None:
+        """Begin to load weights that come in several files: vLLM's `reload_weights` takes them all at once, so its
+        parts are called here one by one."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
             forget_packing(model)
-        self.reload_weights(weights_iterator=iter(load_file(path).items()))  # a method of vLLM's worker
-        if on_cpu:
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def load_piece(self, path: str) -> None:
+        """Load the weights of a safetensors file whose names are those of transformers."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(iter(load_file(path).items()))
+
+    def end_load(self) -> None:
+        """End what `begin_load` began. A layer of which no weight has come keeps those that it had."""
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if self.device.type == "cpu":
             pack_head(model)
+
+    def stored_dtype(self) -> str:
+        """Return the precision of all parameters, "" if they differ in it."""
+        found = {str(parameter.dtype) for parameter in self.model_runner.get_model().parameters()}
+        return found.pop().removeprefix("torch.") if len(found) == 1 else ""
 
     def install_capture(self) -> None:
         """Record the experts of all positions that are fed from now on."""

@@ -72,9 +72,8 @@ def build_trainer(
         reference = open_reference(settings, checkpoint, on_cold_start_step, shards)
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
-        engine = make_engine(sampled, settings)
         # with overlap the engine samples in a thread of its own, beside the exchanges of the trainer
-        engine.ranks = ranks.another() if settings.rollout.overlap else ranks
+        engine = make_engine(sampled, settings, ranks.another() if settings.rollout.overlap else ranks)
         try:
             return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
         except BaseException:
@@ -268,14 +267,17 @@ def check_routing(settings: Settings, policy: Policy) -> None:
         raise ValueError("rollout.routes=true with a model that has no known routers; set rollout.routes=false")
 
 
-def make_engine(policy: Policy, settings: Settings) -> Engine:
-    """Start the engine that samples from `policy`. Raises ValueError if it cannot start."""
+def make_engine(policy: Policy, settings: Settings, ranks: Ranks) -> Engine:
+    """Start the engine that samples from `policy`, of several ranks this one's. Raises ValueError if it cannot start,
+    EngineEnded if its process ends."""
     rollout = settings.rollout
     if rollout.name == "vllm":
         from gspo.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(policy, rollout)
-    return local_engine(policy, rollout)
+        return VLLMEngine(policy, rollout, ranks)
+    engine = local_engine(policy, rollout)
+    engine.ranks = ranks
+    return engine
 
 
 def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
@@ -290,6 +292,11 @@ def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
     an in-process engine of the same precision. The latter must load the current weights before each use."""
     if not settings.rollout.overlap:
         return trainer.source.engine
+    return in_process_engine(trainer, settings)
+
+
+def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
+    """Return an engine of every rank's own process for held-out problems, which the ranks share."""
     engine = local_engine(trainer.policy, settings.rollout)
     engine.ranks = trainer.ranks
     return engine

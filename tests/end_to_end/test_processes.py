@@ -245,7 +245,18 @@ REFUSED = {
         {},
     ),
     "ranks": ("parallel.ranks=3 with 2 processes: start 3, or leave it away", ["parallel.ranks=3"], {}, {}),
-    "vllm": ("rollout=vllm with 2 processes", ["rollout=vllm", "model.heads=1"], {}, {}),
+    "vllm": (
+        "rollout.own_process=false with 2 processes: vLLM would take itself for one of them",
+        ["rollout=vllm", "rollout.own_process=false"],
+        {},
+        {},
+    ),
+    "tensor parallel": (
+        "rollout.tensor_parallel_size=3 does not divide the 2 processes",
+        ["rollout=vllm", "rollout.tensor_parallel_size=3"],
+        {},
+        {},
+    ),
     "rank": ("WORLD_SIZE=2 without RANK: start the processes by torchrun", [], {}, {0: {"RANK": ""}, 1: {"RANK": ""}}),
     "sweep": ("a sweep, with several processes: they share one run", ["-m", "seed=1,2"], {}, {}),
 }  # fmt: skip

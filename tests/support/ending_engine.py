@@ -31,9 +31,11 @@ class Ending(LocalEngine):
             raise EngineEnded("vLLM's process (process 12) was killed by SIGKILL")
 
 
-def make_engine(policy, settings) -> LocalEngine:
+def make_engine(policy, settings, ranks) -> LocalEngine:
     local = build.local_engine(policy, settings.rollout)
-    return Ending(policy, local.batch_rows, local.sampler.model.dtype)
+    engine = Ending(policy, local.batch_rows, local.sampler.model.dtype)
+    engine.ranks = ranks
+    return engine
 
 
 build.make_engine = make_engine

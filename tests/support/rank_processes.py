@@ -38,9 +38,11 @@ def launch(
     scripts: dict[int, list[str]] | None = None,
     extra: dict[int, list[str]] | None = None,
     env: dict[int, dict[str, str]] | None = None,
+    seconds: int = SECONDS,
 ) -> list[Rank]:
-    """Run `count` ranks in a folder to their ends. Of single ranks `scripts` names another script than train.py with
-    its first arguments, `extra` further settings, and `env` further variables ("" removes one)."""
+    """Run `count` ranks in a folder to their ends, which must come within so many seconds. Of single ranks `scripts`
+    names another script than train.py with its first arguments, `extra` further settings, and `env` further variables
+    ("" removes one)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,8 +53,8 @@ def launch(
         told = {key: str(value) for key, value in told.items()} | (env or {}).get(rank, {})
         files = [f"rank{rank}.out", f"rank{rank}.err"]
         ranks.append({"argv": [*script, *overrides, *(extra or {}).get(rank, [])], "told": told, "files": files})
-    command = [sys.executable, __file__, json.dumps(ranks)]
-    done = forked.run(command, cwd=cwd, env=environment(), seconds=SECONDS)
+    command = [sys.executable, __file__, json.dumps(ranks), str(seconds - 20)]
+    done = forked.run(command, cwd=cwd, env=environment(), seconds=seconds)
     assert done.returncode == 0, done.stderr[-3000:]
     ends = json.loads(done.stdout.splitlines()[-1])
     texts = [[(cwd / name).read_text() for name in rank["files"]] for rank in ranks]
@@ -71,7 +73,7 @@ def main() -> None:
             continue
         env = {key: value for key, value in {**os.environ, **rank["told"]}.items() if value != ""}
         files = ["/dev/null", *rank["files"]]
-        os._exit(_become(rank["argv"], os.getcwd(), env, files, SECONDS - 20))
+        os._exit(_become(rank["argv"], os.getcwd(), env, files, int(sys.argv[2])))
     while len(ends) < len(numbers):
         pid, status = os.wait()
         ends[numbers[pid]] = (os.waitstatus_to_exitcode(status), time.monotonic() - started)

@@ -150,7 +150,10 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
             r"experts=3 does not divide the 4 processes",
         ),
         (["parallel.mode=shard"], "with one GPU: say how many there are"),
-        (["parallel.mode=shard", "parallel.ranks=4", "rollout=vllm"], "rollout=vllm with 4 processes is not there yet"),
+        (
+            ["parallel.mode=shard", "parallel.ranks=4", "rollout=vllm", "rollout.tensor_parallel_size=3"],
+            r"rollout\.tensor_parallel_size=3 does not divide the 4 processes",
+        ),
         (["parallel.mode=shard", "parallel.ranks=64"], "prompts_per_step=32 is less than the 64 processes"),
         (["rollout.max_new_tokens=2000"], "a prompt of 512 and a response of 2000 tokens exceed the model's 2048"),
         (["rollout=vllm", "rollout.gpu_memory=1e-6"], "holds no response beside the engine's weights"),

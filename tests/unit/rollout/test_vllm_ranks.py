@@ -1,0 +1,164 @@
+"""Several ranks with vLLM: one each, or one that neighbours share. Real vLLM on the CPU. `make test-vllm` runs it."""
+
+import os
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from builders import problems, small_policy
+from gspo.core.ranks import Ranks
+from gspo.core.types import Response
+from gspo.model.loading import TinyMoE
+from gspo.model.policy import Policy
+from gspo.model.sharding import Shards
+from gspo.rollout import outside_engine
+from gspo.rollout.engine import LocalEngine
+from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.requests import Sampling
+from gspo.rollout.route_checks import check_routes
+from gspo.rollout.sampler_logprobs import check_engine
+from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm import VLLMEngine
+from ranked import ranked
+
+pytestmark = pytest.mark.vllm
+SECONDS = 500  # two engines start on a busy machine
+MODEL = TinyMoE(hidden=64, layers=2, heads=2, experts=8, experts_per_token=2, expert_width=16)
+GREEDY, SAMPLED = Sampling(0.0, 20), Sampling(1.0, 20)
+
+
+def whole_policy() -> Policy:
+    return small_policy(MODEL)
+
+
+def spread_policy(ranks: Ranks) -> Policy:
+    policy = whole_policy()
+    shards = Shards(ranks, ranks.count, "cpu")
+    shards.spread(policy.model, torch.float32)
+    return Policy(policy.model, policy.tokenizer, shards=shards)
+
+
+@torch.no_grad()
+def update(policy: Policy) -> None:
+    """Change the weights in the same way whether they are spread or not."""
+    for parameter in policy.model.parameters():
+        parameter.mul_(1.2)
+
+
+def settings(**changed) -> VLLMRollout:
+    return VLLMRollout(**{"kv_cache_gib": 0.25, "batch_rows": 8, "max_model_len": 256} | changed)
+
+
+def sampled(engine, sampling: Sampling, experts: bool) -> list[Response]:
+    """The responses to problems that the ranks share out unevenly."""
+    ranks = engine.ranks
+    own = ranks.own(problems())
+    groups = engine.generate(own, 4, sampling, (1, "test"), record_experts=experts)
+    return [r for group in ranks.merged(groups) for r in group]
+
+
+def story(engine, experts: bool = False) -> list[list[list[int]]]:
+    """Tokens before and after the weights change; each time engine and policy are compared."""
+    found = []
+    for step in range(3):
+        if step:
+            update(engine.policy)
+            engine.load_weights(engine.policy.named_tensors())
+        assert check_engine(engine, problems()[:2], 1e-5, step) is not None
+        for sampling in (GREEDY, SAMPLED):
+            responses = sampled(engine, sampling, experts)
+            found.append([r.token_ids for r in responses])
+            if experts:
+                check_routes(responses, MODEL.layers, MODEL.experts_per_token, MODEL.experts)
+    return found
+
+
+@cache
+def of_one_process() -> list[list[list[int]]]:
+    engine = VLLMEngine(whole_policy(), settings())
+    try:
+        return story(engine)
+    finally:
+        engine.close()
+
+
+CASES = {  # whether the weights are spread, how many ranks share a vLLM, whether it records experts
+    "whole": (False, 1, True),
+    "spread": (True, 1, True),
+    "whole, shared": (False, 2, False),
+    "spread, shared": (True, 2, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_sample_what_one_process_does(case, monkeypatch):
+    spread, together, routes = CASES[case]
+    monkeypatch.setattr(outside_engine, "PIECE_BYTES", 20_000)  # the weights come in many pieces, layers in several
+
+    def told(ranks):
+        for name, value in {"RANK": ranks.index, "WORLD_SIZE": 2, "LOCAL_RANK": ranks.index, "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        policy = spread_policy(ranks) if spread else whole_policy()
+        chosen = settings(tensor_parallel_size=together, routes=routes)
+        engine = VLLMEngine(policy, chosen, ranks)
+        try:
+            assert bool(engine.host) == (ranks.index % together == 0)
+            return story(engine, routes)
+        finally:
+            engine.close()
+
+    one = of_one_process()
+    assert one[0] != one[2] != one[4], "the weights change what is sampled"
+    assert len({str(tokens) for tokens in one[1]}) > 15, "each response has a seed of its own"
+    for found in ranked(2, told, SECONDS):
+        assert found == one
+
+
+def test_the_greedy_tokens_are_the_policys_own():
+    """The reference of the comparison above is itself compared."""
+    policy = whole_policy()
+    for step in range(3):
+        if step:
+            update(policy)
+        assert [r.token_ids for r in sampled(LocalEngine(policy), GREEDY, False)] == of_one_process()[2 * step]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_all_ranks_hear_the_same_when_the_engine_of_one_ends(together):
+    def hear(ranks):
+        engine = VLLMEngine(whole_policy(), settings(tensor_parallel_size=together), ranks)
+        last = 2 // together - 1  # the number of the last vLLM
+        said = []
+        try:
+            if ranks.index == last:
+                engine.host.process.kill()
+            for call in (
+                lambda: sampled(engine, GREEDY, False),
+                lambda: engine.load_weights(engine.policy.named_tensors()),
+            ):
+                with pytest.raises(EngineEnded) as caught:
+                    call()
+                said.append(str(caught.value))
+        finally:
+            engine.close()
+        return said
+
+    first, second = ranked(2, hear, SECONDS)
+    assert first == second and first[0] == first[1]
+    assert f"vLLM's process of rank {2 // together - 1} (process " in first[0] and "was killed by SIGKILL" in first[0]
+
+
+def test_vllms_process_does_not_take_itself_for_a_rank(monkeypatch):
+    from gspo.rollout.vllm import own_environment
+
+    launcher = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "TORCHELASTIC_RUN_ID": "x", "MINE": "kept"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    there = own_environment(["3", "5"])
+    assert not {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & set(there)
+    assert (there["MASTER_ADDR"], there["GLOO_SOCKET_IFNAME"], there["MINE"]) == ("127.0.0.1", "lo", "kept")
+    assert there["CUDA_VISIBLE_DEVICES"] == "3,5" and os.environ["RANK"] == "1"
