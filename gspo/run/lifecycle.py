@@ -65,6 +65,8 @@ def train_along(settings: Settings, peers: Peers) -> None:
             raise Stopped from None
         peers.report_loss()
         raise Ended("rank 0 says why") from None
+    except EngineEnded:
+        raise Ended("rank 0 says why") from None
 
 
 def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers) -> str:

@@ -20,7 +20,7 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import Rollout
-from gspo.run.build import evaluation_engine, local_engine
+from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory
 from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
@@ -92,7 +92,7 @@ class Session:
             metrics = evaluate_if_due(self.engine, trainer, settings, step)
         except EngineEnded as error:  # evaluate in this process, so that the step is complete
             warn([f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"])
-            self.engine = local_engine(trainer.policy, settings.rollout)
+            self.engine = in_process_engine(trainer, settings)
             return self.evaluate(step)
         return metrics | {"time/eval_s": time.perf_counter() - started} if metrics else {}
 
@@ -237,31 +237,59 @@ def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
 
 @ranks_lost_in_passes()
 def follow(trainer: Trainer, settings: Settings, run: Path, stop_requested: Callable[[], bool]) -> None:
-    """Train along with rank 0 until it ends the run or rolls it back. What is written here is this rank's part of the
-    checkpoints, where weights are spread over ranks."""
-    engine = evaluation_engine(trainer, settings)
-    writer = checkpoint_writer(run, trainer, settings) if trainer.policy.shards else None
-
-    def checkpoint(step: int, last: bool) -> None:
-        if last:  # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
-            trainer.source.pending()
-        if writer and (last or step % settings.checkpoint.every == 0):
-            writer.save(trainer.state, refreshed_reference(trainer, settings))
-        if writer and last:
-            writer.wait()
-
+    """Train along with rank 0 until it ends the run or rolls it back."""
+    follower = Follower(trainer, settings, run)
     try:
-        trainer.fit(
-            settings.steps,
-            evaluate=lambda step: evaluate_if_due(engine, trainer, settings, step),
-            log=lambda *_: None,
-            checkpoint=checkpoint,
-            stop=stop_requested,
-        )
+        trainer.fit(settings.steps, follower.evaluate, lambda *_: None, follower.checkpoint, stop_requested)
+    except EngineEnded:
+        follower.save_last_step()
+        raise
     finally:
-        if writer:
-            writer.close()
-        trainer.source.close()
+        follower.close()
+
+
+class Follower:
+    """Does between the steps what a `Session` on rank 0 needs of this rank: its share of the held-out problems, and
+    where weights are spread over ranks its part of the checkpoints."""
+
+    def __init__(self, trainer: Trainer, settings: Settings, run: Path):
+        self.trainer, self.settings = trainer, settings
+        self.engine = evaluation_engine(trainer, settings)
+        self.writer = checkpoint_writer(run, trainer, settings) if trainer.policy.shards else None
+        self.saved = trainer.state.step
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return held-out metrics at the steps where they are due, nothing at others."""
+        try:
+            return evaluate_if_due(self.engine, self.trainer, self.settings, step)
+        except EngineEnded:
+            self.engine = in_process_engine(self.trainer, self.settings)
+            return self.evaluate(step)
+
+    def checkpoint(self, step: int, last: bool) -> None:
+        """Write this rank's part of a checkpoint where one is due."""
+        if not last and step % self.settings.checkpoint.every:
+            return
+        if last:  # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
+            self.trainer.source.pending()
+        self.saved = step
+        if self.writer:
+            self.writer.save(self.trainer.state, refreshed_reference(self.trainer, self.settings))
+            if last:
+                self.writer.wait()
+
+    def save_last_step(self) -> None:
+        """Do what `Session.save_last_step` needs."""
+        step = self.trainer.state.step
+        with suppress(EngineEnded):
+            if step and step != self.saved:
+                self.checkpoint(step, last=True)
+
+    def close(self) -> None:
+        """Close the writer and the engine."""
+        if self.writer:
+            self.writer.close()
+        self.trainer.source.close()
 
 
 def warn(lines: list[str]) -> None:

@@ -1,12 +1,14 @@
 """A whole run with vLLM as the engine: trained, killed, resumed. In an environment with vLLM: `make test-vllm`."""
 
+import shutil
 import signal
 import subprocess
 
 import pytest
 
-from commands import SMALL, command, environment, only_run, train, wait_for_step
+from commands import ROOT, SMALL, command, comparable, environment, only_run, train, wait_for_step
 from gspo.core.files import read_rows
+from rank_processes import launch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 psutil = pytest.importorskip("psutil")
@@ -72,3 +74,61 @@ def test_a_wrong_setting_is_one_line(tmp_path):
     assert done.returncode == 2 and "rollout.kv_cache_gib=1000000.0" in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
     assert not list((tmp_path / "runs" / "small").glob("*"))
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+SEVERAL = [*MOE, "steps=4", "optim.eps=1e-6", "rollout.kv_cache_gib=0.25", "rollout.max_model_len=256"]
+SECONDS = 500  # two engines start on a busy machine
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, with vLLM."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = train(folder, *SEVERAL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "runs" / "cold_starts", comparable(only_run(folder))
+
+
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+def test_two_ranks_with_a_vllm_each_write_what_one_process_writes(tmp_path, alone, mode):
+    cold_starts, expected = alone
+    shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
+    ranks = launch(tmp_path, 2, *SEVERAL, f"parallel.mode={mode}", seconds=SECONDS)
+    assert [rank.code for rank in ranks] == [0, 0], [rank.err[-3000:] for rank in ranks]
+    rows = comparable(only_run(tmp_path))
+    assert [row["step"] for row in rows] == list(range(5))
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - {name for name in row if name.startswith(("mismatch/", "routing/engine_"))}:
+            assert row[name] == pytest.approx(other[name], rel=2e-3, abs=2e-4), (row["step"], name)
+    for row in rows[1:]:
+        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+        assert row["routing/engine_agreement"] > 0.999
+
+
+KILLING = """
+import os
+from dataclasses import dataclass
+from gspo.train.extensions import Callback
+
+
+@dataclass
+class OnRankOne(Callback):
+    def before_step(self, step, trainer):
+        if step == 3 and trainer.ranks.index == 1:
+            os.kill(trainer.source.engine.host.process.pid, 9)
+"""
+
+
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+def test_the_vllm_of_one_rank_is_killed_and_the_step_before_is_saved(tmp_path, mode):
+    (tmp_path / "killing.py").write_text(KILLING)
+    several = [*SEVERAL, f"parallel.mode={mode}", "checkpoint.every=100"]
+    there = {rank: {"PYTHONPATH": f".:{ROOT}"} for rank in (0, 1)}
+    ranks = launch(tmp_path, 2, *several, "callbacks.it=killing:OnRankOne", env=there, seconds=SECONDS)
+    assert [rank.code for rank in ranks] == [1, 1], [rank.err[-3000:] for rank in ranks]
+    error = ranks[0].err.strip().splitlines()[-1]
+    assert error.startswith("error: vLLM's process of rank 1 (process ") and "was killed by SIGKILL" in error
+    assert "; saved up to step_000002; go on with resume=" in error
+    assert not ranks[1].out + ranks[1].err and "Traceback" not in ranks[0].err
