@@ -29,7 +29,7 @@ from gspo.evaluation.evaluate import EvaluationSettings
 from gspo.model.loading import HFModel, TinyDense, TinyMoE
 from gspo.model.prompts import PromptFormat
 from gspo.rollout.problem_sampler import Grouped, Uniform
-from gspo.rollout.settings import RolloutSettings, VLLMRollout
+from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
@@ -53,7 +53,7 @@ CHOICES: dict[str, dict[str, type]] = {
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
     "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
-    "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout)},
+    "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
     "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *BENCHMARKS)},
 }

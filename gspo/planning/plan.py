@@ -137,7 +137,7 @@ class Engine:
         of_row = (work.prompt + work.response) * per_token
         all_weights = float(measured.parameters * item)
         at_once = min(each, max(rollout.batch_rows, rollout.group_size))
-        if rollout.name == "vllm":
+        if rollout.name in ("vllm", "vllm_server"):
             shared = rollout.tensor_parallel_size
             share, weights = rollout.gpu_memory * hardware.memory * GB, all_weights / shared
             if share < weights + of_row / shared:
@@ -146,6 +146,8 @@ class Engine:
                     f"engine's weights of {weights / GB:.1f} GB"
                 )
             at_once = int(min(at_once * shared, (share - weights) * shared / of_row))
+            if rollout.name == "vllm_server":  # on as many GPUs of the same kind, but on others than these
+                return Engine(0.0, 0.0, 0.0, 0.0, per_token, shared, each * shared, at_once, weights)
             resident = 0.0 if rollout.sleep else share  # it takes its share at once, and keeps it unless it may sleep
             return Engine(weights, share - weights, 0.0, resident, per_token, shared, each * shared, at_once, weights)
         shares = shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
@@ -169,7 +171,8 @@ def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Pass
     former are spared where the engine has just computed them with the trainer's weights (Trainer.skips_old_pass)."""
     policy = settings.policy
     needed = settings.correction.name != "none" or policy.routing_replay == "r3" or settings.advantage.needs_values
-    exact = not engine.weights and policy.precision == "float32" and not samples_ahead(settings)
+    here = settings.rollout.name == "local" and not engine.weights
+    exact = here and policy.precision == "float32" and not samples_ahead(settings)
     skipped = policy.old_pass == "auto" and policy.old_logprobs == "step_start" and exact and not needed
     scored = (not skipped) + settings.kl.needs_reference
     epochs, minibatches = settings.trainer.epochs, settings.trainer.minibatches

@@ -21,19 +21,15 @@ from gspo.core.files import errors_of_the_disk
 
 MEMORY = "/dev/shm"  # a file system in memory, on Linux
 PREFIX = "gspo-vllm-"
+DESCRIPTION = "GSPO_SERVER"  # the environment variable that names the file in which a server describes itself
 YOUNG_SECONDS = 60.0  # the owner of a folder younger than this may not have locked it yet
 
 
-class EngineFolder:
-    """A new folder with room for files of `size` bytes. Folders that killed trainers left behind are removed first."""
+class WeightsFolder:
+    """A folder through which weights go, under a lock that the trainer holds."""
 
-    def __init__(self, size: int):
-        for parent in {MEMORY, tempfile.gettempdir()}:
-            remove_left_behind(parent)
-        fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY if fits else None))  # with mode 0700
-        self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+    path: Path
+    lock: int  # a file descriptor; -1 after `close`
 
     def save_weights(self, tensors: dict[str, Tensor]) -> Path:
         """Write weights to a safetensors file, because messages to another process cannot carry tensors."""
@@ -43,11 +39,51 @@ class EngineFolder:
         return path
 
     def close(self) -> None:
+        """Give the folder up. May be called twice."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+class ServersFolder(WeightsFolder):
+    """The folder that a vLLM server has made. A trainer holds a lock in it as long as it uses the server."""
+
+    def __init__(self, path: str, url: str):
+        """Raises ValueError if the folder is not to be seen from here, or if another trainer holds the lock."""
+        self.path, self.lock = Path(path), -1
+        try:
+            self.lock = os.open(self.path / "trainer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"rollout.url={url}: another trainer uses this server; end that one, or start a server of its own on "
+                "another port"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"rollout.url={url}: the server's folder {path} cannot be used here ({error.strerror}); start the "
+                "server with rollout.folder=FOLDER, which both see and may write"
+            ) from None
+
+
+class EngineFolder(WeightsFolder):
+    """A new folder with room for files of `size` bytes; with `parent` in that folder. Folders that killed trainers left
+    behind are removed first."""
+
+    def __init__(self, size: float, parent: str = ""):
+        for place in {parent} if parent else {MEMORY, tempfile.gettempdir()}:
+            remove_left_behind(place)
+        fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or (MEMORY if fits else None)))  # with mode 0700
+        self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
         """Remove the folder. May be called twice."""
         if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self.lock)
-            self.lock = -1
+        super().close()
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:

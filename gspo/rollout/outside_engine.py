@@ -23,10 +23,10 @@ from gspo.core.ranks import Ranks
 from gspo.core.seeding import seed_for
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
-from gspo.rollout.engine_folder import EngineFolder
+from gspo.rollout.engine_folder import WeightsFolder
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.requests import Row, Sampling
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.settings import OutsideRollout
 
 P, T = ParamSpec("P"), TypeVar("T")
 PIECE_BYTES = 1e9  # a piece of the weights has at most so many, unless a single tensor has more
@@ -58,9 +58,9 @@ class OutsideEngine(Engine):
     """
 
     shares_weights = False
-    folder: EngineFolder | None = None
+    folder: WeightsFolder | None = None
 
-    def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks):
+    def __init__(self, policy: Policy, settings: OutsideRollout, ranks: Ranks):
         self.policy, self.settings, self.ranks = policy, settings, ranks
         self.sharers = Ranks()
         self.batch_rows = settings.batch_rows

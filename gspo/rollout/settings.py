@@ -1,11 +1,13 @@
 """The settings under `rollout`: how much a training step samples, of which problems, by which engine, how far ahead.
 
-`rollout=local` samples in the trainer's process (gspo.rollout.engine), `rollout=vllm` by vLLM (gspo.rollout.vllm).
+`rollout=local` samples in the trainer's process (gspo.rollout.engine), `rollout=vllm` by a vLLM beside it
+(gspo.rollout.vllm), `rollout=vllm_server` by a vLLM server elsewhere (gspo.rollout.vllm_server).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
@@ -156,19 +158,16 @@ class RolloutSettings(Ranged, key="rollout"):
 
 
 @dataclass
-class VLLMRollout(RolloutSettings):
-    """The settings of vLLM on a GPU or on the CPU. `batch_rows` becomes vLLM's max_num_seqs."""
+class OutsideRollout(RolloutSettings):
+    """The settings of vLLM on a GPU or on the CPU, wherever it runs. `batch_rows` becomes vLLM's max_num_seqs."""
 
-    name: str = "vllm"
-    own_process: bool = cost_only(True)  # whether the engine runs in a process of its own; false: in the trainer's
-    # GPUs that vLLM uses together; of several ranks so many neighbours share a vLLM on theirs
+    # GPUs that vLLM uses together; with rollout=vllm and several ranks so many neighbours share a vLLM on theirs
     tensor_parallel_size: int = ranged(1, least=1, cost_only=True)
     max_model_len: int | None = ranged(None, least=1)  # tokens of prompt and response; null: the model's positions
     kv_cache_gib: float = ranged(1.0, above=0, cost_only=True)  # GiB of the key/value cache, on the CPU
     # share of the GPU's memory for weights and cache, on CUDA
     gpu_memory: float = ranged(0.45, above=0, below=1, cost_only=True)
     eager: bool = cost_only(False)  # no CUDA graphs; always so on the CPU
-    sleep: bool = cost_only(False)  # whether the trainer gets the engine's GPU memory between rollouts
 
     def __post_init__(self):
         super().__post_init__()
@@ -177,15 +176,47 @@ class VLLMRollout(RolloutSettings):
                 f"rollout.max_model_len={self.max_model_len} leaves no room for a prompt beside "
                 f"rollout.max_new_tokens={self.longest_limit}"
             )
+        if self.quantization != "none":
+            raise ValueError(f"rollout.quantization={self.quantization} is read by rollout=local alone")
+
+
+@dataclass
+class VLLMRollout(OutsideRollout):
+    """The settings of a vLLM that the run starts beside the trainer."""
+
+    name: str = "vllm"
+    own_process: bool = cost_only(True)  # whether the engine runs in a process of its own; false: in the trainer's
+    sleep: bool = cost_only(False)  # whether the trainer gets the engine's GPU memory between rollouts
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.tensor_parallel_size > 1 and not self.own_process:
             raise ValueError(
                 f"rollout.tensor_parallel_size={self.tensor_parallel_size} with rollout.own_process=false: its workers "
                 "have processes of their own; set rollout.own_process=true"
             )
-        if self.quantization != "none":
-            raise ValueError(f"rollout.quantization={self.quantization} is read by rollout=local alone")
         if self.sleep and self.overlap:
             raise ValueError("rollout.sleep=true with rollout.overlap=true: the engine is never idle")
+
+
+@dataclass
+class VLLMServerRollout(OutsideRollout):
+    """The settings of a vLLM server that `gspo serve` starts, with the same settings as the runs that use it."""
+
+    name: str = "vllm_server"
+    url: str = cost_only("http://127.0.0.1:8000")  # where the server listens
+    # a folder that server and trainer both see, for weights on their way; empty: this machine's memory
+    folder: str = cost_only("")
+
+    def __post_init__(self):
+        super().__post_init__()
+        try:
+            address = urlsplit(self.url)
+            fits = address.scheme == "http" and address.hostname and address.port and not address.path.strip("/")
+        except ValueError:  # a port that is no number
+            fits = False
+        if not fits:
+            raise ValueError(f"rollout.url={self.url!r} must be http://HOST:PORT, such as http://127.0.0.1:8000")
 
 
 def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:

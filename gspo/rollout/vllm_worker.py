@@ -9,7 +9,13 @@ Shape suffixes: N tokens of one step, S positions of one sequence, L MoE layers,
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import os
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +24,25 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from gspo.rollout.engine_folder import DESCRIPTION
 from gspo.rollout.route_checks import UNKNOWN
 
 
 class WorkerExtension:
     """The methods that vLLM's collective_rpc calls on every worker."""
 
+    capture: Capture | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `gspo serve` has written about this server."""
+        return json.loads(Path(os.environ[DESCRIPTION]).read_text(encoding="utf-8"))
+
     def begin_load(self) -> None:
         """Begin to load weights that come in several files: vLLM's `reload_weights` takes them all at once, so its
         parts are called here one by one."""
         model = self.model_runner.get_model()
+        if self.capture:
+            self.capture.pieces.clear()  # of requests that a killed trainer never asked for
         if self.device.type == "cpu":
             forget_packing(model)
         with set_current_vllm_config(self.vllm_config):
@@ -53,11 +68,25 @@ class WorkerExtension:
 
     def install_capture(self) -> None:
         """Record the experts of all positions that are fed from now on."""
-        self.capture = Capture(self.model_runner)
+        self.capture = self.capture or Capture(self.model_runner)
 
     def pop_routes(self) -> dict[str, np.ndarray]:
         """Return, by request id, the experts recorded since the last call: int16 [S, L, K]."""
         return self.capture.pop()
+
+    def routes_of(self, names: list[str]) -> dict[str, str]:
+        """Return the experts of these requests of a server, as .npy files in base64, and forget them. Inside the engine
+        the name of a request stands between "generate-tokens-" and a hyphen with random letters."""
+        by_name = {inside.removeprefix("generate-tokens-").split("-")[0]: inside for inside in self.capture.pieces}
+        found = self.capture.pop({by_name[name] for name in names})
+        return {name: as_text(found[by_name[name]]) for name in names}
+
+
+def as_text(array: np.ndarray) -> str:
+    """Return an array as a .npy file in base64."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def forget_packing(model: nn.Module) -> None:
@@ -133,13 +162,14 @@ class Capture:
             self.pieces.setdefault(request, []).append((start, experts_NLK[row : row + count]))
             row += count
 
-    def pop(self) -> dict[str, np.ndarray]:
-        """Return and forget the experts of every request so far, [S, L, K]; UNKNOWN where no position was fed."""
+    def pop(self, requests: set[str] | None = None) -> dict[str, np.ndarray]:
+        """Return and forget the experts of these requests, by default of all, [S, L, K]; UNKNOWN where no position was
+        fed."""
         routes = {}
-        for request, pieces in self.pieces.items():
+        for request in list(self.pieces) if requests is None else requests:
+            pieces = self.pieces.pop(request)
             length = max(start + len(piece) for start, piece in pieces)
             routes[request] = np.full((length, *pieces[0][1].shape[1:]), UNKNOWN, dtype=np.int16)
             for start, piece in pieces:
                 routes[request][start : start + len(piece)] = piece
-        self.pieces.clear()
         return routes

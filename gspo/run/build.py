@@ -27,6 +27,7 @@ from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import RolloutSource
+from gspo.rollout.vllm_server import VLLMServerEngine, check_server
 from gspo.run.cli import stop_signal
 from gspo.tracking.tracker import Progress
 from gspo.train.checkpoint import load_optimizer
@@ -249,8 +250,10 @@ def print_sandbox_layers(layers: dict[str, str]) -> None:
 
 # ---------------------------------------------------------------------------------------------- engine and source
 def check_engine_start(settings: Settings) -> None:
-    """Raise ValueError if vLLM is asked for and cannot start here. This comes before a cold start that would be in
-    vain."""
+    """Raise ValueError if vLLM is asked for and cannot start here, or if there is no server of it. This comes before a
+    cold start that would be in vain."""
+    if settings.rollout.name == "vllm_server":
+        check_server(settings.rollout)
     if settings.rollout.name != "vllm":
         return
     from gspo.rollout.vllm import check_start  # vLLM is an installation of its own: imported only where it is used
@@ -275,6 +278,8 @@ def make_engine(policy: Policy, settings: Settings, ranks: Ranks) -> Engine:
         from gspo.rollout.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout, ranks)
+    if rollout.name == "vllm_server":
+        return VLLMServerEngine(policy, rollout, ranks)
     engine = local_engine(policy, rollout)
     engine.ranks = ranks
     return engine

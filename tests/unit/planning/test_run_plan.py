@@ -63,6 +63,9 @@ def test_what_settings_add():
     share = planned(*SMALL, "rollout=vllm", "rollout.gpu_memory=0.25")
     assert share.phases["update"]["engine"] == 0.25 * 80 * GB
     assert "engine" not in planned(*SMALL, "rollout=vllm", "rollout.sleep=true").phases["update"]
+    elsewhere = planned(*SMALL, "rollout=vllm_server")
+    assert not [name for held in elsewhere.phases.values() for name in held if "engine" in name]
+    assert elsewhere.times["old log-probs: arithmetic"] > 0
 
 
 def test_what_ranks_exchange():
