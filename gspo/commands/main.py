@@ -30,6 +30,9 @@ COMMANDS = {
     "plan": Command(
         "gspo.commands.plan", "Say what a run needs of its GPUs, and how long a step takes.", "parallel.ranks=16 ..."
     ),
+    "serve": Command(
+        "gspo.commands.serve", "Start a vLLM server that runs sample with.", "experiment=tiny_moe rollout=vllm_server"
+    ),
     "evaluate": Command("gspo.commands.evaluate", "Score a run or a model on held-out problems.", RUN),
     "sample": Command("gspo.commands.sample", "Print what a run's policy writes, with the verdicts.", RUN),
     "report": Command("gspo.commands.report", "Write the report of a run, an HTML page.", RUN),

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
-from gspo.config.load import register_schemas
+from gspo.config.load import register_schemas, to_settings
+from gspo.config.settings import Settings
 
 
 def folder_of(name: str) -> Path:
@@ -39,3 +41,14 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     `job` is a function of a module, decorated with `one_line`, so that a sweep's worker processes import it."""
     register_schemas()
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
+
+
+def composed_settings(words: list[str]) -> Settings:
+    """Return the settings of the run that `gspo train` would make of these words."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=words, return_hydra_config=True)
+        choices = config.hydra.runtime.choices
+        with open_dict(config):
+            del config["hydra"]
+        return to_settings(config, choices)

@@ -20,12 +20,7 @@ from __future__ import annotations
 
 import sys
 
-from hydra import compose, initialize_config_dir
-from omegaconf import open_dict
-
-from gspo.commands.option_files import CONF
-from gspo.config.load import register_schemas, to_settings
-from gspo.config.settings import Settings
+from gspo.commands.option_files import composed_settings
 from gspo.core.arguments import nearest
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import Plan, advice, plan
@@ -89,17 +84,6 @@ def with_counts(words: list[str]) -> tuple[list[str], list[int]]:
         raise ValueError(f"{RANKS}{named[-1]}: {wrong[0]!r} must be a number of GPUs, as in {RANKS}16,64")
     others = [word for word in words if not word.startswith(RANKS)]
     return [*others, f"{RANKS}{counts[0]}"], sorted({int(count) for count in counts})
-
-
-def composed_settings(words: list[str]) -> Settings:
-    """Return the settings of the run that `gspo train` would make of these words."""
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=words, return_hydra_config=True)
-        choices = config.hydra.runtime.choices
-        with open_dict(config):
-            del config["hydra"]
-        return to_settings(config, choices)
 
 
 def lines_of(made: Plan) -> list[str]:

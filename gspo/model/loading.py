@@ -43,6 +43,10 @@ class ModelSettings(Ranged, key="model"):
         """Return model and tokenizer as they are before any of our training."""
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
 
+    def outline(self) -> Loaded:
+        """Return the model with no regard to its weights, which may have no content, and its tokenizer."""
+        return self.make()
+
     def open(self, folder: Path) -> Loaded:
         """Load a folder that `save` wrote for this choice of model."""
         return load(str(folder))
@@ -139,6 +143,15 @@ class HFModel(ModelSettings):
 
     def make(self) -> Loaded:
         return load(self.source(), self.attention)
+
+    def outline(self) -> Loaded:
+        path = self.source()
+        with one_line(path):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            config = load_config(path, self.attention)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model, usable(tokenizer, path)
 
     def open(self, folder: Path) -> Loaded:
         return load(str(folder), self.attention)
