@@ -9,6 +9,7 @@ import pytest
 from commands import ROOT, SMALL, command, comparable, environment, only_run, train, wait_for_step
 from gspo.core.files import read_rows
 from rank_processes import launch
+from served import free_url, served
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 psutil = pytest.importorskip("psutil")
@@ -131,4 +132,24 @@ def test_the_vllm_of_one_rank_is_killed_and_the_step_before_is_saved(tmp_path, m
     error = ranks[0].err.strip().splitlines()[-1]
     assert error.startswith("error: vLLM's process of rank 1 (process ") and "was killed by SIGKILL" in error
     assert "; saved up to step_000002; go on with resume=" in error
-    assert not ranks[1].out + ranks[1].err and "Traceback" not in ranks[0].err
+    assert not ranks[1].out and "error" not in ranks[1].err and "Traceback" not in ranks[0].err + ranks[1].err
+
+
+# ------------------------------------------------------------------------------------------------------------ a server
+def test_two_ranks_with_a_server_write_what_one_process_writes_and_need_it(tmp_path, alone):
+    cold_starts, expected = alone
+    shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
+    url = free_url()
+    words = [word for word in SEVERAL if word != "rollout=vllm"] + ["rollout=vllm_server", f"rollout.url={url}"]
+    with served(tmp_path, url, *words):
+        ranks = launch(tmp_path, 2, *words, "parallel.mode=replicate", seconds=SECONDS)
+        assert [rank.code for rank in ranks] == [0, 0], [rank.err[-3000:] for rank in ranks]
+    rows = comparable(only_run(tmp_path))
+    assert [row["reward/mean"] for row in rows[1:]] == [row["reward/mean"] for row in expected[1:]]
+    for row in rows[1:]:
+        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+        assert row["routing/engine_agreement"] > 0.999
+    ranks = launch(tmp_path, 2, *words, "parallel.mode=replicate", "steps=9", seconds=SECONDS)
+    assert [rank.code for rank in ranks] == [2, 2]
+    assert f"error: rollout.url={url}: the vLLM server at {url} does not answer: " in ranks[0].err
+    assert "start one by `gspo serve`, with the words of this run" in ranks[0].err and "Traceback" not in ranks[0].err

@@ -1,0 +1,97 @@
+"""One vLLM server and two trainer ranks: a real server on the CPU. `make test-vllm` runs it."""
+
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from gspo.model.loading import TinyMoE
+from gspo.model.policy import Policy
+from gspo.rollout import outside_engine
+from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_server import VLLMServerEngine
+from outside_engines import GREEDY, MODEL, SECONDS, of_one_process, sampled, spread_policy, story, whole_policy
+from ranked import ranked
+from served import free_url, served
+
+pytestmark = pytest.mark.vllm
+WORDS = [
+    "model=tiny_moe", f"model.hidden={MODEL.hidden}", f"model.layers={MODEL.layers}", f"model.heads={MODEL.heads}",
+    f"model.experts={MODEL.experts}", f"model.experts_per_token={MODEL.experts_per_token}",
+    f"model.expert_width={MODEL.expert_width}",
+    "rollout.routes=true", "rollout.max_model_len=256", "rollout.kv_cache_gib=0.25", "rollout.batch_rows=16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    url = free_url()
+    with served(tmp_path_factory.mktemp("server"), url, *WORDS) as process:
+        yield url, process
+
+
+def settings(url: str, **changed) -> VLLMServerRollout:
+    return VLLMServerRollout(**{"url": url, "routes": True, "batch_rows": 8} | changed)
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
+def test_two_ranks_sample_what_one_process_does(server, spread, monkeypatch):
+    monkeypatch.setattr(outside_engine, "PIECE_BYTES", 20_000)  # the weights come in many pieces
+
+    def told(ranks):
+        engine = VLLMServerEngine(spread_policy(ranks) if spread else whole_policy(), settings(server[0]), ranks)
+        assert bool(engine.folder) == (ranks.index == 0)
+        try:
+            return story(engine, experts=True)
+        finally:
+            engine.close()
+
+    one = of_one_process()
+    for found in ranked(2, told, SECONDS):
+        assert found == one
+
+
+def test_what_does_not_fit_is_one_line(server):
+    url, policy = server[0], whole_policy()
+    engine = VLLMServerEngine(policy, settings(url))
+    other = Policy(*TinyMoE(hidden=64, layers=3, heads=2).make())
+    nowhere = free_url()
+    try:
+        for chosen, wanted, message in [
+            (policy, settings(url), rf"rollout\.url={url}: another trainer uses this server; end that one, or start"),
+            (other, settings(url), r"has another model: model\.layers\.0\.\S+ is \[.*\], in this run \["),
+            (policy, settings(url, routes=False), r"rollout\.routes=False: the server at \S+ was started with True"),
+            (policy, settings(url, dtype="bfloat16"), r"rollout\.dtype=bfloat16: .* was started with float32"),
+            (policy, settings(url, max_model_len=300), r"rollout\.max_model_len=300: .* was started with 256"),
+            (policy, settings(nowhere), r"does not answer: .*refused; start one by `gspo serve`, with the words of"),
+        ]:
+            with pytest.raises(ValueError, match=message) as caught:
+                VLLMServerEngine(chosen, wanted)
+            assert "\n" not in str(caught.value)
+        assert sampled(engine, GREEDY, True), "the first trainer goes on"
+    finally:
+        engine.close()
+    VLLMServerEngine(policy, settings(url)).close()  # a later one may use it
+
+
+def test_all_ranks_hear_the_same_when_the_server_ends(tmp_path):
+    """The last thing that is asked of a server of its own."""
+    url = free_url()
+    with served(tmp_path, url, *WORDS) as process:
+
+        def hear(ranks):
+            engine = VLLMServerEngine(whole_policy(), settings(url), ranks)
+            ranks.gathered(None)
+            if ranks.index == 0:
+                os.killpg(process.pid, signal.SIGKILL)
+            ranks.gathered(None)
+            with pytest.raises(EngineEnded) as caught:
+                sampled(engine, GREEDY, True)
+            engine.close()
+            return str(caught.value)
+
+        first, second = ranked(2, hear, SECONDS)
+        assert first == second and first.startswith(f"the vLLM server at {url} does not answer: ")
