@@ -41,10 +41,7 @@ def main() -> None:
 
 def serve() -> None:
     """Write the model's folder, without weights, and become `vllm serve`."""
-    words, passed = sys.argv[1:], []
-    if "--" in words:
-        at = words.index("--")
-        words, passed = words[:at], words[at + 1 :]
+    words, passed = parted(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         sys.exit(0 if words else 2)
@@ -68,6 +65,12 @@ def serve() -> None:
     command = [sys.executable, "-P", "-m", "gspo.rollout.vllm_serve", str(folder.path / "model")]
     print(f"vLLM starts at {rollout.url}; it is ready when {rollout.url}/health answers", flush=True)
     os.execve(command[0], [*command, *as_words(options), *passed], environment)
+
+
+def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the run, and what stands after "--", which is for `vllm serve`."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import audit_rewards
 import parity
 from commands import environment
 from composing import CONF, options, settings
-from gspo.commands import check_objective, dashboard, evaluate, main, plan, view
+from gspo.commands import check_objective, dashboard, evaluate, main, plan, serve, view
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
@@ -150,6 +150,7 @@ OTHERS = {
     "audit_rewards": audit_rewards.parse,
     "parity": parity.parse,
     "plan": is_planned,
+    "serve": lambda words: plan.composed_settings(serve.parted(words)[0]),
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": dashboard.options,
     "view": lambda words: key_values(words, view.OPTIONS, paths=True),
