@@ -302,7 +302,7 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
         return {"rollout.dtype": "bfloat16"}, replace(s, rollout=replace(s.rollout, dtype="bfloat16"))
     if trains and s.parallel.experts == 1 and (dealt := most_ranks_of_a_layer(made)) > 1:
         return {"parallel.experts": f"{dealt}"}, replace(s, parallel=replace(s.parallel, experts=dealt))
-    if s.rollout.name != "local" or sum(held.values()) - spread >= room:
+    if sum(held.values()) - spread >= room:
         return None  # more GPUs would not help
     ranks = made.work.ranks if s.parallel.mode == "replicate" else made.work.ranks * 2
     while ranks < MOST_RANKS and spread * made.work.shard_size / ranks > room:  # more than one doubling is needed
