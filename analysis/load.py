@@ -45,6 +45,7 @@ NOT_THE_ARM = (
     "study",
     "options",
     "tracking",
+    "profile",
     "metrics",
     "allow_outside_code",
     "checkpoint",

@@ -41,9 +41,5 @@ class TrackingSettings(Ranged, key="tracking"):
 class ProfileSettings(Ranged, key="profile"):
     """Which steps PyTorch's profiler looks into (gspo.run.profiling). The run's results do not depend on it."""
 
-    steps: list[int] = field(default_factory=list)  # each leaves a trace and a table of the dearest operations
-
-    def __post_init__(self):
-        super().__post_init__()
-        if any(step < 1 for step in self.steps):
-            raise ValueError(f"profile.steps={self.steps}: steps are counted from 1")
+    # each leaves a trace and a table of the dearest operations
+    steps: list[int] = ranged(default_factory=list, least=1)

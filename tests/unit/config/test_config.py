@@ -352,6 +352,9 @@ def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
 
 LATER = {  # settings that were added after runs had been made and published, each with another value than its default
     "optim.router_lr_factor": 0.5,
+    "optim.decay": "linear",
+    "optim.decay_updates": 8,
+    "optim.final_lr_factor": 0.5,
     "policy.freeze_router": True,
     "trainer.router_aux_loss_coef": 0.01,
     "rollout.quantization": "fp8_e4m3",
@@ -359,10 +362,18 @@ LATER = {  # settings that were added after runs had been made and published, ea
 }
 
 
+BESIDE = {  # what a setting needs beside it
+    "optim.decay": ["optim.decay_updates=8"],
+    "optim.decay_updates": ["optim.decay=cosine"],
+    "optim.final_lr_factor": ["optim.decay=cosine", "optim.decay_updates=8"],
+}
+
+
 @pytest.mark.parametrize("key", LATER)
 def test_a_setting_added_later_changes_the_hash_of_no_run_that_leaves_it_alone(key):
     *groups, name = key.split(".")
-    base, changed = settings("experiment=tiny_moe"), settings("experiment=tiny_moe", f"{key}={LATER[key]}")
+    base = settings("experiment=tiny_moe")
+    changed = settings("experiment=tiny_moe", f"{key}={LATER[key]}", *BESIDE.get(key, ()))
     before, after = (reduce(dict.__getitem__, groups, of_result(each)) for each in (base, changed))
     assert name not in before and after[name] == LATER[key]
     assert settings_hash(base) != settings_hash(changed) and groups[0] in same_result(base, changed)
