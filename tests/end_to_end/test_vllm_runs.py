@@ -149,7 +149,7 @@ def test_two_ranks_with_a_server_write_what_one_process_writes_and_need_it(tmp_p
     for row in rows[1:]:
         assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
         assert row["routing/engine_agreement"] > 0.999
-    ranks = launch(tmp_path, 2, *words, "parallel.mode=replicate", "steps=9", seconds=SECONDS)
+    ranks = launch(tmp_path, 2, *words, "parallel.mode=replicate", "steps=9", "on_existing=resume", seconds=SECONDS)
     assert [rank.code for rank in ranks] == [2, 2]
     assert f"error: rollout.url={url}: the vLLM server at {url} does not answer: " in ranks[0].err
     assert "start one by `gspo serve`, with the words of this run" in ranks[0].err and "Traceback" not in ranks[0].err
