@@ -161,22 +161,20 @@ def make_large(folder) -> None:
     save(*model, folder)
 
 
-@pytest.mark.parametrize("folder", ["tied, dense"], indirect=True)
-def test_a_model_without_experts_has_none_to_deal(folder):
-    def message(ranks):
-        with pytest.raises(ValueError, match=r"parallel\.experts=2: this model has no experts; leave it at 1"):
-            spread(folder, ranks, experts=2)
+@pytest.mark.parametrize(
+    ("folder", "dealt", "message"),
+    [
+        ("tied, dense", 2, r"parallel\.experts=2: this model has no experts; leave it at 1"),
+        ("olmoe", 4, r"parallel\.experts=4 does not divide the model's 6 experts"),
+    ],
+    indirect=["folder"],
+)
+def test_experts_that_cannot_be_dealt_are_refused(folder, dealt, message):
+    def refused(ranks):
+        with pytest.raises(ValueError, match=message):
+            spread(folder, ranks, experts=dealt)
 
-    ranked(2, message)
-
-
-@one_model
-def test_experts_that_cannot_be_dealt_evenly_are_refused(folder):
-    def message(ranks):
-        with pytest.raises(ValueError, match=r"parallel\.experts=4 does not divide the model's 6 experts"):
-            spread(folder, ranks, experts=4)
-
-    ranked(4, message)
+    ranked(dealt, refused)
 
 
 @one_model
