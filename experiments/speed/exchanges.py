@@ -3,7 +3,8 @@
 Nothing of this is in the trainer. While `Exchanges.timed` is open, the functions through which ranks exchange are
 replaced by ones that first wait at a barrier until all ranks are there, and then exchange. So the times before and
 after the barrier are noted apart. The barrier itself costs some tenths of a millisecond for each exchange on a CPU; it
-counts as waiting. Tokens on their way to experts that are dealt to ranks are not timed. That is for gloo, where an exchange is over when the call returns: on a GPU it only begins then.
+counts as waiting. Tokens on their way to experts that are dealt to ranks are not timed. That is for gloo, where an
+exchange is over when the call returns: on a GPU it only begins then.
 """
 
 from __future__ import annotations
