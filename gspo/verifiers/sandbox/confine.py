@@ -16,13 +16,13 @@ since it runs in the confined process.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import math
 import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -270,8 +270,8 @@ def attempt(plan: Plan, readable: list[str]) -> int:
 def threads_possible() -> int:
     """Start threads until that fails, at most eight more than should be possible, and return how many started."""
     for count in range(THREADS + 8):
-        try:
-            threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+        try:  # threading.Thread would wait for ever for a thread that has found no memory left
+            _thread.start_new_thread(time.sleep, (5,))
         except RuntimeError:
             return count
     return THREADS + 8

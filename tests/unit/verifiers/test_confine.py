@@ -144,6 +144,25 @@ def test_the_plan_says_what_is_active():
     assert in_child(plan) == 1
 
 
+FAT = """
+import mmap, os, signal, threading, time
+from gspo.verifiers.sandbox import confine
+
+signal.alarm(60)
+mapped = mmap.mmap(-1, 5 << 30, prot=mmap.PROT_READ)  # more than a child that is tried may map
+for _ in range(6):  # stacks that a child can give to threads without mapping anything
+    threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
+print(*sorted(confine.prepare(0x50000000, [os.path.dirname(os.__file__)])[1]))
+os._exit(0)
+"""
+
+
+def test_a_process_larger_than_what_its_child_may_map_does_not_hang():
+    """The child's threads find no memory, and end before they say that they have started."""
+    done = subprocess.run([sys.executable, "-c", FAT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["landlock", "rlimits", "seccomp", "threads", "user"]
+
+
 WITHOUT = {  # the layers that a machine lacks, and whether programs are then refused
     ("landlock",): True,
     ("seccomp",): True,
