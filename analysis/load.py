@@ -15,6 +15,7 @@ from gspo.core import escaping
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
     "gspo": GSPO,
     "gspo_token": GSPO_TOKEN,
+    "gspo_all_tokens": "GSPO, all tokens",
     "luspo": "LUSPO",
     "gmpo": "GMPO",
     "grpo": GRPO,

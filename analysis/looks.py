@@ -47,6 +47,7 @@ LOOKS = {
     "MiniRL": Look(VERMILION, "p", CHAIN),
     "DPPO": Look(PURPLE, "d", CHAIN),
     "SAPO": Look(SKY, "8", DOTS),
+    "GSPO, all tokens": Look(VERMILION, "H", DOTS),
 }
 OTHER = Look(GREY, ".", "-")  # an objective that is not listed above, such as a user's own
 VARIANTS = ("-", DASHES, CHAIN, DOTS)

@@ -28,6 +28,7 @@ from gspo.core import untrusted
 from gspo.core.files import replace_bytes
 
 SERVER = "wandb:"
+NOT_TRAINED = ("report", "eval")  # runs of W&B that hold a report's pictures, or the numbers of one evaluation
 KEY = b"gspo"  # the key of the metadata in a cache file
 STUDY_FILE, STUDY_KEY = ".parquet", b"gspo.study"  # a recorded study's suffix, and the key of its runs' settings
 RUN = "run"  # its column that says to which of these runs a row belongs
@@ -43,6 +44,7 @@ class Record:
     rows: pd.DataFrame
     notes: list[str] = field(default_factory=list)
     id: str = ""  # W&B's
+    job: str = "train"  # its job type at W&B; NOT_TRAINED names those that are no training
 
 
 def records(path: Path | str) -> list[Record]:
@@ -67,7 +69,8 @@ def records(path: Path | str) -> list[Record]:
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their start
     files = {file for file in files if not within & set(file.parents) and not _a_copy(file)}
     segments = sorted(files, key=lambda file: (file.parent.parent, file.parent.name))
-    return found + joined([cached(str(f), stamp([f]), lambda f=f: from_file(f)) for f in segments])
+    read = [cached(str(f), stamp([f]), lambda f=f: from_file(f)) for f in segments]
+    return found + joined([segment for segment in read if segment.job not in NOT_TRAINED])
 
 
 def _a_copy(file: Path) -> bool:
@@ -129,7 +132,7 @@ def from_file(file: Path) -> Record:
     segment = wandb_files.read(file)
     rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
     notes = [f"{file}: {what}" for what in segment.damage]
-    return Record(Path(segment.name or file), flatten(segment.config), rows, notes, segment.id)
+    return Record(Path(segment.name or file), flatten(segment.config), rows, notes, segment.id, segment.job)
 
 
 def joined(segments: list[Record]) -> list[Record]:
@@ -186,7 +189,7 @@ def server(address: str) -> list[Record]:
         raise ValueError(f"{SERVER}{address}: no W&B account is configured on this machine: wandb login")
     try:
         runs = list(wandb.Api().runs(f"{entity}/{project}", filters={"group": group} if group else None))
-        trained = [run for run in runs if run.job_type != "report"]  # report runs hold only pictures
+        trained = [run for run in runs if run.job_type not in NOT_TRAINED]
         return [
             cached(
                 f"{host}/{address}/{run.id}",
@@ -230,7 +233,8 @@ def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
         table = parquet.read_table(kept)
         said = json.loads(table.schema.metadata[KEY])
         if said["stamp"] == stamp:
-            return Record(Path(said["path"]), said["settings"], table.to_pandas(), said["notes"], said["id"])
+            about = said["notes"], said["id"], said["job"]
+            return Record(Path(said["path"]), said["settings"], table.to_pandas(), *about)
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
         pass  # there is none yet, or it is damaged or of another form, so it is made again
     record = make()
@@ -241,7 +245,7 @@ def cached(name: str, stamp: list, make: Callable[[], Record]) -> Record:
 
 def _keep(record: Record, kept: Path, said: dict[str, object]) -> None:
     """Write the cache file beside its name and rename it. If the folder cannot be written, only time is lost."""
-    said |= {"settings": record.settings, "notes": record.notes, "id": record.id}
+    said |= {"settings": record.settings, "notes": record.notes, "id": record.id, "job": record.job}
     table = pa.Table.from_pandas(record.rows, preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), KEY: json.dumps(said, default=str)})
     file = io.BytesIO()

@@ -18,6 +18,7 @@ from pathlib import Path
 from gspo.core import untrusted
 
 BLOCK, HEADER = 32768, 7
+SCORE = "score"
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}  # the checksum covers the type too
 
@@ -29,6 +30,7 @@ class Segment:
     path: Path
     id: str = ""
     name: str = ""
+    job: str = "train"
     config: dict[str, object] = field(default_factory=dict)
     rows: dict[int, dict[str, float]] = field(default_factory=dict)  # by step: numbers alone
     damage: list[str] = field(default_factory=list)
@@ -90,6 +92,7 @@ def read(path: Path) -> Segment:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             segment.id, segment.name = record.run.run_id, record.run.display_name
+            segment.job = record.run.job_type or segment.job
             segment.config |= _values(record.run.config.update, segment.damage)
         elif kind == "config":
             segment.config |= _values(record.config.update, segment.damage)
@@ -138,6 +141,8 @@ def may_be_a_name(text: str) -> bool:
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
-    """Return a row without W&B's own keys and without tables; values that are not finite become NaN."""
-    kept = {key: untrusted.finite(value) for key, value in row.items() if key[:1] != "_" and untrusted.is_number(value)}
+    """Return a row without W&B's own keys, tables and the run's score so far, which metrics.jsonl does not have; values
+    that are not finite become NaN."""
+    own = {key: value for key, value in row.items() if key[:1] != "_" and key != SCORE}
+    kept = {key: untrusted.finite(value) for key, value in own.items() if untrusted.is_number(value)}
     return {key: math.nan if value is None else value for key, value in kept.items()}

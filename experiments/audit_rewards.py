@@ -28,6 +28,7 @@ from audit import cases
 from audit.attacks import SUITE_LIMITS, run_attacks
 from audit.cases import Outcome
 from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
+from audit.tool import ToolRunner, suite_tool
 from gspo.core.arguments import key_values
 from gspo.core.escaping import guard
 from gspo.verifiers.code.grader import CodeGrader
@@ -69,7 +70,11 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     """Run every part that was asked for, and print each when it is done."""
     slots, weak, parts = int(options["slots"]), options["weak"] == "yes", {}
     if options["suite"] == "yes":
-        parts["attacks on the sandbox"] = attacks(weak)
+        runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=weak)
+        print("layers of the sandbox")
+        print(self_test.report(runner.layers()))
+        parts["attacks on the sandbox"] = attacks(runner, "attacks on the sandbox")
+        parts["attacks through a tool"] = attacks(suite_tool(weak), "attacks through the tool of an environment")
         parts["hostile answers"] = hostile(slots)
     if options["pairs"]:
         verifiers = {form: MathVerifier(form=form, workers=slots) for form in ("boxed", "hash")}
@@ -92,16 +97,14 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     return parts
 
 
-def attacks(weak: bool) -> list[Outcome]:
-    runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=weak)
+def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[Outcome]:
+    """Run the suite of attacks on a runner, and close it."""
     try:
-        print("layers of the sandbox")
-        print(self_test.report(runner.layers()))
         results = run_attacks(runner)
     finally:
         runner.close()
     outcomes = [Outcome(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped) for r in results]
-    show("attacks on the sandbox", outcomes)
+    show(title, outcomes)
     return outcomes
 
 

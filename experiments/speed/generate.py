@@ -10,7 +10,7 @@ import torch
 from gspo.config.settings import Settings
 from gspo.core.types import Problem
 from gspo.model.policy import Policy
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.run.build import load_model, training_device
 
 

@@ -27,6 +27,7 @@ class Credit:
     mask_BT: Tensor
     groups_B: Tensor  # int64; responses with the same number answer the same problem
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), for estimators that need it
+    turns_BT: Tensor | None = None  # int64, the number of the policy's turn; None where there are no episodes
 
     @property
     def rewards_B(self) -> Tensor:
@@ -154,6 +155,53 @@ class LeaveOneOut(GroupAdvantage):
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
         others_B = (groups.size_B - 1).clamp(min=1)
         return (rewards_B - groups.mean(rewards_B)) * groups.size_B / others_B
+
+
+@dataclass
+class TurnNormalized(GroupAdvantage):
+    """An advantage for every turn of an episode: its return, compared with that of the same turn in the group.
+
+        R_ik = sum_{m >= k} gamma^(m-k) r_im,      A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
+
+    The mean and the std (ddof 1) are over the members j of the group that have a turn k. All tokens of a turn have its
+    advantage. A turn that only one member has, or that all returns of are equal, has the advantage 0. It is the
+    advantage that GSPO-token was made for (arXiv:2507.18071, section 4.3, leaves open which); turn-level comparison
+    within the group is that of arXiv:2505.11821, section 4.2.
+    """
+
+    name: str = "turn_normalized"
+    eps: float = ranged(1e-6, least=0)
+    gamma: float = ranged(1.0, least=0, most=1)  # from turn to turn
+    per_token: ClassVar[bool] = True
+    std: ClassVar[str] = "group"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group_of_one != "zero":
+            raise ValueError(f"advantage.group_of_one={self.group_of_one!r}: a turn that is alone has the advantage 0")
+
+    def estimate(self, credit: Credit) -> Tensor:
+        """Compute the advantages [B, T]. Without turns a response is one turn."""
+        mask_BT = credit.mask_BT
+        turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64) if credit.turns_BT is None else credit.turns_BT
+        rewards_BT = torch.where(mask_BT, credit.token_rewards_BT, 0.0)
+        shape = (len(mask_BT), int(turns_BT.max()) + 1)
+        return_BK = rewards_BT.new_zeros(shape).scatter_add(1, turns_BT, rewards_BT)
+        present_BK = torch.zeros(shape, dtype=torch.int64, device=mask_BT.device)
+        present_BK = present_BK.scatter_add(1, turns_BT, mask_BT.long()) > 0
+        for k in reversed(range(shape[1] - 1)):
+            return_BK[:, k] += self.gamma * return_BK[:, k + 1]
+        adv_BK = torch.zeros_like(return_BK)
+        for k in range(shape[1]):
+            here = present_BK[:, k]
+            if here.any():
+                adv_BK[here, k] = self._compared(return_BK[here, k], Groups(credit.groups_B[here]))
+        return adv_BK.gather(1, turns_BT)
+
+    def _compared(self, return_B: Tensor, groups: Groups) -> Tensor:
+        """Compare the returns of one turn within each group."""
+        adv_B = (return_B - groups.mean(return_B)) / (groups.std(return_B) + self.eps)
+        return torch.where(groups.same(return_B), 0.0, adv_B)
 
 
 @dataclass

@@ -8,13 +8,13 @@ Shape suffix: B responses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gspo.algorithm.advantages import Groups, deviation
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, ranged
 
 OVER = ("none", "batch", "group", "running")
 
@@ -51,6 +51,10 @@ class RewardShaping(Ranged, key="reward"):
     reward_shift (centre only) it is shift=X alone. Its reward_scale is scale=X alone for running statistics only; for
     batch and group ROLL centres as well.
 
+    In an episode the environment may give a reward for every turn. With turns=outcome their sum is the reward of the
+    response, at its last token; with turns=each every turn has its own at its last token, as it is: nothing of the
+    above is done to it, but the overlong penalty stands at the episode's end.
+
     The soft overlong penalty (DAPO, arXiv:2503.14476, Eq 13), for a limit of L tokens and a cache of C tokens, is 0 up
     to L - C tokens and then falls linearly to -overlong_penalty at L tokens, where responses are cut off.
     """
@@ -61,9 +65,12 @@ class RewardShaping(Ranged, key="reward"):
     eps: float = ranged(1e-6, least=0)
     overlong_cache: int = ranged(0, least=0)  # C in tokens; 0: no penalty
     overlong_penalty: float = ranged(1.0, above=0)
+    turns: str = field(default="outcome", metadata=HASHED_IF_CHANGED)  # outcome | each
 
     def __post_init__(self):
         super().__post_init__()
+        if self.turns not in ("outcome", "each"):
+            raise ValueError(f"reward.turns={self.turns!r}: choose outcome or each")
         for key in ("shift", "scale"):
             if getattr(self, key) not in OVER:
                 raise ValueError(f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}")

@@ -1,9 +1,17 @@
-"""Runs side by side in the terminal, in the order given: `gspo compare runs/STUDY/A runs/STUDY/B ...`
+"""Runs side by side in the terminal, in the order given, or an evaluation against that of its base.
+
+    gspo compare runs/STUDY/A runs/STUDY/B ...
+    gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
 Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
 run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
 tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
 W&B files, wandb:ENTITY/PROJECT.
+
+Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy by set, its 95 %
+interval (Student's t over the problems' paired differences) and exact sign-flip p, and what of the gain is format, more
+responses in which an answer is found, and what is correctness, more right ones among these (intervals by bootstrap over
+problems). The formula is in gspo/evaluation/paired.py.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 
@@ -45,6 +54,8 @@ def compare(arguments: list[str]) -> int:
         _, paths = key_values(arguments, {}, paths=True)
     except ValueError as error:
         load.die(str(error))
+    if evaluations := [path for path in paths if (Path(path) / "responses").is_dir()]:
+        return compare_evaluations(paths, evaluations)
     data = load.load(paths)
     for note in data.notes:
         if not note.startswith("seeds of"):
@@ -52,6 +63,20 @@ def compare(arguments: list[str]) -> int:
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
     print("\n".join(table(data.runs)))
+    return 0
+
+
+def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
+    """Print the comparison of two evaluations; return the exit code."""
+    # PyTorch comes with it, which takes seconds to import and which runs are compared without
+    from gspo.evaluation.comparison import compared, comparison_table, read_finished
+
+    if evaluations != paths or len(paths) != 2:
+        load.die(f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, and nothing else")
+    try:
+        print(comparison_table(compared(*map(read_finished, paths))))
+    except (ValueError, OSError) as error:
+        load.die(str(error))
     return 0
 
 

@@ -1,9 +1,10 @@
 """W&B dashboards from the metric registry: `gspo dashboard project=NAME [entity=TEAM]`
 
-Seven saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Evaluation, Efficiency. Runs are grouped by
-objective and Routing Replay, and a group is drawn as its mean and range: over seeds, if nothing else differs in it
-(what does is said). With a W&B account they are saved in the project, over the ones that this command saved before, and
-their addresses printed; without one, the JSON that W&B would be sent is written and the command to publish is printed.
+Eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes, Evaluation, Efficiency. Runs are
+grouped by objective and Routing Replay, and a group is drawn as its mean and range: over seeds, if nothing else differs
+in it (what does is said). With a W&B account they are saved in the project, over the ones that this command saved
+before, and their addresses printed; without one, the JSON that W&B would be sent is written and the command to publish
+is printed.
 
   project=NAME    W&B project (default: WANDB_PROJECT, else gspo, as tracking.project)
   entity=TEAM     W&B user or team (default: WANDB_ENTITY, else the account's own)

@@ -36,7 +36,9 @@ COMMANDS = {
     "evaluate": Command("gspo.commands.evaluate", "Score a run or a model on held-out problems.", RUN),
     "sample": Command("gspo.commands.sample", "Print what a run's policy writes, with the verdicts.", RUN),
     "report": Command("gspo.commands.report", "Write the report of a run, an HTML page.", RUN),
-    "compare": Command("gspo.commands.compare", "Compare runs in the terminal.", "runs/STUDY/A runs/STUDY/B"),
+    "compare": Command(
+        "gspo.commands.compare", "Compare runs, or two evaluations, in the terminal.", "runs/STUDY/A runs/STUDY/B"
+    ),
     "sweep-status": Command("gspo.commands.sweep_status", "Print how far the runs of a sweep are.", STUDY),
     "view": Command("gspo.commands.view", "Show the curves of runs in the browser, live.", STUDY),
     "dashboard": Command("gspo.commands.dashboard", "Make W&B dashboards of all metrics.", "project=NAME"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import closing
+
 from omegaconf import DictConfig
 
 from gspo.commands.option_files import composed
 from gspo.config.commands import SampleCommand
 from gspo.config.schema import to_dataclass
+from gspo.config.settings import Settings
 from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
+from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import score
-from gspo.run.build import local_engine, open_policy
+from gspo.rollout.scoring import sample, score
+from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy
 from gspo.run.cli import command_line, one_line
 from gspo.run.directory import settings_and_checkpoint
+from gspo.tracking.episodes import conversation
 
 
 def main() -> None:
@@ -33,27 +39,42 @@ def job(config: DictConfig) -> None:
     size = settings.task.size(command.set)
     if size is not None and command.set != "train" and command.first + command.problems > size:
         raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
+    if command.rollout:
+        check_engine_start(command.rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
-    engine = local_engine(policy, settings.rollout)
+    engine = make_engine(policy, command.rollout) if command.rollout else local_engine(policy, settings.rollout)
+    with closing(engine), closing(settings.task):
+        show(command, settings, engine)
+
+
+def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
+    """Sample, score and print."""
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
-    sampling = Sampling(command.temperature, settings.rollout.longest_limit)
+    sampling = Sampling(
+        command.temperature,
+        settings.rollout.longest_limit,
+        stop=tuple(settings.rollout.stop),
+        top_p=command.top_p,
+        top_k=command.top_k,
+        min_p=command.min_p,
+    )
     chosen = with_room(EvaluationSet(command.set, settings.task, problems), engine, sampling.max_new_tokens)
     if chosen.left_out:
         print(
             f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"
         )
-    try:
-        groups = engine.generate(chosen.problems, command.samples, sampling, (seed, "sample", command.set))
-        score(settings.task, [r for group in groups for r in group])
-    finally:
-        settings.task.close()
-    print(f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {policy.prompt_format_used}):")
+    groups = sample(engine, settings.task, chosen.problems, command.samples, sampling, (seed, "sample", command.set))
+    score(settings.task, [r for group in groups for r in group])
+    print(
+        f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {engine.policy.prompt_format_used}):"
+    )
     for group in groups:
         problem = group[0].problem
         print(f"--- {problem.task} {problem.index} ({problem.family})\n{group[0].rendered.rstrip()}")
         for r in group:
-            mean_logp = r.logprobs.mean()
+            mean_logp = r.logprobs[r.own_tokens].mean() if r.length else math.nan
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"
-            print(f"  [{reward} {r.score.verdict}; {len(r.token_ids)} tokens, mean log-prob {mean_logp:.2f}]")
-            print("  | " + r.text.replace("\n", "\n  | "))
+            print(f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob {mean_logp:.2f}]")
+            text = conversation([vars(turn) for turn in r.turns]) if r.turns else r.text
+            print("  | " + text.replace("\n", "\n  | "))

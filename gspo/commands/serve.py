@@ -27,6 +27,7 @@ from gspo.rollout.vllm import (
     check_heads,
     check_installed,
     head_dim_of,
+    logprobs_mode,
     own_environment,
     set_environment,
     vllm_options,
@@ -86,6 +87,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "on_cpu": on_cpu,
         "dtype": rollout.dtype,
         "routes": rollout.routes,
+        "logprobs_mode": logprobs_mode(rollout),
         "max_model_len": longest,
         "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 
@@ -49,18 +50,18 @@ def one_run() -> None:
 
 
 @one_line
-def job(config: DictConfig) -> None:
-    """Make one run, alone or as a job of a sweep."""
+def job(config: DictConfig) -> float:
+    """Make one run, alone or as a job of a sweep, and return its score; NaN if it has none."""
     hydra = HydraConfig.get()
     scheduled = join_scheduler()
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
     if settings.dry_run:
         folder = RunDirectory.for_run(settings, in_sweep=False).path
         print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
-        return
+        return math.nan
     if first := taken_by_another_job(settings):
         print(f"job {hydra.job.num} is {first}: nothing is left to do")
-        return
+        return math.nan
     if launched() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
         raise ValueError(SWEEP)
     stop = stop_signal()
@@ -70,15 +71,17 @@ def job(config: DictConfig) -> None:
     if not stop.loud:
         stop.end_with_parent()
     take_share(hydra, settings.threads)
+    score = math.nan
     with stop.busy:
         try:
             if not stop.requested():  # a sweep that was asked to stop starts no further run
                 peers = join(settings)
                 with peers.watched():
-                    run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
+                    score = run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
         except Stopped:
             print(f"{settings.label()}: stopped before its first step; the same command starts it again")
         finally:
             if scheduled:
                 part()
     stop.requeue()
+    return score

@@ -1,4 +1,4 @@
-"""Refuses combinations of settings that cannot work or would mean something else than they say, and warns of others.
+"""Refuses combinations of settings that cannot work or would mean something else than they say.
 
 Every refusal is one line that names the key, the value and what to do. `check` runs before a model loads. What it must
 know of an objective, an advantage estimator or a KL term are class attributes of these, such as
@@ -11,23 +11,26 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED
+from gspo.config.episodes import check_episodes
 from gspo.rollout.settings import check_sampler
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
-
-NEARLY_ALL = 0.9  # the share of responses that are cut off from which on a warning is given
-WIDE_FOR_A_SEQUENCE = 0.05  # a wider clip range is meant for the ratio of a token, not for that of a response
 
 
 def check(s: Settings) -> None:
     """Raise ValueError for the first combination of settings that cannot work."""
     check_updates(s)
     check_replay(s)
+    check_optimizer(s)
+    check_stop_strings(s)
     check_router(s)
+    check_lora(s)
     check_objective(s)
+    check_truncation(s)
     check_credit(s)
     check_kl(s)
+    check_episodes(s)
     check_dead_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise ValueError(
@@ -35,6 +38,12 @@ def check(s: Settings) -> None:
             "trained model, model=hf model.path=... cold_start.steps=0"
         )
     check_sampler(s.rollout, s.sampler)
+    longest = getattr(s.rollout, "max_model_len", None)
+    if longest and longest <= s.rollout.longest_limit:
+        raise ValueError(
+            f"rollout.max_model_len={longest} leaves no room for a prompt beside rollout.max_new_tokens="
+            f"{s.rollout.longest_limit}"
+        )
     unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
     if unknown:
         raise ValueError(
@@ -106,6 +115,24 @@ def check_replay(s: Settings) -> None:
         )
 
 
+def check_optimizer(s: Settings) -> None:
+    """Refuse moments of 8 bits where weights are spread: bitsandbytes' states are not known to come apart."""
+    if s.optim.name != "adamw" and s.parallel.mode == "shard":
+        raise ValueError(
+            f"optim.name={s.optim.name} with parallel.mode=shard: its state was never spread over processes; use "
+            "optim.name=adamw, whose moments are spread"
+        )
+
+
+def check_stop_strings(s: Settings) -> None:
+    """Refuse stop strings where vLLM is to return the experts of every token."""
+    if s.rollout.stop and s.rollout.routes and s.rollout.name != "local":
+        raise ValueError(
+            f"rollout.stop={s.rollout.stop} with rollout={s.rollout.name} and rollout.routes=true (r3 sets "
+            "it): vLLM keeps no experts of a response that it breaks off; use one of the two, or rollout=local"
+        )
+
+
 def check_router(s: Settings) -> None:
     """Refuse settings of the routers where there is none, or where a frozen one would ignore them."""
     given = {
@@ -120,6 +147,33 @@ def check_router(s: Settings) -> None:
         raise ValueError(
             f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as they are"
         )
+
+
+def check_lora(s: Settings) -> None:
+    """Refuse an adapter's settings where there is none, and what an adapter cannot go together with."""
+    lora, given = s.policy.lora, f"policy.lora.rank={s.policy.lora.rank}"
+    if not lora.rank:
+        for key in ("targets", "alpha"):
+            if changed(lora, key):
+                raise ValueError(
+                    f"policy.lora.{key}={getattr(lora, key)} is not read with {given}; choose a rank, or leave it"
+                )
+        return
+    if lora.targets == "experts" and s.model.is_dense:
+        raise ValueError(f"policy.lora.targets=experts needs an MoE model; model={s.model.name} is dense")
+    routers = "an adapter leaves the routers as they are"
+    impossible = {
+        "policy.freeze_router=true": (s.policy.freeze_router, routers),
+        f"optim.router_lr_factor={s.optim.router_lr_factor:g}": (s.optim.router_lr_factor != 1, routers),
+        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": (s.trainer.router_aux_loss_coef, routers),
+        "parallel.mode=shard": (s.parallel.mode == "shard", "weights that are spread take no adapter; use replicate"),
+    }
+    if s.kl.needs_reference:
+        same = "the reference is the model with its adapter off, which does not change; use kl.refresh_every=0"
+        impossible[f"kl.refresh_every={s.kl.refresh_every}"] = (s.kl.refresh_every, same)
+    for setting, (chosen, why) in impossible.items():
+        if chosen:
+            raise ValueError(f"{setting} with {given}: {why}")
 
 
 def check_objective(s: Settings) -> None:
@@ -147,6 +201,26 @@ def check_objective(s: Settings) -> None:
         )
 
 
+def check_truncation(s: Settings) -> None:
+    """Refuse truncated sampling where the engine's log-probs are taken for those of what was sampled.
+
+    They are of the whole distribution, as the trainer's are, so a ratio of the two says how far engine and trainer are
+    apart, but not how likely the token was to be drawn. Log-probs of the truncated distribution would make that ratio
+    the probability that was kept, on top of the mismatch."""
+    for rule, value in s.rollout.rules.items():
+        truncated = f"rollout.{rule}={value}, by which tokens are drawn from a truncated one; leave that out, or use"
+        if s.correction.name != "none":
+            raise ValueError(
+                f"correction={s.correction.name} weighs by the engine's whole distribution, with {truncated} "
+                "correction=none"
+            )
+        if s.objective.ratio_to == "engine":
+            raise ValueError(
+                f"objective={s.objective.name} divides by the engine's whole distribution, with {truncated} another "
+                "objective"
+            )
+
+
 def check_credit(s: Settings) -> None:
     """Refuse groups, advantages and penalties that do not fit each other or the objective."""
     group_of_one = s.advantage.group_of_one
@@ -161,13 +235,15 @@ def check_credit(s: Settings) -> None:
         raise ValueError(
             f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"
         )
-    rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1
+    each_turn = s.reward.turns == "each"
+    rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1 or each_turn
     sums_later_rewards = not s.advantage.needs_group and s.advantage.baseline == "none"
     tokens_differ = s.advantage.per_token or (rewards_or_discounts_tokens and sums_later_rewards)
     if tokens_differ and s.objective.sequence_level and not s.objective.token_advantages:
         raise ValueError(
             f"objective={s.objective.name} has one advantage per response, advantage={s.advantage.name} with kl="
-            f"{s.kl.name} and advantage.gamma={s.advantage.gamma} gives one per token; use objective=gspo_token"
+            f"{s.kl.name} and advantage.gamma={s.advantage.gamma}{' and reward.turns=each' * each_turn} gives one per "
+            "token; use objective=gspo_token"
         )
     if s.reward.overlong_cache >= s.rollout.max_new_tokens:
         raise ValueError(
@@ -197,10 +273,17 @@ def dead_reward_options(s: Settings) -> list[Dead]:
     """List the options of old log-probs, rewards and advantages that can be dead, each with the reason."""
     old_policy_read = s.objective.ratio_to == "old" or s.kl.needs_reference or s.correction.name != "none"
     old_policy_read |= samples_ahead(s) and s.policy.routing_replay == "r2"
-    mean_removed = s.advantage.needs_group and s.reward.clip is None  # every advantage is a difference within its group
+    # by how many turns a reward is discounted differs within a group, and so does what a shift adds to its return
+    discounts_turns = s.advantage.name == "turn_normalized" and s.advantage.gamma < 1
+    # every advantage is a difference within its group
+    mean_removed = s.advantage.needs_group and s.reward.clip is None and not discounts_turns
     batch_std = s.advantage.std == "batch"
     shift_cancels = mean_removed and not (batch_std and s.reward.shift == "group")
-    scale_cancels = mean_removed and s.advantage.std != "none" and not (batch_std and s.reward.scale == "group")
+    scale_cancels = (
+        (mean_removed or discounts_turns)
+        and s.advantage.std != "none"
+        and not (batch_std and s.reward.scale == "group")
+    )
     scale_cancels = scale_cancels and not s.kl.in_reward  # KL is taken off after the scale
     advantage = f"advantage={s.advantage.name}"
     return [
@@ -232,78 +315,6 @@ def changed(settings: Any, key: str) -> bool:
     """Tell whether a field of a settings dataclass has another value than its default."""
     default = next((f.default for f in fields(settings) if f.name == key), MISSING)
     return default is not MISSING and getattr(settings, key) != default
-
-
-def warnings(s: Settings) -> list[str]:
-    """Describe settings that are allowed but often not meant; they are shown once, at the start of a run."""
-    found = []
-    if s.kl.in_loss and s.kl.estimator == "k1" and s.kl.gradient == "own" and s.kl.times_ratio == "none":
-        found.append("kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference")
-    if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
-        found.append("policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone")
-    if s.objective.ratio_to == "none" and s.trainer.minibatches * s.trainer.epochs > 1:
-        found.append(
-            f"objective={s.objective.name} has no ratio: with several updates per batch it takes stale samples for "
-            "fresh"
-        )
-    uncorrected = s.policy.old_logprobs == "step_start" and s.correction.name == "none"
-    if samples_ahead(s) and s.objective.ratio_to == "old" and uncorrected:
-        found.append(
-            f"rollout.staleness={s.rollout.staleness}, rollout.token_budget={s.rollout.token_budget} with "
-            "policy.old_logprobs=step_start: ratios start at 1, so the "
-            "clip does not see how old the responses are; behaviour and engine let it"
-        )
-    late = [step for step in s.profile.steps if step > s.steps]
-    if late:
-        found.append(f"profile.steps={s.profile.steps}: step {min(late)} lies beyond steps={s.steps}")
-    late = [step for step in s.rollout.extend if step > s.steps]
-    if late:
-        found.append(
-            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and does not act"
-        )
-    return found
-
-
-def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Explain why the first step had (nearly) nothing to learn from: a line for each reason, with what to change."""
-    found, cut = [], metrics.get("length/truncated", 0.0)
-    if cut >= NEARLY_ALL:
-        found.append(
-            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(1)}, and a response "
-            "that is cut off earns nothing: raise it"
-        )
-    if metrics.get("group/zero_variance") != 1:
-        return found
-    first = f"rollouts/step_000001.jsonl shows them, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
-    if metrics["reward/mean"] == 0:
-        found.append(
-            f"every response earned 0, so there is nothing to learn from; {first}. If they are not cut off, change "
-            f"prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
-        )
-    elif metrics["reward/mean"] == 1:
-        found.append(
-            f"every response earned 1, so there is nothing to learn; choose harder problems than task={s.task.name}"
-        )
-    elif s.advantage.needs_group and s.rollout.group_size > 1:
-        found.append(
-            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards differ, so the step "
-            "had no gradient: raise it, or choose problems that the model solves sometimes"
-        )
-    return found
-
-
-def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Describe what the metrics of a trained step show to be wrong with the settings, in a line each."""
-    if "clip/token_active" not in metrics:  # no response token was trained on
-        return []
-    if not s.objective.clips_sequence_ratio or max(s.objective.clip_low, s.objective.clip_high) <= WIDE_FOR_A_SEQUENCE:
-        return []
-    return [
-        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a token ratio's range: "
-        f"{s.objective.name} averages log-ratios over the response. In this step it clipped "
-        f"{metrics['clip/token_active']:.2%} of the tokens; mean |log s| was {metrics['ratio/sequence_log_abs']:.1e} "
-        "(the paper clips 15 % with 3e-4, 4e-4)"
-    ]
 
 
 def check_processes(s: Settings, count: int) -> None:

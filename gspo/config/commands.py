@@ -9,10 +9,14 @@ from omegaconf import MISSING
 
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.prompts import PromptFormat
+from gspo.rollout.settings import check_engine_alone
+from gspo.rollout.stop_strings import check_stop
+from gspo.rollout.truncation import Truncation
+from gspo.tracking.settings import MODES
 
 
 @dataclass
-class EvaluateCommand(Ranged):
+class EvaluateCommand(Truncation):
     """The settings of `gspo evaluate`, which evaluates either a `run` or a `model`."""
 
     run: str = ""  # the run directory to evaluate
@@ -27,7 +31,11 @@ class EvaluateCommand(Ranged):
     temperature: float = ranged(1.0, least=0)  # 0 is greedy, which needs k=1
     # the most tokens of a response; 0: each benchmark's own limit, else the run's longest, 2048 for a model
     max_new_tokens: int = ranged(0, least=0)
-    batch_rows: int = ranged(0, least=0)  # responses that are sampled at once; 0: as in the run, 256 for a model
+    stop: list[str] = field(default_factory=list)  # strings that end a response; empty: the run's own
+    # the engine that samples, with its own settings: rollout=vllm rollout.max_model_len=4096; null: the in-process one
+    rollout: Any = None
+    # responses that are sampled at once; 0: as in the run, 256 for a model. With rollout=...: rollout.batch_rows
+    batch_rows: int = ranged(0, least=0)
     # auto: as in the run; for a model, a chat if its tokenizer has a chat template
     prompt: PromptFormat = field(default_factory=PromptFormat)
     # the seed of the samples and of generated problems; evaluations during training use 0
@@ -37,7 +45,11 @@ class EvaluateCommand(Ranged):
     allow_weak_sandbox: bool = False
     # consent to import the code that the run directory names if this user did not make the run
     allow_outside_code: bool = False
+    # the folder of a finished evaluation of the same problems, such as the base model's, to compare with
+    against: str = ""
     out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
+    # where the numbers are shown beside that, as tracking.wandb of a run: disabled | auto | online | offline
+    wandb: str = "disabled"
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,8 +58,18 @@ class EvaluateCommand(Ranged):
                 task, "evaluation_sets"
             ):  # it was added with +: Hydra itself accepts the names in benchmark alone
                 raise ValueError(f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}")
+        if self.wandb not in MODES:
+            raise ValueError(f"wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
+        if self.rollout:
+            instead = {"prompts_per_step": "problems", "group_size": "k"}
+            instead |= {key: key for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop")}
+            check_engine_alone(self.rollout, instead)
+        if self.rollout and self.batch_rows:
+            raise ValueError(f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say rollout.batch_rows=")
         if self.temperature == 0 and self.k > 1:
             raise ValueError(f"k={self.k} with temperature=0: greedy samples are all alike; use k=1")
+        self.refuse_greedy(self.temperature)
+        check_stop(self.stop, "stop")
         if bool(self.run) == (self.model is not None):
             raise ValueError("say either run=RUN or model=hf model.path=..." + ", not both" * bool(self.run))
         if not self.run and not self.tasks:
@@ -90,7 +112,7 @@ class BenchmarkCommand(Ranged):
 
 
 @dataclass
-class SampleCommand(Ranged):
+class SampleCommand(Truncation):
     """The settings of `gspo sample`."""
 
     run: str = MISSING
@@ -100,8 +122,17 @@ class SampleCommand(Ranged):
     problems: int = ranged(4, least=1)
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
+    # the engine that samples, with its own settings, as of `gspo evaluate`; null: the in-process one
+    rollout: Any = None
     allow_weak_sandbox: bool = False
     allow_outside_code: bool = False  # import the code that the run names, although this user did not make the run
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.refuse_greedy(self.temperature)
+        if self.rollout:
+            instead = {"prompts_per_step": "problems", "group_size": "samples", "temperature": "temperature"}
+            check_engine_alone(self.rollout, instead)
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:

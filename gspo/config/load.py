@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,13 @@ def register_schemas() -> None:
     """Register the dataclasses with Hydra, under the names that conf/ refers to, and the door for outside code."""
     open_door()
     OmegaConf.register_new_resolver("options", options_in_words, replace=True)
-    # Hydra would copy all that its one store holds whenever it looks up the options of a group, 150 times for `--help`.
+    store_schemas()
+
+
+@cache
+def store_schemas() -> None:
+    """Put the dataclasses into Hydra's one store, which all commands of a process share."""
+    # Hydra would copy all that the store holds whenever it looks up the options of a group, 150 times for `--help`.
     # It reads the store alone: what it changes are copies of single entries.
     ConfigStore.__deepcopy__ = lambda store, memo: store
     store = ConfigStore.instance()
@@ -230,6 +237,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     if not own(folder / "settings.yaml"):
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
+        recorded.tracking.upload_checkpoints = False
         recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
     recorded.parallel.ranks = ParallelSettings.ranks  # another number of processes may go on with it
     if any(override.startswith("parallel.mode=") for override in overrides):

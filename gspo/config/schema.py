@@ -20,7 +20,12 @@ from gspo.core.arguments import nearest
 from gspo.core.ranges import refusal
 
 ALIKE = 0.6  # from this share of equal letters on, the nearest key is assumed to be the one that was meant
-GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm")  # option groups of train.py that are not fields of Settings
+GROUPS_BESIDE_SETTINGS = (
+    "experiment",
+    "preset",
+    "arm",
+    "cut",
+)  # option groups of train.py that are not fields of Settings
 
 
 def schema(kind: type) -> DictConfig:

@@ -2,8 +2,8 @@
 
 Hydra composes conf/, `to_settings` converts the result once, and everything below sees dataclasses. An unknown key, a
 wrong type, a number out of range or a clash of options fails before a model loads, in one line that names the key and
-the value. Order of precedence: defaults < experiment < preset < arm < command line. Combinations that cannot work are
-refused by gspo.config.checks.
+the value. Order of precedence: defaults < experiment < preset < arm < cut < command line. Combinations that cannot work
+are refused by gspo.config.checks.
 
 A run is named by a hash of the settings that its numbers depend on. A field that they do not depend on says so in its
 metadata (gspo.core.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may change it too, or `cost_only`.
@@ -19,7 +19,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gspo.algorithm.advantages import GAE, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
+from gspo.algorithm.advantages import (
+    GAE,
+    GroupMean,
+    GroupNormalized,
+    LeaveOneOut,
+    ReinforcePP,
+    Returns,
+    TurnNormalized,
+)
 from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
@@ -28,16 +36,22 @@ from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, a
 from gspo.evaluation.evaluate import EvaluationSettings
 from gspo.model.loading import HFModel, TinyDense, TinyMoE
 from gspo.model.prompts import PromptFormat
+from gspo.model.stand_in import StandIn
 from gspo.rollout.problem_sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
+from gspo.tasks.guessing import Guessing
 from gspo.tasks.gym_problems import GymProblems
 from gspo.tasks.livecodebench import LiveCodeBench
 from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.mixture import Mixture
+from gspo.tasks.open_env import OpenEnv
 from gspo.tasks.own_rows import OwnRows
+from gspo.tasks.python_tool import PythonTool
+from gspo.tasks.text_games import TextGames
+from gspo.tasks.vf_environments import VfEnvironments
 from gspo.tracking.monitor import MonitorSettings
 from gspo.tracking.settings import ProfileSettings, TrackingSettings
 from gspo.train.checkpoint import CheckpointSettings
@@ -46,16 +60,21 @@ from gspo.train.credit import Algorithm
 from gspo.train.settings import OptimSettings, ParallelSettings, PolicySettings, TrainerSettings
 
 BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
+ENVIRONMENTS = (PythonTool, Guessing, VfEnvironments, TextGames, OpenEnv)
 # The option groups whose options are different dataclasses. The option file of each starts with `defaults: [_<name>]`.
 CHOICES: dict[str, dict[str, type]] = {
     "objective": {kind.name: kind for kind in OBJECTIVES},
-    "advantage": {kind.name: kind for kind in (GroupNormalized, GroupMean, LeaveOneOut, Returns, ReinforcePP, GAE)},
+    "advantage": {
+        kind.name: kind for kind in (GroupNormalized, GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE)
+    },
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
     "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
-    "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel},
-    "task": {kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *BENCHMARKS)},
+    "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel, "stand_in": StandIn},
+    "task": {
+        kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *ENVIRONMENTS, *BENCHMARKS)
+    },
 }
 # This setting of tasks is given on the command line alone; it is never read from a run directory.
 CONSENT = "allow_weak_sandbox"

@@ -6,12 +6,16 @@ start in the same column, `prompt_width`:
     . . 7 + 5 = ? | 7 + 5 = 1 2 ; # 1 2 $
     3 - 8 + 9 = ? | 3 - 8 = - 5 ; - 5 + 9 = ...
 
+In an episode, tokens of the environment stand between those of the policy. They are real tokens, to which later ones
+attend, but no response tokens: neither the loss nor any statistic sees them.
+
 Shape suffixes: B responses, T response tokens, S = prompt_width + T all tokens, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +32,9 @@ class TrainBatch:
 
     tokens_BS: Tensor  # int64
     attention_BS: Tensor  # bool, True on real tokens
-    mask_BT: Tensor  # bool, True on response tokens (the end-of-sequence token included)
+    # bool, True on response tokens that are trained on: those of the policy, the end-of-sequence token included
+    mask_BT: Tensor
+    sampled_BT: Tensor  # bool, True on all tokens of the policy, also where whole responses are left out of `mask_BT`
     engine_logp_BT: Tensor  # log-probs as the engine reported them
     adv_BT: Tensor  # advantages
     prompts_B: Tensor  # int64; rows with the same number have the same prompt
@@ -40,6 +46,10 @@ class TrainBatch:
     correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer; None: no correction
     old_values_BT: Tensor | None = None  # the critic's values at the start of the step
     returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
+    turns_BT: Tensor | None = None  # int64, the number of the policy's turn from 0 on; None where there are no episodes
+    turn_rewards_BT: Tensor | None = None  # float64, the reward of every turn, at its last token
+
+    _brought: ClassVar[tuple[Tensor, Tensor] | None] = None  # see `_places`; `to` sets it on its copy alone
 
     @property
     def prompt_width(self) -> int:
@@ -49,10 +59,28 @@ class TrainBatch:
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
 
+    def of_tokens(self, x_BT: Tensor) -> Tensor:
+        """Select what belongs to response tokens: [M, ...] of [B, T, ...]."""
+        return x_BT.flatten(0, 1).index_select(0, self._places()[0])
+
+    def of_rows(self, x_B: Tensor) -> Tensor:
+        """Select what belongs to rows that have response tokens."""
+        return x_B.index_select(0, self._places()[1])
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the places of the response tokens in a flattened [B, T], and the numbers of the rows that have some:
+        those that came along from another device, else found anew, as `mask_BT` may have changed."""
+        if self._brought:
+            return self._brought
+        return self.mask_BT.flatten().nonzero().squeeze(-1), self.mask_BT.any(-1).nonzero().squeeze(-1)
+
     def to(self, device: torch.device) -> TrainBatch:
-        """Copy all tensors to a device."""
+        """Copy all tensors to a device, and the places of the response tokens with them: finding these on a GPU would
+        wait for all the work that it has."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return replace(self, **{name: value.to(device) for name, value in present.items()})
+        there = replace(self, **{name: value.to(device, non_blocking=True) for name, value in present.items()})
+        there._brought = tuple(places.to(device, non_blocking=True) for places in self._places())
+        return there
 
     def rows(self, rows: Tensor) -> TrainBatch:
         """Select rows in the order given, and cut away the columns that are padding in all of them."""
@@ -107,6 +135,8 @@ def pack(responses: list[Response], pad_id: int) -> TrainBatch:
     batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
     for i, r in enumerate(responses):
         batch.engine_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.logprobs)
+    if any(r.turns for r in responses):
+        _lay_out_turns(batch, responses)
     batch.engine_experts_BSLK = _experts([(len(r.prompt_ids), r.experts) for r in responses], batch)
     if all(r.old_logprobs is not None and len(r.old_logprobs) == len(r.token_ids) for r in responses):
         batch.old_logp_BT = torch.zeros_like(batch.engine_logp_BT)
@@ -114,6 +144,25 @@ def pack(responses: list[Response], pad_id: int) -> TrainBatch:
             batch.old_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.old_logprobs)
         batch.experts_BSLK = _experts([(len(r.prompt_ids), r.old_experts) for r in responses], batch)
     return batch
+
+
+def _lay_out_turns(batch: TrainBatch, responses: list[Response]) -> None:
+    """Take the environments' tokens out of the batch's masks, and note the turns and their rewards."""
+    batch.turns_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
+    batch.turn_rewards_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
+    for i, r in enumerate(responses):
+        own = torch.from_numpy(r.own_tokens)
+        batch.mask_BT[i, : len(own)] &= own
+        end = number = 0
+        for turn in r.turns:
+            begin, end = end, end + turn.tokens
+            if turn.author == "policy":
+                batch.turns_BT[i, begin:end] = number
+                batch.turn_rewards_BT[i, end - 1] = turn.reward
+                number += 1
+        if not r.turns and r.score:
+            batch.turn_rewards_BT[i, len(own) - 1] = r.score.reward
+    batch.sampled_BT = batch.mask_BT.clone()
 
 
 def _experts(rows: list[tuple[int, np.ndarray | None]], batch: TrainBatch) -> Tensor | None:
@@ -144,4 +193,4 @@ def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:
     mask_BT = attention_BS[:, prompt_width:].clone()
     numbers = {}
     prompts_B = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt, _ in rows])
-    return TrainBatch(tokens_BS, attention_BS, mask_BT, zeros_BT, zeros_BT.clone(), prompts_B)
+    return TrainBatch(tokens_BS, attention_BS, mask_BT, mask_BT.clone(), zeros_BT, zeros_BT.clone(), prompts_B)

@@ -24,7 +24,8 @@ STATUS, LOCK = "status.json", ".lock"
 HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
 STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}  # the entries of status.json that are read again
 CONTINUED = "continued.jsonl"  # has a line for each time that another process continued the run from a checkpoint
-W_AND_B = "wandb"  # the folder in a run directory where W&B keeps its files
+EVALUATIONS = "evaluations"  # the folder in a run directory that has those of its checkpoints, a folder for each
+W_AND_B = "wandb"  # the folder in a run directory, or in that of an evaluation, where W&B keeps its files
 LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")  # links that W&B makes in that folder
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
 ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
@@ -103,13 +104,15 @@ def append_to(path: Path) -> TextIO:
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
     """Raise ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
 
-    With `names`, only these entries of the directory are looked at. W&B's folder may have the links that W&B itself
-    makes anew. The folders of its earlier segments are not looked at, as we follow no link there.
+    With `names`, only these entries of the directory are looked at. W&B's folder, of the run or of an evaluation of
+    it, may have the links that W&B itself makes anew. The folders of its earlier segments are not looked at, as we
+    follow no link there.
     """
-    waiting, theirs = [entry for entry in _entries(folder) if not names or entry.name in names], folder / W_AND_B
+    waiting = [entry for entry in _entries(folder) if not names or entry.name in names]
     while waiting:
         entry = waiting.pop()
-        in_theirs = Path(entry.path).parent == theirs
+        above = Path(entry.path).parent.relative_to(folder).parts
+        in_theirs = above == (W_AND_B,) or (above[:1] == (EVALUATIONS,) and above[2:] == (W_AND_B,))
         if entry.is_dir(follow_symlinks=False):
             waiting += _entries(entry.path) if not in_theirs or entry.name == "cache" else []
         elif not entry.is_file(follow_symlinks=False) and not (in_theirs and entry.name in LINKS):

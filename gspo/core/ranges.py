@@ -155,8 +155,13 @@ def as_hashed(settings: Any) -> Any:
     if not dataclasses.is_dataclass(settings):
         return settings
     later = fields_with(type(settings), "hashed_if_changed")
-    kept = [(f.name, getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)]
+    kept = [(f.name, getattr(settings, f.name), default_of(f)) for f in dataclasses.fields(settings)]
     return {name: as_hashed(value) for name, value, default in kept if name not in later or value != default}
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return a field's default; dataclasses.MISSING if it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def refusal(kind: type, name: str, value: Any, key: str) -> str:

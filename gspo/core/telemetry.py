@@ -3,6 +3,7 @@
 Some libraries read these environment variables when they are imported, so `gspo/__init__.py` sets them first.
 """
 
+import logging
 import os
 
 OFF = {
@@ -20,3 +21,5 @@ OFF = {
 def turn_off_telemetry() -> None:
     """Turn reports off in this process and its child processes, whatever the environment says."""
     os.environ |= OFF
+    # on some CPUs it warns, when it is imported, that kernels which it would fetch are missing; nothing here uses them
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

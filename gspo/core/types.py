@@ -23,6 +23,12 @@ class Problem:
     rating: float | None = None  # the difficulty on the Elo scale, for sets that have ratings
 
 
+# The verdicts on responses in which the verifier found nothing to judge: no answer, or none of the form that was asked
+# for, a text that is no program, a program without the function. Tasks of one's own may use them too. Runs before
+# 2026-11-25 have "no_answer" for "no-answer" in their records.
+NO_ANSWER = frozenset(["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"])
+
+
 @dataclass(frozen=True)
 class Score:
     """A verifier's judgement of one response."""
@@ -34,16 +40,33 @@ class Score:
 
 
 @dataclass
+class Turn:
+    """A part of an episode that one side wrote."""
+
+    author: str  # "policy" or "environment"
+    tokens: int
+    text: str  # without special tokens; an environment's is what it said, before it is put into the chat's format
+    reward: float = 0.0  # what the environment gave for a turn of the policy
+
+
+@dataclass
 class Response:
-    """One sampled response. Arrays are over its T tokens, the end-of-sequence token included."""
+    """One sampled response. Arrays are over its T tokens, the end-of-sequence token included.
+
+    The response to a problem that is played in an environment is an episode: turns of the policy, with turns of the
+    environment between them. Its tokens are those of all turns, and `turns` says whose they are. Where there are no
+    turns, all tokens are the policy's.
+    """
 
     problem: Problem
     sample: int  # its number among the G samples of the group
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: np.ndarray  # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
-    finish_reason: str  # "stop" (end of sequence), "length" (token limit), "budget" (to be continued)
-    text: str  # the decoded tokens, without special ones
+    # "stop" (end of sequence, or a stop string), "length" (token limit), "budget" (to be continued); of an episode also
+    # "turns" (turn limit), "context" (the model has no room for more), "environment" (it failed)
+    finish_reason: str
+    text: str  # the decoded tokens, without special ones; with the stop string if one has ended it
     policy_step: int  # the training step whose weights sampled it, or its first segment if there are several
     experts: np.ndarray | None = None  # [prompt + T - 1, L, K], chosen by the engine at every position it was fed
     score: Score | None = None
@@ -51,3 +74,24 @@ class Response:
     segments: list[tuple[int, int]] = field(default_factory=list)  # (policy step, tokens); empty if there is only one
     old_logprobs: np.ndarray | None = None  # [T] float32, computed by the trainer under the weights that sampled
     old_experts: np.ndarray | None = None  # [prompt + T, L, K] int16, the experts of that pass
+    turns: list[Turn] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)  # the environment's numbers, summed over the turns
+
+    @property
+    def length(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(turn.tokens for turn in self.turns if turn.author == "policy") if self.turns else len(self.token_ids)
+
+    @property
+    def written_ids(self) -> list[int]:
+        """The tokens that the policy wrote."""
+        if not self.turns:
+            return self.token_ids
+        return [i for i, own in zip(self.token_ids, self.own_tokens, strict=True) if own]
+
+    @property
+    def own_tokens(self) -> np.ndarray:
+        """Whose the tokens are: bool [T], True where the policy wrote them."""
+        if not self.turns:
+            return np.ones(len(self.token_ids), dtype=bool)
+        return np.repeat([turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns])

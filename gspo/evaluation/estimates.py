@@ -125,7 +125,10 @@ def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
 
 
 def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
-    """Estimate a mean from the values in [0, 1] of independent problems; values that are NaN are left out.
+    """Estimate a mean from the values of independent problems; values that are NaN are left out.
+
+    The interval is that of `interval` if all values lie in [0, 1], and otherwise, as of an environment with rewards of
+    its own, mean -+ t stderr, t being Student's 97.5 % quantile with m - 1 degrees of freedom.
 
     The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed form too, except for a
     factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the number of graded samples behind the values.
@@ -135,6 +138,8 @@ def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
     if m < 2:
         return Estimate(float(values_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
     value, stderr = float(values_P.mean()), float(values_P.std(ddof=1) / math.sqrt(m))
+    if values_P.min() < 0 or values_P.max() > 1:
+        return mean_difference(values_P)
     return Estimate(value, stderr, *interval(value, stderr, m, samples), m)
 
 
@@ -157,6 +162,45 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
     centre, half = value + t2 / (2 * n), math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
     low, high = (centre - half) / (1 + t2 / n), (centre + half) / (1 + t2 / n)
     return max(0.0, min(low, value)), min(1.0, max(high, value))
+
+
+def mean_difference(differences_P: np.ndarray) -> Estimate:
+    """Estimate the mean of values of independent problems that have no bounds, as of paired differences; NaN are left
+    out.
+
+    The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's 97.5 % quantile with m - 1 degrees of freedom.
+    """
+    d_P = differences_P[~np.isnan(differences_P)]
+    m = len(d_P)
+    if m < 2:
+        return Estimate(float(d_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
+    value, stderr = float(d_P.mean()), float(d_P.std(ddof=1) / math.sqrt(m))
+    half = student_quantile(0.975, m - 1) * stderr
+    return Estimate(value, stderr, value - half, value + half, m)
+
+
+def sign_flip_p(differences_P: np.ndarray) -> float:
+    """Compute the exact two-sided p that whole numbers d_i, paired differences in some unit, have mean 0:
+
+        p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
+
+    That is the share of all 2^m sign patterns that are at least as extreme. Their sums are whole numbers too, so the
+    chance of every sum is computed, one problem after the other, and no pattern is listed. The time is m times the sum
+    of all |d_i|.
+    """
+    sizes = [int(size) for size in np.abs(differences_P) if size]
+    total, observed = sum(sizes), abs(int(differences_P.sum()))
+    chance = np.zeros(2 * total + 1)  # chance[total + s] is that of the sum s
+    chance[total], reach = 1.0, 0
+    for size in sizes:
+        reach += size
+        low, high = total - reach, total + reach + 1
+        before = chance[low:high].copy()
+        after = np.zeros_like(before)
+        after[size:] += before[: len(before) - size] / 2
+        after[: len(after) - size] += before[size:] / 2
+        chance[low:high] = after
+    return min(1.0, float(chance[total + observed :].sum() + chance[: total - observed + 1].sum())) if observed else 1.0
 
 
 def student_quantile(probability: float, freedom: int) -> float:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.core.ranges import ranged
 from gspo.core.types import Problem, Response
 from gspo.evaluation import elo, estimates
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import scored_chunks
+from gspo.rollout.truncation import Truncation
 from gspo.tasks.base import Task
+from gspo.tracking import episodes
 from gspo.tracking.tracker import rollout_row
 
 SEED = 0  # the seed of held-out problems and of their samples, in every run
@@ -26,8 +29,9 @@ UNBOUNDED_SET_SIZE = 256  # how many problems of a set without end are taken if 
 
 
 @dataclass
-class EvaluationSettings(Ranged, key="evaluation"):
-    """The settings that say on which held-out problems a run is evaluated, how, and when."""
+class EvaluationSettings(Truncation, key="evaluation"):
+    """The settings that say on which held-out problems a run is evaluated, how, and when. top_p, top_k and min_p may
+    differ from those of training: no ratio is taken of these responses."""
 
     every: int = ranged(20, least=0)  # steps between evaluations; also before the first, after the last. 0: none at all
     problems: int = ranged(64, least=2)  # problems per set; all problems of a set that has fewer
@@ -41,6 +45,18 @@ class EvaluationSettings(Ranged, key="evaluation"):
             raise ValueError(
                 f"evaluation.samples={self.samples} with temperature=0: greedy samples are all alike; use 1"
             )
+        self.refuse_greedy(self.temperature, "evaluation.")
+
+    def sampling(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Sampling:
+        """Return how responses are sampled; `stop` are the strings that end one."""
+        return Sampling(
+            self.temperature,
+            max_new_tokens,
+            stop=tuple(stop),
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,11 +107,17 @@ def with_room(evaluation_set: EvaluationSet, engine: Engine, max_new_tokens: int
 
 
 def evaluate(
-    engine: Engine, task: Task, settings: EvaluationSettings, max_new_tokens: int, step: int
+    engine: Engine,
+    task: Task,
+    settings: EvaluationSettings,
+    max_new_tokens: int,
+    step: int,
+    stop: Sequence[str] = (),
 ) -> tuple[dict[str, float], list[list[Response]]]:
-    """Sample and score responses to every set. Returns the metrics and the scored responses, group by group."""
+    """Sample and score responses to every set; `stop` are the strings that end one. Returns the metrics and the scored
+    responses, group by group."""
     metrics, everything = {}, []
-    sampling = Sampling(settings.temperature, max_new_tokens)
+    sampling = settings.sampling(max_new_tokens, stop)
     for whole in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(whole, engine, max_new_tokens)
         position = (SEED, "evaluation", evaluation_set.name)
@@ -118,7 +140,8 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     """Compute the numbers of one set, ready for JSON, from the `rows` of every problem. A number can be None.
 
     Responses that could not be graded are counted, and left out of everything else. pass@k and maj@k are computed for
-    every k of `ks`; maj@k is None without any answer to vote for, Elo if a problem has no rating.
+    every k of `ks`; maj@k is None without any answer to vote for, Elo if a problem has no rating. "episodes" has the
+    numbers of gspo.tracking.episodes, and is there only where responses are episodes of several turns.
     """
     rewards_PK = np.array([[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups])
     # answers are texts of any length, which an array of objects can hold
@@ -142,7 +165,9 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
         result["maj"] = {str(k): _estimate(estimates.majority_at_k(rewards_PK, answers_PK, k)) for k in ks}
     if graded and all(group[0]["rating"] is not None for group in groups):
         result["elo"] = _elo(np.array([group[0]["rating"] for group in groups]), rewards_PK)
-    return _without_nan(result)
+    if found := episodes.numbers([r for group in groups for r in group]):
+        result["episodes"] = found
+    return without_nan(result)
 
 
 def _estimate(estimate: estimates.Estimate) -> dict:
@@ -190,7 +215,7 @@ def as_metrics(name: str, result: dict) -> dict[str, float]:
         f"eval/{name}/ungraded": float(result["ungraded"]),
         "eval/elo": elo_result.get("map"),
         "eval/elo_stderr": elo_result.get("map_stderr"),
-    }
+    } | {f"eval/{name}/episode_{key}": value for key, value in result.get("episodes", {}).items()}
     return {key: value for key, value in metrics.items() if value is not None}
 
 
@@ -199,10 +224,10 @@ def _mean(values) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _without_nan(value):
+def without_nan(value):
     """Replace NaN, which JSON does not have, by None, however deep in mappings and lists."""
     if isinstance(value, dict):
-        return {key: _without_nan(v) for key, v in value.items()}
+        return {key: without_nan(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     return None if isinstance(value, float) and math.isnan(value) else value

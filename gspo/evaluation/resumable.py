@@ -1,11 +1,13 @@
 """The folder of an evaluation from the command line, which can be stopped and continued at any time.
 
 settings.json            the settings that the numbers depend on
-responses/<set>.jsonl    every response with its verdict, problem by problem, appended chunk by chunk
-result.json              settings, versions, and the numbers of every set
+responses/<set>.jsonl    every response with its verdict, problem by problem, appended as soon as they are scored
+result.json              settings, versions, the numbers of every set, and the comparison if one was asked for
 
-Every response is a function of (seed, set, problem, sample). When an evaluation continues, whole chunks are kept and
-the rest is sampled again, so that its numbers are those of an evaluation that was never stopped.
+Every response is a function of (seed, set, problem, sample). When an evaluation continues, what is whole is kept and
+the rest is sampled again. With the in-process engine that is done by chunks, of as many problems as are sampled at once
+and in their order, so that the numbers are those of an evaluation that was never stopped, to the last bit. vLLM's sums
+depend on what else is in its batch anyway, so there problems are kept one by one, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
 from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import at_once, scored_chunks
+from gspo.rollout.scoring import at_once, scored_stream
 
 FINGERPRINTED = 64  # how many weights of every parameter a fingerprint is made from
 WRITTEN = ("settings.json", "responses", "result.json", LOCK)
@@ -57,35 +59,40 @@ class Folder:
         return self.path / "responses" / f"{name}.jsonl"
 
     def kept(self, name: str, samples: int, chunk: int, problems: list[Problem]) -> list[list[dict]]:
-        """Read the rows of the problems that are done, in whole chunks, and delete the rest of the file.
+        """Read the rows of the problems that are done, and delete the rest of the file. With `chunk` 0 problems may
+        stand in any order, and each that is whole is kept; else in their own order, and whole chunks are kept.
 
-        Raises ValueError if the file's content is not the beginning of what this evaluation would write.
+        Raises ValueError if the file's content is not what this evaluation would have written so far.
         """
         path = self.responses(name)
-        found, ends = [], [0]
+        found, ends, left = [], [0], {problem.index for problem in problems}
         with open(path, "a+b", opener=plain_file) as file:
             file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # the process was killed while it wrote this line
                 number, sample = divmod(len(found), samples)
-                index = problems[number].index if number < len(problems) else -1
-                found.append(self._row(path, line, (index, sample)))
+                if sample:
+                    expected = {found[-1]["problem"]}
+                else:
+                    expected = left if not chunk else {p.index for p in problems[number : number + 1]}
+                found.append(self._row(path, line, expected, sample))
+                left.discard(found[-1]["problem"])
                 ends.append(ends[-1] + len(line))
             whole = len(found) // samples
-            whole = whole if whole >= len(problems) else whole - whole % chunk
+            whole = whole if whole >= len(problems) else whole - whole % (chunk or 1)
             file.truncate(ends[whole * samples])
         return [found[i : i + samples] for i in range(0, whole * samples, samples)]
 
-    def _row(self, path: Path, line: bytes, place: tuple[int, int]) -> dict:
-        """Parse a row, which must be that of the (problem, sample) that is expected next."""
+    def _row(self, path: Path, line: bytes, expected: set[int], sample: int) -> dict:
+        """Parse a row, which must be that of this sample of one of the problems that are expected next."""
         try:
             row = parse_json(line)
-            if (row["problem"], row["sample"]) != place:
+            if row["problem"] not in expected or row["sample"] != sample:
                 raise ValueError("another problem or sample was expected")
             return slim(row)
         except (ValueError, KeyError, TypeError) as error:
-            where = f"problem {place[0]}, sample {place[1]}"
+            where = f"problem {min(expected, default='none')}, sample {sample}"
             raise ValueError(f"{path} is damaged at {where} ({error}): remove it and start again") from None
 
     def append(self, name: str, groups: list[list[dict]]) -> None:
@@ -95,10 +102,11 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, results: dict[str, dict], code: dict) -> Path:
-        """Write result.json and return its path."""
+    def finish(self, results: dict[str, dict], code: dict, against: dict | None = None) -> Path:
+        """Write result.json, with a comparison if there is one, and return its path."""
         path = self.path / "result.json"
-        replace_text(path, json.dumps({"settings": self.settings, "code": code, "sets": results}, indent=1))
+        content = {"settings": self.settings, "code": code, "sets": results}
+        replace_text(path, json.dumps(content | ({"against": against} if against else {}), indent=1))
         return path
 
 
@@ -111,39 +119,51 @@ def evaluate_into(
     *,
     seed: int,
     step: int,
-    on_progress: Callable[[str, int, bool], None],
+    on_progress: Callable[[str, list[list[dict]], bool], None],
 ) -> dict[str, dict]:
     """Evaluate every set, sampling only what the folder does not hold yet. Returns the numbers of each set by name.
 
-    `on_progress(set, problems, sampled)` is called once with the number of problems that the folder holds, and then
-    after every chunk that was sampled.
+    `on_progress(set, groups, sampled)` is called once with the rows of the problems that the folder holds, and then
+    with those of the problems that were sampled, as often as some are written.
     """
-    results, chunk = {}, at_once(engine, samples)
+    results, chunk = {}, at_once(engine, samples) if engine.in_chunks else 0
     for evaluation_set in sets:
         groups = folder.kept(evaluation_set.name, samples, chunk, evaluation_set.problems)
-        on_progress(evaluation_set.name, len(groups), False)
-        for new in new_chunks(engine, evaluation_set, len(groups), samples, sampling, seed, step):
+        on_progress(evaluation_set.name, groups, False)
+        done = {group[0]["problem"] for group in groups}
+        left = [problem for problem in evaluation_set.problems if problem.index not in done]
+        for new in new_groups(engine, evaluation_set, left, samples, sampling, seed, step):
             folder.append(evaluation_set.name, new)
-            on_progress(evaluation_set.name, len(new), True)
-            groups += [[slim(row) for row in group] for group in new]
+            groups += (kept := [[slim(row) for row in group] for group in new])
+            on_progress(evaluation_set.name, kept, True)
+        by_problem = {group[0]["problem"]: group for group in groups}
+        groups = [by_problem[problem.index] for problem in evaluation_set.problems]
         results[evaluation_set.name] = summarise(groups, powers(samples)) | {"prompt_too_long": evaluation_set.left_out}
     return results
 
 
-def new_chunks(
-    engine: Engine, evaluation_set: EvaluationSet, first: int, samples: int, sampling: Sampling, seed: int, step: int
+def new_groups(
+    engine: Engine,
+    evaluation_set: EvaluationSet,
+    problems: list[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    step: int,
 ) -> Iterator[list[list[dict]]]:
-    """Sample and score the problems of a set from number `first` on, and yield their rows chunk by chunk."""
+    """Sample and score these problems of a set, and yield their rows as soon as they are there."""
     position = (seed, "evaluation", evaluation_set.name)
-    problems = evaluation_set.problems[first:]
     sampling = replace(sampling, max_new_tokens=evaluation_set.limit or sampling.max_new_tokens)
-    for groups in scored_chunks(engine, evaluation_set.task, problems, samples, sampling, position, policy_step=step):
+    for groups in scored_stream(engine, evaluation_set.task, problems, samples, sampling, position, policy_step=step):
         yield [rows(group) for group in groups]
 
 
 def slim(row: dict) -> dict:
     """Drop the texts of a row, which are not needed any more."""
-    return {key: value for key, value in row.items() if key not in ("prompt", "rendered", "response")}
+    kept = {key: value for key, value in row.items() if key not in ("prompt", "rendered", "response")}
+    if "turns" in row:
+        kept["turns"] = [{"author": turn["author"], "tokens": turn["tokens"]} for turn in row["turns"]]
+    return kept
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -219,7 +239,7 @@ def table(results: dict[str, dict], samples: int) -> str:
 
 
 def _remarks(results: dict[str, dict]) -> list[str]:
-    """Write a line for each set about problems left out, responses without grade, and Elo ratings."""
+    """Write a line for each set about problems left out, responses without grade, episodes, ratings."""
     lines = []
     for name, r in results.items():
         if r.get("prompt_too_long"):
@@ -228,6 +248,8 @@ def _remarks(results: dict[str, dict]) -> list[str]:
         if r["ungraded"]:
             left_out = r["problems_left_out"]
             lines.append(f"{name}: {r['ungraded']} responses could not be graded; {left_out} problems left out")
+        if e := r.get("episodes"):
+            lines.append(f"{name}: episodes: " + ", ".join(f"{key} {value:.3g}" for key, value in sorted(e.items())))
         if r["elo"]:
             e = r["elo"]
             low, high = e["bootstrap_interval_95"]

@@ -162,15 +162,17 @@ class TokenLogProbs(Function):
     """Returns log softmax(x W^T / temperature) at the target tokens, and that softmax's entropy: [M], float32 each.
 
     No tensor of M x V is made: the logits exist for one chunk of tokens at a time, in the forward and once more in the
-    backward. The entropy carries no gradient.
+    backward.
 
         d logp_m / d logits_mv = (1[v = y_m] - p_mv) / temperature
+        d H_m    / d logits_mv = -p_mv (log p_mv + H_m) / temperature
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # so that the backward does without what nothing was made of
         logp, spread = [], []
         head = weight.to(x.dtype).t()
         for rows, tokens in _chunks(x, targets, len(weight)):
@@ -182,25 +184,40 @@ class TokenLogProbs(Function):
                 spread.append(norm - torch.linalg.vecdot(p, logits))
         ctx.save_for_backward(x, weight, targets)
         ctx.temperature = temperature
-        entropy_M = torch.cat(spread) if entropy else None
-        if entropy:
-            ctx.mark_non_differentiable(entropy_M)
-        return torch.cat(logp), entropy_M
+        return torch.cat(logp), torch.cat(spread) if entropy else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, targets = ctx.saved_tensors
-        grad_x, grad_weight = [], torch.zeros_like(weight, dtype=torch.float32)
+        if grad is None:
+            grad = torch.zeros(len(x), device=x.device)
+        grad_x, grad_weight = [], None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         head = weight.to(x.dtype).t()
-        slopes = (grad / -ctx.temperature).split(chunk_rows(x, len(weight)))
-        for (rows, tokens), slope in zip(_chunks(x, targets, len(weight)), slopes, strict=True):
-            d = _logits(rows, head, ctx.temperature).softmax(-1).mul_(slope.unsqueeze(-1))
+        size = chunk_rows(x, len(weight))
+        slopes = (grad / -ctx.temperature).split(size)
+        steeper = [None] * len(slopes) if grad_entropy is None else (grad_entropy / -ctx.temperature).split(size)
+        for (rows, tokens), slope, of_entropy in zip(_chunks(x, targets, len(weight)), slopes, steeper, strict=True):
+            d = _times_p(_logits(rows, head, ctx.temperature), slope, of_entropy)
             d.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
             d = d.to(rows.dtype)
             grad_x.append(d @ head.t())
-            grad_weight.add_(d.t() @ rows)
-        return torch.cat(grad_x), grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight.add_(d.t() @ rows)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return torch.cat(grad_x), grad_weight, None, None, None
+
+
+def _times_p(logits: Tensor, slope: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """Return p_v (slope + of_entropy (log p_v + H)) for every token, [M, V]. The logits are overwritten."""
+    p = logits.softmax(-1)
+    if of_entropy is None:
+        return p.mul_(slope.unsqueeze(-1))
+    mean = torch.linalg.vecdot(p, logits).unsqueeze(-1)  # log p_v + H = logits_v - sum_u p_u logits_u
+    return logits.sub_(mean).mul_(of_entropy.unsqueeze(-1)).add_(slope.unsqueeze(-1)).mul_(p)
 
 
 def chunk_rows(x: Tensor, vocabulary: int) -> int:

@@ -97,7 +97,7 @@ class TinyMoE(Tiny):
             decoder_sparse_step=1,
             norm_topk_prob=True,
         )
-        return _random_model(transformers.Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
+        return random_model(transformers.Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
 
 
 @dataclass
@@ -113,7 +113,7 @@ class TinyDense(Tiny):
     def make(self) -> Loaded:
         tokenizer = character_tokenizer()
         config = transformers.Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
-        return _random_model(transformers.Qwen3ForCausalLM, config, self.init_seed), tokenizer
+        return random_model(transformers.Qwen3ForCausalLM, config, self.init_seed), tokenizer
 
 
 @dataclass
@@ -195,6 +195,11 @@ def one_line(path: str) -> Iterator[None]:
     there = Path(path).is_dir()
     if not there and (path.count("/") != 1 or path.startswith(("/", ".", "~"))) and "/" in path:
         raise ValueError(f"model.path={path!r}: there is no such folder")
+    if Path(path, "adapter_config.json").exists() and not Path(path, "config.json").exists():
+        raise ValueError(
+            f"model.path={path!r} is a LoRA adapter without its model: merge the two (docs/algorithms.md), or name its "
+            "run, as in `gspo evaluate run=RUN`"
+        )
     try:
         yield
     except Exception as error:  # for an odd configuration transformers raises exceptions of many types
@@ -265,7 +270,7 @@ def _shared_config(settings: Tiny, tokenizer: transformers.PreTrainedTokenizerBa
     }
 
 
-def _random_model(
+def random_model(
     kind: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, seed: int
 ) -> transformers.PreTrainedModel:
     """Return a float32 model with random weights that depend on `seed` alone."""

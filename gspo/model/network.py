@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from gspo.core.batch import NOT_RECORDED
 from gspo.model.gathered import architecture, expert_ranks, held, is_spread, run_in, whole
 from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
+from gspo.model.low_rank import Factors, factors_of_experts, unwrapped
 from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
 from gspo.model.routing_replay import gate_weights
@@ -154,10 +155,12 @@ def experts(
     """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the token's k-th expert.
 
     Tokens are sorted by expert, so that each expert is one matrix product over the tokens that go to it."""
+    own, wrappers = unwrapped(own)
     device, top_k = h_NW.device, experts_NK.shape[1]
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
     h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
-    up, down = held(own.gate_up_proj).to(kind), held(own.down_proj).to(kind)
+    merged = layer_weights.merged if layer_weights else None
+    up, down = (held(x).to(kind) for x in merged or (own.gate_up_proj, own.down_proj))
     if layer_weights and len(h_NW) < layer_weights.all_experts_below:
         return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
@@ -166,7 +169,8 @@ def experts(
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(
         0, flat, torch.ones_like(flat)
     )  # bincount would wait for a GPU
-    apply_experts = partial(_each_expert, up, down, layer_weights)
+    adapters = [None if merged else factors_of_experts(wrappers, name) for name in ("gate_up_proj", "down_proj")]
+    apply_experts = partial(_each_expert, up, down, adapters, layer_weights)
     ranks = expert_ranks(own)
     rows = ToExperts.apply(h_NW, order, places, top_k)
     out = ranks.compute(rows, counts_E, apply_experts) if ranks else apply_experts(rows, counts_E)
@@ -174,13 +178,28 @@ def experts(
 
 
 def _each_expert(
-    up: Tensor, down: Tensor, layer_weights: LayerWeights | None, rows: Tensor, counts_E: Tensor
+    up: Tensor,
+    down: Tensor,
+    adapters: list[Factors | None],
+    layer_weights: LayerWeights | None,
+    rows: Tensor,
+    counts_E: Tensor,
 ) -> Tensor:
     """Apply every expert to its rows, which are sorted by expert."""
     if layer_weights and layer_weights.experts is not None:
         return _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    return _grouped(swiglu(_grouped(rows, up, ends_E)), down, ends_E)
+    inner = swiglu(_adapted(rows, up, adapters[0], ends_E))
+    return _adapted(inner, down, adapters[1], ends_E)
+
+
+def _adapted(rows: Tensor, weight: Tensor, adapter: Factors | None, ends_E: Tensor) -> Tensor:
+    """Multiply each expert's rows by the transpose of its own matrix, and of its adapter's two where there is one."""
+    out = _grouped(rows, weight, ends_E)
+    if adapter is None:
+        return out
+    b, a = (x.to(rows.dtype) for x in adapter)
+    return out + _grouped(_grouped(rows, a, ends_E), b, ends_E)
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:

@@ -6,6 +6,10 @@ oneDNN, because MKL would copy them anew for every product. That is 1.1 times as
 for 64, twice for 8. It is a second copy of the weights. Experts are copied in rollouts only, where it helps most and
 the memory of an update is free.
 
+A LoRA adapter (gspo.model.low_rank) is added to the products while weights change, and merged into the matrices while
+they are frozen: into those of attention always, into all others where they are copied anyway and in rollouts. That too
+is a second copy.
+
 Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D head dimension, E experts, I width of one.
 """
 
@@ -18,6 +22,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gspo.model.low_rank import factors, is_adapted, merged, merged_experts, unwrapped
 
 # Below this product of tokens and weights of all experts, sorting the tokens costs more than computing every expert for
 # all of them.
@@ -39,31 +45,64 @@ class LayerWeights:
     experts: tuple[list[Product], list[Product]] | None = None  # each expert's gate-and-up product, and down product
     all_experts_below: int = 0  # with fewer tokens than this, every expert computes all of them
     all_down: Tensor | None = None  # for that case: the experts' down matrices side by side, [E I, W]
+    merged: tuple[Tensor, Tensor] | None = None  # the experts' matrices with their adapter, [E, 2 I, W] and [E, W, I]
 
 
 def prepare_layer(layer: nn.Module, freeze: bool, copy_experts: bool = False) -> LayerWeights:
     """Prepare the weights of a layer of a supported family. `freeze` says that they will be used many times before they
-    change; `copy_experts` that a second copy of the experts' weights is worth its memory."""
+    change; `copy_experts` that a second copy of the experts' weights, or of those that an adapter acts on, is worth its
+    memory."""
     own = layer.self_attn
-    weight, bias, norms = _projection(own)
+    weight, bias, norms = _projection(own, freeze)
     blocks = freeze and weight.device.type == "cpu"
     multiply = _by_blocks if blocks else _plainly
-    made = LayerWeights(multiply(weight, bias), norms, multiply(own.o_proj.weight, own.o_proj.bias))
-    if not blocks:
-        return made
-    if not hasattr(layer.mlp, "experts"):
+    if not freeze:
+        return LayerWeights(_with_adapter(multiply(weight, bias), own), norms, _output(own.o_proj))
+    made = LayerWeights(multiply(weight, bias), norms, multiply(merged(own.o_proj), own.o_proj.bias))
+    if hasattr(layer.mlp, "experts"):
+        _prepare_experts(made, layer.mlp.experts, blocks, copy_experts)
+    elif blocks or (copy_experts and is_adapted(layer.mlp.gate_proj)):
         mlp = layer.mlp
         biases = None if mlp.gate_proj.bias is None else torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias])
-        made.gate_up = multiply(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), biases)
-        made.down = multiply(mlp.down_proj.weight, mlp.down_proj.bias)
-        return made
-    up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
-    if up.numel() < ALL_EXPERTS_BELOW:
+        made.gate_up = multiply(torch.cat([merged(mlp.gate_proj), merged(mlp.up_proj)]), biases)
+        made.down = multiply(merged(mlp.down_proj), mlp.down_proj.bias)
+    return made
+
+
+def _prepare_experts(made: LayerWeights, experts: nn.Module, blocks: bool, copy_experts: bool) -> None:
+    """Prepare an MoE layer's experts, whose weights are frozen, where that is worth a copy of them."""
+    own, _ = unwrapped(experts)
+    small = blocks and own.gate_up_proj.numel() < ALL_EXPERTS_BELOW
+    with_adapter = merged_experts(experts) if small or copy_experts else None
+    up, down = with_adapter or (own.gate_up_proj, own.down_proj)
+    if blocks and not small and copy_experts and down[0].numel() >= LARGE:
+        made.experts = [_by_blocks(one, None) for one in up], [_by_blocks(one, None) for one in down]
+        return
+    made.merged = with_adapter
+    if small:
         made.all_experts_below = ALL_EXPERTS_BELOW // up.numel()
         made.all_down = down.transpose(1, 2).flatten(0, 1)
-    elif copy_experts and down[0].numel() >= LARGE:
-        made.experts = [multiply(one, None) for one in up], [multiply(one, None) for one in down]
-    return made
+
+
+def _output(layer: nn.Module) -> Product:
+    """Return the product of attention's last layer; with an adapter it is peft's."""
+    return layer if is_adapted(layer) else _plainly(layer.weight, layer.bias)
+
+
+def _with_adapter(qkv: Product, attention: nn.Module) -> Product:
+    """Add the adapters of q, k and v to the product that gives them side by side."""
+    pairs = [factors(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    if not any(pairs):
+        return qkv
+    (q_b, q_a), (k_b, k_a), (v_b, v_a) = pairs
+    b = (_interleaved(q_b, attention.head_dim), _interleaved(k_b, attention.head_dim), v_b)
+    a = torch.cat([q_a, k_a, v_a])
+
+    def multiply(x: Tensor) -> Tensor:
+        narrow = F.linear(x, a).chunk(3, -1)
+        return qkv(x) + torch.cat([F.linear(part, own) for part, own in zip(narrow, b, strict=True)], -1)
+
+    return multiply
 
 
 def _plainly(weight: Tensor, bias: Tensor | None) -> Product:
@@ -89,15 +128,17 @@ def _by_blocks(weight: Tensor, bias: Tensor | None) -> Product:
     return multiply
 
 
-def _projection(attention: nn.Module) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Return weight [(H + 2 J) D, W] and bias of q, k and v together, and the weights of q's and k's norm.
+def _projection(attention: nn.Module, freeze: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Return weight [(H + 2 J) D, W] and bias of q, k and v together, and the weights of q's and k's norm. In frozen
+    weights an adapter is merged.
 
     The rotary embedding rotates pairs of numbers. transformers keeps the first numbers of all pairs in the first half
     of a head and the second ones in its second half. Taking the rows of q's and k's weights in another order puts the
     two numbers of a pair side by side, and leaves the products of q and k as they are."""
     dim = attention.head_dim
     layers = [(attention.q_proj, True), (attention.k_proj, True), (attention.v_proj, False)]
-    weight = torch.cat([_interleaved(each.weight, dim) if rotated else each.weight for each, rotated in layers])
+    weights = [(merged(each) if freeze else each.weight, rotated) for each, rotated in layers]
+    weight = torch.cat([_interleaved(each, dim) if rotated else each for each, rotated in weights])
     bias = None
     if attention.q_proj.bias is not None:
         bias = torch.cat([_interleaved(each.bias, dim) if rotated else each.bias for each, rotated in layers])

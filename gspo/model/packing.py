@@ -65,7 +65,7 @@ class Sequences:
         self._place()
         self.index_N, self.positions_N = torch.cat(self._index), torch.cat(self._positions)
         self.tokens_N = batch.tokens_BS.flatten().index_select(0, self.index_N)
-        self.rows_M, self.columns_M = self.attention_BS[:, self.prompt_width :].nonzero(as_tuple=True)
+        self.rows_M, self.columns_M = batch.sampled_BT.nonzero(as_tuple=True)
         self.predicting_M = self.at_BS[self.rows_M, self.prompt_width + self.columns_M - 1]
         self.target_M = batch.tokens_BS[self.rows_M, self.prompt_width + self.columns_M]
 
@@ -93,6 +93,12 @@ class Sequences:
         self.longest = max(self.longest, int(positions.max()) + longest)
         return begin
 
+    def to(self, device: torch.device) -> Sequences:
+        """Move what a forward pass reads to a device, and return the layout. Sizes have been read before."""
+        for name in ("at_BS", "index_N", "positions_N", "tokens_N", "rows_M", "columns_M", "predicting_M", "target_M"):
+            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+        return self
+
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Compute causal attention within every row. What is computed at padding, right of its end, is never used."""
         sizes = [rows * columns for rows, columns in self.rectangles]
@@ -108,7 +114,7 @@ class Sequences:
         """Bring the routers' choice back into the batch's layout [B, S, L, K], int16; NOT_RECORDED where nothing was
         computed."""
         own_BSLK = own_NLK.to(torch.int16).index_select(0, self.at_BS.flatten().clamp(min=0))
-        own_BSLK[self.at_BS.flatten() < 0] = NOT_RECORDED
+        own_BSLK.masked_fill_((self.at_BS.flatten() < 0)[:, None, None], NOT_RECORDED)  # an index would wait for a GPU
         return own_BSLK.unflatten(0, self.at_BS.shape)
 
     def responses(self, x_M: Tensor, width: int) -> Tensor:
@@ -152,6 +158,12 @@ class SharedPrompts(Sequences):
         seen = torch.cat([(prompt >= 0).unsqueeze(1).expand(-1, longest, -1), causal], 2).unsqueeze(1)
         mask = torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, -torch.inf)
         self.buckets.append(((len(rows), before + longest), mask))
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        super().to(device)
+        self.keys = None if self.keys is None else self.keys.to(device, non_blocking=True)
+        self.buckets = [(shape, mask.to(device, non_blocking=True)) for shape, mask in self.buckets]
+        return self
 
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Compute attention: prompts attend within themselves, responses to their prompt and to themselves."""

@@ -5,10 +5,12 @@ Shape suffixes: B responses, T response tokens, S all tokens, V vocabulary, L Mo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch
+from gspo.model.adapter import Adapter, LoraSettings
 from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.gathered import architecture, run_in, whole
 from gspo.model.kernels import TokenLogProbs
@@ -35,7 +38,9 @@ class PolicyOutput:
     """The results of one forward pass over a batch."""
 
     logp_BT: Tensor  # float32, log pi(y_t | x, y_<t) at the sampling temperature
-    entropy_BT: Tensor | None  # float32, -sum_v pi log pi, no gradient; None if not asked for
+    # float32, -sum_v pi log pi at the sampling temperature, over the whole vocabulary; None if not asked for. It has a
+    # gradient if `Policy.learns_entropy` is true
+    entropy_BT: Tensor | None
     experts_BSLK: Tensor | None  # int16, the routers' own choice at every position; None if dense
     values_BT: Tensor | None = None  # float32, the critic's V(x, y_<t); None without a critic
     balance_BT: Tensor | None = (
@@ -70,10 +75,13 @@ class Policy:
         self.network = Network(model, checkpointing) if own else None  # None: the model's own forward is used
         if checkpointing and not self.network:
             raise ValueError(f"policy.checkpointing=true: it is not there for {architecture(model)}")
+        self.learns_entropy = False  # whether `forward` gives the entropy a gradient
         self.precision = precision  # of the matrix products in `forward`; engines have their own
         ends = model.generation_config.eos_token_id if model.generation_config else None
         ends = ends if isinstance(ends, list) else [ends]  # chat models end a turn and a text with different tokens
         self.stop_ids = {tokenizer.eos_token_id, *(i for i in ends if i is not None)}
+        self.adapter: Adapter | None = None  # LoRA; None: all weights are trained
+        self._adapter_is_off = False
 
     @property
     def positions(self) -> int | None:
@@ -85,13 +93,38 @@ class Policy:
         """The device that the model is on."""
         return self.model.device
 
+    def adapt(self, lora: LoraSettings, seed: int, base: str = "", folder: Path | None = None) -> None:
+        """Put a LoRA adapter on the model, as it begins or as `folder` holds it; from now on it is all that is trained.
+        `base` says where the model came from. Raises ValueError if that cannot be done."""
+        _ = self.active_parameters  # of the layers as they are, before they are wrapped
+        self.adapter = Adapter(self.model, lora, seed, base)
+        if folder:
+            self.adapter.load(folder)
+
+    def without_adapter(self) -> Policy:
+        """Return the policy as it was before its adapter: the same tensors, without critic. It is there to be scored
+        with, between the updates of this one."""
+        before = copy.copy(self)
+        before.value_head, before._adapter_is_off = None, True
+        return before
+
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return all trained parameters: the model's and the critic's."""
-        return [*self.model.parameters(), *(self.value_head.parameters() if self.value_head else ())]
+        """Return all trained parameters: the model's or its adapter's, and the critic's."""
+        own = self.adapter.parameters() if self.adapter else self.model.parameters()
+        return [*own, *(self.value_head.parameters() if self.value_head else ())]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of `named_tensors` by name."""
+        if self.adapter:
+            return self.adapter.shapes()
+        return {name: tensor.shape for name, tensor in self.model.state_dict().items()}
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the model's weights by name, as an engine loads them. They are the weights themselves, not copies.
-        Where they are spread over ranks, all ranks must go through them, and each is whole for a moment."""
+        """Return the model's weights by name, as an engine loads them. They are the weights themselves, not copies;
+        but with an adapter those that it acts on are made, one after the other, with the adapter merged in. Where
+        weights are spread over ranks, all ranks must go through them, and each is whole for a moment."""
+        if self.adapter:
+            return self.adapter.merged_tensors()
         return ((name, whole(tensor)) for name, tensor in self.model.state_dict().items())
 
     @torch.no_grad()
@@ -139,9 +172,10 @@ class Policy:
     def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
         """Compute log-probs of the response tokens, 0 at padding. If the batch has `replay_BSLK`, the tokens go through
         those experts. `entropy` says whether to compute the entropy too."""
-        batch = batch.to(self.device)
         self.routing.begin_forward()
-        output = self._through_network(batch, entropy) if self.network else self._through_model(batch, entropy)
+        through = self._through_network if self.network else self._through_model
+        with self._adapter_switched():
+            output = through(batch, entropy)
         if self.shards and not torch.is_grad_enabled():
             self.model.reshard()  # FSDP keeps the outermost weights for a backward pass
         return output
@@ -160,11 +194,17 @@ class Policy:
                 logp_BT.backward(torch.zeros_like(logp_BT))
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
-        """Use our own forward (gspo.model.network), and compute logits at response tokens only."""
+        """Use our own forward (gspo.model.network), and compute logits at response tokens only. The layout is found
+        where the batch lies, on the CPU: reading its sizes from a GPU would wait for all the work that this has."""
         sequences, width = lay_out(batch), batch.mask_BT.shape[1]
-        replay_NLK = None if batch.replay_BSLK is None else sequences.flat(batch.replay_BSLK)
+        replay_NLK = None
+        if batch.replay_BSLK is not None:
+            replay_NLK = sequences.flat(batch.replay_BSLK).to(self.device, non_blocking=True)
+        sequences = sequences.to(self.device)
         found = run_in(self.model, self._pass, sequences, replay_NLK, entropy)
         logp_M, entropy_M, own_NLK, hidden_MW, balance_N = found
+        if entropy and not self.learns_entropy:
+            entropy_M = entropy_M.detach()
         return PolicyOutput(
             sequences.responses(logp_M, width),
             sequences.responses(entropy_M, width) if entropy else None,
@@ -181,6 +221,10 @@ class Policy:
         found = through_network(self.network, sequences, replay_NLK, self.precision, self.temperature, entropy)
         return *found, self.routing.balance()
 
+    def _adapter_switched(self) -> AbstractContextManager:
+        """Within this context the adapter is off if this policy is the one without it."""
+        return self.adapter.off() if self._adapter_is_off else nullcontext()
+
     def _frozen(self) -> AbstractContextManager:
         """Within this context the weights must not change."""
         here = self.network and not self.shards
@@ -188,6 +232,7 @@ class Policy:
 
     def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
+        batch = batch.to(self.device)
         width = batch.mask_BT.shape[1]
         hidden = self.value_head.recording(self.model) if self.value_head else nullcontext()
         with self.routing.recording(batch.replay_BSLK), hidden, rounding(self.device, self.precision):
@@ -202,7 +247,12 @@ class Policy:
         logits_BTV = logits_BTV.float() if self.temperature == 1 else logits_BTV.float() / self.temperature
         target_BT = logits_BTV.gather(-1, batch.tokens_BS[:, -width:, None]).squeeze(-1)
         logp_BT = target_BT - logits_BTV.logsumexp(-1)
-        entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1) if entropy else None
+        entropy_BT = None
+        if entropy and self.learns_entropy:  # entr has an infinite slope where a probability is too small for float32
+            p_BTV = logits_BTV.softmax(-1)
+            entropy_BT = logits_BTV.logsumexp(-1) - (p_BTV * logits_BTV.masked_fill(p_BTV == 0, 0.0)).sum(-1)
+        elif entropy:
+            entropy_BT = torch.special.entr(logits_BTV.detach().softmax(-1)).sum(-1)
         values_BT = self.value_head.values_of_last_forward() if self.value_head else None
         balance_N = self.routing.balance()
         balance_BT = None if balance_N is None else balance_N.view(len(batch), -1)[:, -width - 1 : -1]
@@ -219,7 +269,7 @@ class Policy:
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
             experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
-        with self._frozen():
+        with self._adapter_switched(), self._frozen():
             order = batch.order()
             if rows_N is not None:
                 order = order[torch.isin(order, rows_N)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 from gspo.core.batch import TrainBatch
 from gspo.core.ranks import Ranks
 from gspo.model import kernels, network
+from gspo.model.adapter import Adapter, LoraSettings
 from gspo.model.cost import active_parameters
 from gspo.model.expert_parallel import ExpertRanks
 from gspo.model.gathered import run_in
@@ -57,6 +58,7 @@ class Work:
     precision: torch.dtype
     checkpointing: bool
     cuda: bool = True  # whether it is a GPU, which takes larger chunks of logits than a CPU
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Measured:
     parameters: int  # of the whole model: a number, not bytes
     active: int | None  # parameters that a token passes through
     experts: int  # of a layer; 0 for a dense model
-    weights: int  # this rank's float32 weights; gradients take as much, AdamW's state twice as much
+    weights: int  # this rank's float32 weights
+    trained: int  # those of them that are trained; gradients take as much, AdamW's state twice as much
     update: int  # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
     scoring: int  # the same for a pass without gradient
     gathered: int  # received by this rank for one micro-batch that learns
@@ -75,6 +78,7 @@ class Measured:
     reduced_between: int = 0  # the same that go between the groups of ranks that each hold a copy
     dealt: int = 0  # tokens of one micro-batch that learns, sent to their experts and back
     dealt_scoring: int = 0
+    merged: int = 0  # a copy of the weights that a LoRA adapter acts on
 
 
 @dataclass
@@ -200,18 +204,12 @@ def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
 def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
     learning, scored = lay_out(batch(work, work.rows)), lay_out(batch(work, work.scored))
     with FakeTensorMode() as fake:
-        if shards:
-            with unset_fake_temporarily(), torch.device("meta"):  # meshes of ranks are tensors with content
-                model = class_of(config)(config).eval()
-                shards.spread(model, work.precision)
-            model._apply(without_content)
-        else:
-            model = class_of(config)(config).eval()
-        counted = sum(p.numel() for p in model.parameters()), active_parameters(model), Routing(model).experts
+        model, adapter, counted = without_weights(config, work, shards)
         for sequences in (learning, scored):
             for name, value in vars(sequences).items():
                 setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
         weights = sum(p.nbytes for p in locals_of(model))
+        trained = sum(p.nbytes for p in adapter.parameters()) if adapter else weights
         forward = Network(model, work.checkpointing)
 
         def one_pass(sequences: Sequences) -> Tensor:
@@ -228,10 +226,11 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
             one_pass(learning).sum().backward()  # the first leaves gradients behind
             allocations.restart()
             one_pass(learning).sum().backward()
-            update = allocations.peak - weights
+            update = allocations.peak - trained
         return Measured(
             *counted,
             weights=weights,
+            trained=trained,
             update=update,
             scoring=scoring,
             gathered=exchanged(allocations.exchanged, "allgather"),
@@ -240,7 +239,28 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
             reduced_between=exchanged(allocations.exchanged, "allreduce"),
             dealt=exchanged(allocations.exchanged, "all_to_all"),
             dealt_scoring=exchanged(scored_exchange, "all_to_all"),
+            merged=adapter.adapted_bytes() if adapter else 0,
         )
+
+
+def without_weights(
+    config: PretrainedConfig, work: Work, shards: Shards | None
+) -> tuple[torch.nn.Module, Adapter | None, tuple[int, int | None, int]]:
+    """Return the model with tensors that have no content, its adapter if it gets one, and its numbers of parameters, of
+    active ones and of experts."""
+    plain = not shards and not work.lora.rank
+    # meshes of ranks are tensors with content, and peft moves its tensors to a device, which fake ones do not allow
+    with nullcontext() if plain else unset_fake_temporarily(), nullcontext() if plain else torch.device("meta"):
+        model = class_of(config)(config).eval()
+        counted = sum(p.numel() for p in model.parameters()), active_parameters(model), Routing(model).experts
+        if shards:
+            shards.spread(model, work.precision)
+        adapter = Adapter(model, work.lora, seed=0) if work.lora.rank else None
+    if not plain:
+        model._apply(without_content)
+    if adapter:
+        model.tie_weights()  # they are two tensors now
+    return model, adapter, counted
 
 
 def without_content(tensor: Tensor) -> Tensor:
@@ -269,6 +289,7 @@ def batch(work: Work, rows: int) -> TrainBatch:
         tokens_BS=torch.zeros(rows, width, dtype=torch.int64),
         attention_BS=torch.ones(rows, width, dtype=torch.bool),
         mask_BT=torch.ones(rows, work.response, dtype=torch.bool),
+        sampled_BT=torch.ones(rows, work.response, dtype=torch.bool),
         engine_logp_BT=torch.zeros(rows, work.response),
         adv_BT=torch.ones(rows, work.response),
         prompts_B=torch.arange(rows) // work.group,

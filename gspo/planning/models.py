@@ -1,52 +1,16 @@
 """The configuration of the model that a run will load, of which the planner needs no weights.
 
-A folder is read, and a name on the hub is looked up there. For some public models the configuration is known here, so
-that a laptop without network can plan for them; the numbers are those of their config.json on the hub.
+A folder is read, and a name on the hub is looked up there. For some public models the configuration is known here
+(gspo.model.public_models), so that a laptop without network can plan for them.
 """
 
 from __future__ import annotations
 
 import transformers
-from transformers import OlmoeConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig
 
 from gspo.model.loading import ModelSettings, load_config, one_line
-
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-
-
-def _qwen3(hidden: int, width: int, layers: int, heads: int, **others: int) -> PretrainedConfig:
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-    return Qwen3Config(**QWEN3 | sizes | {"num_attention_heads": heads, "tie_word_embeddings": True} | others)
-
-
-KNOWN = {
-    "Qwen/Qwen3-0.6B": lambda: _qwen3(1024, 3072, 28, 16),
-    "Qwen/Qwen3-1.7B": lambda: _qwen3(2048, 6144, 28, 16),
-    "Qwen/Qwen3-4B": lambda: _qwen3(2560, 9728, 36, 32),
-    "Qwen/Qwen3-8B": lambda: _qwen3(4096, 12288, 36, 32, tie_word_embeddings=False),
-    "Qwen/Qwen3-30B-A3B": lambda: Qwen3MoeConfig(
-        **QWEN3 | {"num_key_value_heads": 4},
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
-    ),
-    "Qwen/Qwen2.5-1.5B": lambda: Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-    ),
-    "allenai/OLMoE-1B-7B-0924": lambda: OlmoeConfig(
-        vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
-        num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-# The same shapes under other names.
-KNOWN |= {f"{name}-Base": KNOWN[name] for name in list(KNOWN) if name.startswith("Qwen/Qwen3")}
-KNOWN |= {
-    f"Qwen/Qwen2.5-{kind}1.5B{end}": KNOWN["Qwen/Qwen2.5-1.5B"]
-    for kind in ("", "Coder-", "Math-")
-    for end in ("", "-Instruct")
-}
-KNOWN |= {f"allenai/OLMoE-1B-7B-0924-{kind}": KNOWN["allenai/OLMoE-1B-7B-0924"] for kind in ("SFT", "Instruct")}
+from gspo.model.public_models import KNOWN, known_config, named
 
 
 def config_of(model: ModelSettings) -> PretrainedConfig:
@@ -55,17 +19,11 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
     if not source:
         return named(model.make()[0].config)
     if source in KNOWN:
-        config = named(KNOWN[source]())
+        config = known_config(source)
         config._attn_implementation = model.attention
         return config
     with one_line(source):
         return load_config(source, model.attention)
-
-
-def named(config: PretrainedConfig) -> PretrainedConfig:
-    """Write into a configuration which class of models it is of, as the files on the hub have it."""
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-    return config
 
 
 def class_of(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:

@@ -24,12 +24,14 @@ from gspo.planning.models import config_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PROMPT = 512  # tokens of a prompt where neither the settings nor the user say how many it can have
+AROUND = 32  # tokens that a chat template puts around an observation, at most: Qwen3's puts 18
 MOST_RANKS = 1024
 OF_LOGIT = 24.0  # bytes for each logit of the next token while it is drawn: probabilities, their order, sums
 FLOAT32 = 8  # how many times as long a float32 product takes as one of bfloat16, without TF32 rather more
 ACROSS = "gradients between copies"
 TOKENS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
+EIGHT_BIT = 2 * (1 + 4 / 256) / 4  # bytes of two moments of 8 bits, with a scale for 256, for each of a weight's four
 SPREAD = ("weights", "AdamW's moments", "reference policy", "gradients")
 
 
@@ -41,6 +43,7 @@ class Plan:
     hardware: Hardware
     work: Work
     measured: Measured
+    engine: Engine
     phases: dict[str, dict[str, float]]  # by phase, what is held then
     traffic: dict[str, float]  # what the GPU receives from others, or sends, in a step
     times: dict[str, float]
@@ -74,10 +77,11 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
         rows=min(settings.trainer.micro_batch_size, math.ceil(each / settings.trainer.minibatches)),
         scored=min(settings.trainer.micro_batch_size, each),
         prompt=prompt,
-        response=settings.rollout.longest_limit,
+        response=response_tokens(settings, config, prompt),
         group=settings.rollout.group_size,
         precision=getattr(torch, settings.policy.precision),
         checkpointing=settings.policy.checkpointing,
+        lora=settings.policy.lora,
     )
     measured = known.measured if known and known.work == work else measure(config, work)
     engine = Engine.of(settings, config, measured, work, each, hardware)
@@ -85,7 +89,7 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
     times |= exchange_times(traffic, work, hardware) | rollout_times(measured, work, engine, hardware)
-    return Plan(settings, hardware, work, measured, phases(settings, measured, engine), traffic, times)
+    return Plan(settings, hardware, work, measured, engine, phases(settings, measured, engine), traffic, times)
 
 
 def ranks_of(settings: Settings) -> tuple[int, int]:
@@ -110,6 +114,16 @@ def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
         )
 
 
+def response_tokens(settings: Settings, config: PretrainedConfig, prompt: int) -> int:
+    """Return the most tokens that can follow a prompt: those of the policy, and in episodes what the environment and
+    the chat template write between its turns, as far as the model has positions."""
+    limits = settings.task.environments().values()
+    said = max(((limit.turns - 1) * (limit.observation_tokens + AROUND) for limit in limits), default=0)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = settings.rollout.longest_limit + said
+    return min(most, positions - prompt) if positions else most
+
+
 @dataclass
 class Engine:
     """The engine that a GPU samples with, or its part of it. Bytes."""
@@ -123,6 +137,7 @@ class Engine:
     rows: float  # responses that one engine samples in a step
     at_once: float
     read: float  # of weights for a token, on one GPU
+    merged: float = 0.0  # the trainer's weights with a LoRA adapter merged in, while it samples with them
 
     @staticmethod
     def of(
@@ -153,8 +168,11 @@ class Engine:
         shares = shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
         weights = 0.0 if shares else all_weights
         cache, logits = at_once * of_row, at_once * text.vocab_size * OF_LOGIT
+        if settings.task.environments():
+            cache *= 2  # between two turns the rows are copied out of the cache and into a new one
         resident = weights + (cache + logits if rollout.overlap else 0.0)
-        return Engine(weights, cache, logits, resident, per_token, 1, each, at_once, all_weights)
+        merged = float(measured.merged) if shares else 0.0
+        return Engine(weights, cache, logits, resident, per_token, 1, each, at_once, all_weights, merged)
 
 
 @dataclass
@@ -182,15 +200,17 @@ def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Pass
 
 def phases(settings: Settings, measured: Measured, engine: Engine) -> dict[str, dict[str, float]]:
     """Return what a GPU holds while responses are sampled, while they are scored, and in an update."""
-    held = {"weights": float(measured.weights), "AdamW's moments": 2.0 * measured.weights}
-    if settings.kl.needs_reference:
+    moments = 2.0 if settings.optim.name == "adamw" else EIGHT_BIT
+    held = {"weights": float(measured.weights), "AdamW's moments": moments * measured.trained}
+    if settings.kl.needs_reference and not settings.policy.lora.rank:  # with LoRA: the same weights, the adapter off
         held["reference policy"] = float(measured.weights)
     beside = {"engine": engine.resident} if engine.resident else {}
-    sampled = {"engine's weights": engine.weights} if engine.weights else {}
+    copied = engine.weights + engine.merged
+    sampled = {"engine's weights": copied} if copied else {}
     return {
         "rollout": held | sampled | {"keys and values": engine.cache, "logits": engine.logits},
         "old log-probs": held | beside | {ACTIVATIONS: float(measured.scoring)},
-        "update": held | beside | {"gradients": float(measured.weights), ACTIVATIONS: float(measured.update)},
+        "update": held | beside | {"gradients": float(measured.trained), ACTIVATIONS: float(measured.update)},
     }
 
 
@@ -199,7 +219,7 @@ def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passe
     if work.ranks == 1:
         return {}
     if work.shard_size == 1:  # a ring of sums sends every gradient twice
-        return {ACROSS: 2.0 * passes.updates * measured.weights}
+        return {ACROSS: 2.0 * passes.updates * measured.trained}
     found = {
         "weights gathered to learn": float(passes.learning * measured.gathered),
         "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
@@ -221,7 +241,8 @@ def update_times(
     forward = forward_flops(config, measured.active, torch.tensor([work.prompt + work.response]))
     seconds = forward / (hardware.flops * 1e12 * ARITHMETIC)
     seconds *= 1 if work.precision == torch.bfloat16 else FLOAT32
-    per_pass = 4 if work.checkpointing else 3  # a backward costs two forwards; checkpointing computes one again
+    # a backward costs two forwards, with LoRA one; checkpointing computes one again
+    per_pass = 1 + (1 if work.lora.rank else 2) + work.checkpointing
     return {
         "update: arithmetic": passes.learning * work.rows * per_pass * seconds,
         "old log-probs: arithmetic": passes.scoring * work.scored * seconds,
@@ -258,8 +279,8 @@ def advice(made: Plan) -> list[str]:
     """Return in sentences what to change so that a run fits that does not; one sentence if it does.
 
     Each change is tried, in this order, until one fits: an engine that sleeps, layers computed again in the backward
-    pass, smaller micro-batches, fewer responses sampled at once, a rounded copy to sample with, experts that are dealt
-    to the GPUs of a machine, more GPUs."""
+    pass, smaller micro-batches, a smaller share of the memory for vLLM, fewer responses sampled at once, a rounded copy
+    to sample with, experts that are dealt to the GPUs of a machine, more GPUs."""
     phase, peak = made.peak
     gpus = f"{made.work.ranks} GPU" + "s" * (made.work.ranks > 1)
     size = f"{peak / GB:.0f} GB of {made.hardware.memory:g} in the phase `{phase}`"
@@ -294,6 +315,8 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
         rows = max(made.work.rows // 4, 1)
         trainer = replace(s.trainer, micro_batch_size=rows)
         return {"trainer.micro_batch_size": f"{rows}"}, replace(s, trainer=trainer)
+    if not trains and s.rollout.name == "vllm" and (share := share_left(made)):
+        return {"rollout.gpu_memory": f"{share:g}"}, replace(s, rollout=replace(s.rollout, gpu_memory=share))
     if not trains and s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
         rows = max(s.rollout.batch_rows // 2, s.rollout.group_size)
         return {"rollout.batch_rows": f"{rows}"}, replace(s, rollout=replace(s.rollout, batch_rows=rows))
@@ -302,8 +325,8 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
         return {"rollout.dtype": "bfloat16"}, replace(s, rollout=replace(s.rollout, dtype="bfloat16"))
     if trains and s.parallel.experts == 1 and (dealt := most_ranks_of_a_layer(made)) > 1:
         return {"parallel.experts": f"{dealt}"}, replace(s, parallel=replace(s.parallel, experts=dealt))
-    if sum(held.values()) - spread >= room:
-        return None  # more GPUs would not help
+    if s.policy.lora.rank or sum(held.values()) - spread >= room:
+        return None  # weights under an adapter are not spread, or more GPUs would not help
     ranks = made.work.ranks if s.parallel.mode == "replicate" else made.work.ranks * 2
     while ranks < MOST_RANKS and spread * made.work.shard_size / ranks > room:  # more than one doubling is needed
         ranks *= 2
@@ -312,6 +335,16 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
     words = {"parallel.mode": "shard", "parallel.ranks": f"{ranks}"}
     words |= {"parallel.shard_size": "0"} if s.parallel.shard_size else {}
     return words, replace(s, parallel=replace(s.parallel, ranks=ranks, mode="shard", shard_size=0))
+
+
+def share_left(made: Plan) -> float | None:
+    """Return the share of a GPU's memory that the trainer leaves to vLLM while responses are sampled, in twentieths;
+    None if vLLM has no more than that, or if its weights and the cache of a group would not fit into it."""
+    gpu, engine, rollout = made.hardware.memory * GB, made.engine, made.settings.rollout
+    beside = sum(made.phases["rollout"].values()) - engine.weights - engine.cache + RESERVE * GB
+    share = math.floor(20 * (gpu - beside) / gpu) / 20
+    group = rollout.group_size * (made.work.prompt + made.work.response) * engine.per_token / engine.engines
+    return share if (engine.weights + group) / gpu < share < rollout.gpu_memory else None
 
 
 def most_ranks_of_a_layer(made: Plan) -> int:

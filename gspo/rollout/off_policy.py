@@ -18,7 +18,6 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.on_policy import DynamicSource, OnPolicySource, without_ungraded
 from gspo.rollout.problem_sampler import Sampler
-from gspo.rollout.requests import Sampling
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
@@ -92,7 +91,7 @@ class PartialSource(OnPolicySource):
         """Sample up to `token_budget` tokens for every unfinished response, and for the groups that begin now."""
         started = time.perf_counter()
         settings, ranks = self.settings, self.engine.ranks
-        sampling = Sampling(settings.temperature, settings.limit(step), settings.token_budget)
+        sampling = settings.sampling(step)
         touched: list[Response] = []
         # One draw at a time, because the random numbers of a query set's problem depend on the visit.
         for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):

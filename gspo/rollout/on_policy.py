@@ -13,10 +13,11 @@ from typing import Any
 from gspo.core.types import Response
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.episode import Seconds
 from gspo.rollout.problem_sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.route_checks import check_routes
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs, check_engine
-from gspo.rollout.scoring import Seconds, scored_chunks
+from gspo.rollout.scoring import scored_chunks
 from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.rollout.source import PendingRollouts, Rollout
 from gspo.tasks.base import Task
@@ -146,6 +147,7 @@ class OnPolicySource:
             groups = without_ungraded(groups)
         self.problems.record(groups)
         rollout = Rollout(groups, seconds.sampling, seconds.waited, self.settings.limit(step), ungraded=ungraded)
+        rollout.environment_s = seconds.environments
         rollout.filtered["ungraded"] = len(ungraded)
         if self.problems.max_prompt_tokens is not None:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)
@@ -210,6 +212,7 @@ class DynamicSource(OnPolicySource):
             rollout.ungraded += more.ungraded
             rollout.rollout_s += more.rollout_s
             rollout.score_s += more.score_s
+            rollout.environment_s += more.environment_s
             for key, count in more.filtered.items():
                 rollout.filtered[key] += count
         used = min(len(places), len(refills))

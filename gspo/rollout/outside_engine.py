@@ -13,6 +13,7 @@ EngineEnded.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,15 +22,18 @@ from torch import Tensor, nn
 
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import seed_for
+from gspo.core.types import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_folder import WeightsFolder
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.requests import Row, Sampling
 from gspo.rollout.settings import OutsideRollout
+from gspo.rollout.streaming import UnderWay, fill
 
 P, T = ParamSpec("P"), TypeVar("T")
 PIECE_BYTES = 1e9  # a piece of the weights has at most so many, unless a single tensor has more
+HELD = 2  # a stream gives the engine so many times the requests that it samples at once
 Request = tuple[list[int], dict[str, Any]]  # a prompt, and the arguments of vLLM's SamplingParams
 
 
@@ -58,13 +62,15 @@ class OutsideEngine(Engine):
     """
 
     shares_weights = False
+    knows_text = False  # whether the engine has a tokenizer, by which it can end a response at a stop string itself
+    in_chunks = False
     folder: WeightsFolder | None = None
 
     def __init__(self, policy: Policy, settings: OutsideRollout, ranks: Ranks):
         self.policy, self.settings, self.ranks = policy, settings, ranks
         self.sharers = Ranks()
         self.batch_rows = settings.batch_rows
-        self.shapes = {name: tensor.shape for name, tensor in policy.model.state_dict().items()}
+        self.shapes = policy.shapes()
         self.tied = tied_names(policy.model)
         self.stored: torch.dtype | None = None  # the precision that the engine stores all weights in, if it is one
 
@@ -151,11 +157,36 @@ class OutsideEngine(Engine):
         answers = calls(self._sample_for_all, asked) if self.sharers.index == 0 else None
         self._agree(calls)
         for row, sampled in zip(rows, self.sharers.dealt(answers), strict=True):
-            if not sampled.token_ids:
-                raise RuntimeError(f"vLLM returned no token for problem {row.problem.index} ({sampled.finish_reason})")
-            row.token_ids, row.logprobs = sampled.token_ids, sampled.logprobs
+            fill(row, sampled, self.policy, sampling)
             row.experts = [sampled.experts] if record_experts else []
         ended(list(range(len(rows))))
+
+    def stream(
+        self,
+        problems: list[Problem],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int | str, ...],
+        policy_step: int = 0,
+        finished: Callable[[list[Response]], None] | None = None,
+    ) -> Iterator[list[list[Response]]]:
+        """Yield groups as they become whole, in any order. The engine always holds more requests than it samples at
+        once, until there are no more, so that none of its places is empty while a long response ends.
+
+        This is for one process. An engine whose stream was broken off must be closed."""
+        if self.ranks.count > 1:
+            raise ValueError("an engine that several ranks share does not stream: use generate")
+        self.wake()
+        waiting = deque(problems)
+        requests = UnderWay(self.policy, self._ask, lambda row: self._params(row, sampling, seed), self._check_room)
+        while waiting or requests.rows:
+            while waiting and len(requests.rows) < HELD * self.batch_rows:
+                requests.add(waiting.popleft(), group_size, sampling)
+            ended, whole = requests.collect(sampling, policy_step)
+            if finished and ended:
+                finished(ended)
+            if whole:
+                yield whole
 
     def _sample_for_all(self, asked: list[list[Request]]) -> list[list]:
         """Sample the requests of all sharers together, and return what was sampled for each of them."""
@@ -167,7 +198,7 @@ class OutsideEngine(Engine):
         """Return the arguments of vLLM's SamplingParams for a row."""
         # vLLM takes signed 64-bit numbers and reads -1 as "no seed": the shift leaves non-negative ones.
         own_seed = seed_for(*seed, row.problem.task, row.problem.index, row.sample, row.done) >> 1
-        return {
+        params = {
             "temperature": sampling.temperature,
             "seed": own_seed if sampling.temperature else None,
             "max_tokens": row.limit,
@@ -175,6 +206,9 @@ class OutsideEngine(Engine):
             "logprobs": 0,  # only that of the sampled token
             "detokenize": False,
         }
+        if sampling.stop and self.knows_text:
+            params |= {"stop": list(sampling.stop), "detokenize": True}
+        return params | sampling.rules
 
 
 def in_pieces(named_tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.core.types import Problem, Response, Score
+from gspo.core.types import Problem, Response, Score, Turn
 from gspo.core.untrusted import LONG, parse_json, read_bytes
 from gspo.rollout.source import PendingRollouts, Rollout
 
@@ -28,6 +28,7 @@ NUMBERS = (  # fields of Rollout beside its responses
     "behaviour_s",
     "waited_s",
     "in_flight",
+    "environment_s",
     "synced",
 )
 
@@ -47,6 +48,7 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
                 lengths[name] = len(array)
         score = asdict(response.score) if response.score else None
         plain = {key: value for key, value in vars(response).items() if key not in (*ARRAYS, "problem", "score")}
+        plain["turns"] = [asdict(turn) for turn in response.turns]
         return plain | {"problem": response.problem.index, "score": score, "lengths": lengths}
 
     content = {
@@ -84,6 +86,7 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
             read[name] += length
         score = kept.pop("score")
         kept["segments"] = [tuple(segment) for segment in kept["segments"]]
+        kept["turns"] = [Turn(**turn) for turn in kept["turns"]]
         kept["problem"] = problem(kept["problem"])
         return Response(**{"logprobs": None} | kept | own, score=Score(**score) if score else None)
 

@@ -11,20 +11,27 @@ import numpy as np
 
 from gspo.core.types import Problem, Response
 from gspo.model.policy import Policy
+from gspo.rollout.stop_strings import StopWatch, check_stop
+from gspo.rollout.truncation import Truncation
 
 
 @dataclass
-class Sampling:
+class Sampling(Truncation):
     """How responses are sampled. Temperature 0 means greedy. Log-probs are those at the sampling temperature, and those
-    at temperature 1 for greedy responses."""
+    at temperature 1 for greedy responses; they are of the whole distribution, whatever tokens are left out in drawing
+    (gspo.rollout.truncation)."""
 
     temperature: float = 1.0
     max_new_tokens: int = 80
     budget: int = 0  # the largest number of tokens sampled in one call, the rest in later ones; 0: no such limit
+    stop: tuple[str, ...] = ()  # strings that end a response: gspo.rollout.stop_strings
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        self.refuse_greedy(self.temperature)
+        check_stop(self.stop, "stop")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
@@ -45,6 +52,31 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)  # pieces [positions fed, L, K], to be put end to end
+    place: int = 0  # the number of its episode in a conversation
+    begins_turn: bool = False  # whether what it samples is a turn of its own, in which a stop string must be whole
+
+    def watch(self, policy: Policy, sampling: Sampling) -> StopWatch:
+        """Return what finds the stop strings in this row's response; it has read what earlier calls sampled."""
+        before = 0 if self.begins_turn else self.done
+        return StopWatch(policy.tokenizer, sampling.stop, self.prefix_ids[len(self.prefix_ids) - before :])
+
+    def ends_turn(self, policy: Policy, sampling: Sampling) -> bool:
+        """Return whether the last token ends the response, or the policy's turn: an end-of-sequence token, or one that
+        completes a stop string."""
+        *others, last = self.token_ids
+        if last in policy.stop_ids or not sampling.stop:
+            return last in policy.stop_ids
+        watch = self.watch(policy, sampling)
+        watch.read(others)
+        return watch.completes(last)
+
+    def cut_at_stop(self, policy: Policy, sampling: Sampling) -> None:
+        """Leave out what an engine has sampled after the token that completes a stop string."""
+        watch = self.watch(policy, sampling)
+        for count, token in enumerate(self.token_ids, start=1):
+            if watch.completes(token):
+                self.token_ids, self.logprobs = self.token_ids[:count], self.logprobs[:count]
+                return
 
 
 def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
@@ -84,7 +116,7 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
             if before.experts is None:
                 raise ValueError(f"response {row.sample} to problem {row.problem.index} began without record_experts")
             experts = np.concatenate([before.experts, experts[len(before.experts) :]])
-    ended = "stop" if row.token_ids[-1] in policy.stop_ids else "budget"
+    ended = "stop" if row.ends_turn(policy, sampling) else "budget"
     if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
         ended = "length"
     rendered = before.rendered if before else policy.rendered(row.prefix_ids)

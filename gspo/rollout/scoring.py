@@ -7,27 +7,22 @@ overlap on a machine with a core to spare. The scores are the same as if all sam
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from gspo.core.ranks import Ranks
 from gspo.core.types import Problem, Response
 from gspo.rollout.engine import Engine
+from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.episode import Seconds
+from gspo.rollout.episodes import play
 from gspo.rollout.requests import Sampling
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
-
-
-@dataclass
-class Seconds:
-    """Where the time went. Scoring cost nothing beyond `waited`, because it ran while the engine sampled."""
-
-    sampling: float = 0.0  # seconds that the engine sampled
-    scoring: float = 0.0  # seconds that the verifiers worked
-    waited: float = 0.0  # seconds spent waiting for verifiers, and for other ranks, with nothing left to sample
+Waiting = deque[tuple[Groups, list[Future[None]]]]  # groups, and what has to be done before they are scored
 
 
 def scored_chunks(
@@ -56,8 +51,8 @@ def scored_chunks(
         for start in range(0, len(problems), chunk):
             started, grading = time.perf_counter(), Grading(thread, task, seconds)
             some = ranks.own(problems[start : start + chunk])
-            groups = engine.generate(
-                some, samples, sampling, seed, policy_step, record_experts=record_experts, finished=grading.add
+            groups = sample(
+                engine, task, some, samples, sampling, seed, policy_step, record_experts, grading.add, seconds
             )
             seconds.sampling += time.perf_counter() - started
             if before:
@@ -67,6 +62,103 @@ def scored_chunks(
             yield before.groups(waiting, ranks)
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+def sample(
+    engine: Engine,
+    task: Task,
+    problems: list[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: tuple[int | str, ...],
+    policy_step: int = 0,
+    record_experts: bool = False,
+    finished: Callable[[list[Response]], None] | None = None,
+    seconds: Seconds | None = None,
+) -> Groups:
+    """Sample groups of `samples` responses to each problem: episodes where a problem is played in an environment."""
+    if task.environments():
+        return play(
+            engine,
+            task,
+            problems,
+            samples,
+            sampling,
+            seed,
+            policy_step=policy_step,
+            record_experts=record_experts,
+            finished=finished,
+            seconds=seconds,
+        )
+    return engine.generate(
+        problems, samples, sampling, seed, policy_step, record_experts=record_experts, finished=finished
+    )
+
+
+def stream(
+    engine: Engine,
+    task: Task,
+    problems: list[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: tuple[int | str, ...],
+    policy_step: int,
+    finished: Callable[[list[Response]], None],
+) -> Iterator[Groups]:
+    """Sample as `sample` does, and yield groups as soon as they are whole; episodes chunk by chunk."""
+    if not task.environments():
+        yield from engine.stream(problems, samples, sampling, seed, policy_step, finished=finished)
+        return
+    for chunk in engine.chunks(problems, samples):
+        yield sample(engine, task, chunk, samples, sampling, seed, policy_step, finished=finished)
+
+
+def scored_stream(
+    engine: Engine,
+    task: Task,
+    problems: list[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: tuple[int | str, ...],
+    *,
+    policy_step: int = 0,
+) -> Iterator[Groups]:
+    """Sample and score as `scored_chunks` does, and yield scored groups as soon as the engine's stream gives them. The
+    engine waits for the verifiers only if they are a whole batch behind it.
+
+    Where Ctrl-C or the end of the engine ends the sampling, groups that are whole are still scored and yielded before
+    KeyboardInterrupt or EngineEnded is raised. An exception of a verifier is raised here."""
+    thread, ended = ThreadPoolExecutor(1, thread_name_prefix="scoring"), None
+    grading = Grading(thread, task, Seconds())
+    waiting: Waiting = deque()
+    try:
+        try:
+            for groups in stream(engine, task, problems, samples, sampling, seed, policy_step, grading.add):
+                waiting.append((groups, grading.taken()))
+                while waiting and (all(f.done() for f in waiting[0][1]) or count(waiting) > engine.batch_rows):
+                    yield first_scored(waiting)
+        except (KeyboardInterrupt, EngineEnded) as error:
+            ended = error
+        while waiting:
+            yield first_scored(waiting)
+        if ended:
+            raise ended
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def count(waiting: Waiting) -> int:
+    """Count the responses that wait for their scores."""
+    return sum(len(group) for groups, _ in waiting for group in groups)
+
+
+def first_scored(waiting: Waiting) -> Groups:
+    """Wait until the first groups are scored, and return them. Raises what a verifier raised."""
+    groups, futures = waiting[0]
+    for future in futures:
+        future.result()
+    waiting.popleft()
+    return groups
 
 
 class Grading:
@@ -94,6 +186,11 @@ class Grading:
             score(self.task, batch)
             self.seconds.scoring += time.perf_counter() - started
 
+    def taken(self) -> list[Future[None]]:
+        """Return what scores the responses that were added since the last call of this method."""
+        taken, self.futures = self.futures, []
+        return taken
+
     def groups(self, own: Groups, ranks: Ranks) -> Groups:
         """Wait until all responses of this rank's groups are scored, and of the other ranks; return the groups of all.
         Raises what a verifier raised."""
@@ -112,9 +209,9 @@ def at_once(engine: Engine, samples: int) -> int:
 
 
 def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
-    """Give every response its verifier's score. With `ranks` all of them have these responses, and each scores its
-    share."""
-    ranks = ranks or Ranks()
+    """Give every response its verifier's score; episodes have theirs from their environments. With `ranks` all of them
+    have these responses, and each scores its share."""
+    ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
     scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for r in ranks.own(responses)])
     for response, verdict in zip(responses, ranks.merged(scores), strict=True):
         response.score = verdict

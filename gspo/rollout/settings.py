@@ -1,18 +1,20 @@
 """The settings under `rollout`: how much a training step samples, of which problems, by which engine, how far ahead.
 
-`rollout=local` samples in the trainer's process (gspo.rollout.engine), `rollout=vllm` by a vLLM beside it
+`rollout=local` samples in the trainer's process (gspo.rollout.local_engine), `rollout=vllm` by a vLLM beside it
 (gspo.rollout.vllm), `rollout=vllm_server` by a vLLM server elsewhere (gspo.rollout.vllm_server).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from urllib.parse import urlsplit
 
-from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, cost_only, ranged
 from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
 from gspo.rollout.quantization import KINDS
 from gspo.rollout.requests import Sampling
+from gspo.rollout.stop_strings import check_stop
+from gspo.rollout.truncation import Truncation
 
 DTYPES = ("float32", "bfloat16")
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens after a sync, by
@@ -24,10 +26,13 @@ SYNC_TOLERANCE = {
 
 
 @dataclass
-class RolloutSettings(Ranged, key="rollout"):
+class RolloutSettings(Truncation, key="rollout"):
     """The settings of every engine. This class by itself is those of the in-process engine.
 
     name            the engine's name
+    top_p, top_k, min_p  which tokens may be drawn: gspo.rollout.truncation. Log-probs, and so ratios, are of the whole
+                    distribution
+    stop            strings that end a response, with the token that completes one: gspo.rollout.stop_strings
     dtype           the precision that the engine computes in; the trainer's is float32
     quantization    none, or the format that the in-process engine's weights are rounded to: gspo.rollout.quantization
     routes          whether the engine returns the experts of every token (MoE models); Routing Replay R3 turns it on
@@ -53,6 +58,7 @@ class RolloutSettings(Ranged, key="rollout"):
     refill_rounds: int = ranged(0, least=0, most=MAX_REFILLS)
     # responses sampled at once; bounds the memory of the cache, changes no response
     batch_rows: int = ranged(512, least=1, cost_only=True)
+    stop: list[str] = field(default_factory=list, metadata=HASHED_IF_CHANGED)
     dtype: str = "float32"
     quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
     routes: bool = False
@@ -70,6 +76,7 @@ class RolloutSettings(Ranged, key="rollout"):
         self._check_refill()
         self._check_engine()
         self._check_ahead()
+        check_stop(self.stop, "rollout.stop")
 
     def _check_extend(self) -> None:
         before = self.max_new_tokens
@@ -154,7 +161,15 @@ class RolloutSettings(Ranged, key="rollout"):
 
     def sampling(self, step: int) -> Sampling:
         """Return how a step's responses are sampled."""
-        return Sampling(self.temperature, self.limit(step))
+        return Sampling(
+            self.temperature,
+            self.limit(step),
+            self.token_budget,
+            tuple(self.stop),
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+        )
 
 
 @dataclass
@@ -171,13 +186,15 @@ class OutsideRollout(RolloutSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_model_len is not None and self.max_model_len <= self.longest_limit:
-            raise ValueError(
-                f"rollout.max_model_len={self.max_model_len} leaves no room for a prompt beside "
-                f"rollout.max_new_tokens={self.longest_limit}"
-            )
         if self.quantization != "none":
             raise ValueError(f"rollout.quantization={self.quantization} is read by rollout=local alone")
+        if self.temperature != 1:
+            for rule, value in self.rules.items():
+                raise ValueError(
+                    f"rollout.{rule}={value} with rollout.temperature={self.temperature} and rollout={self.name}: vLLM "
+                    "reports log-probs before the temperature or after the truncation, and the ratio needs those "
+                    "between; set rollout.temperature=1, or use rollout=local"
+                )
 
 
 @dataclass
@@ -217,6 +234,35 @@ class VLLMServerRollout(OutsideRollout):
             fits = False
         if not fits:
             raise ValueError(f"rollout.url={self.url!r} must be http://HOST:PORT, such as http://127.0.0.1:8000")
+
+
+# What an engine reads by itself, without a trainer. The other settings say what a step of training is made of.
+OF_THE_ENGINE = frozenset([
+    "name", "dtype", "quantization", "batch_rows", "tensor_parallel_size", "max_model_len", "kv_cache_gib",
+    "gpu_memory", "eager", "own_process", "url", "folder",
+])  # fmt: skip
+
+
+def check_engine_alone(settings: RolloutSettings, instead: dict[str, str]) -> None:
+    """Raise ValueError for a setting that was given where nothing is trained, and nothing would read it. `instead` says
+    by which settings of the command the same is said."""
+    for field_ in fields(settings):
+        value = getattr(settings, field_.name)
+        default = field_.default if field_.default_factory is MISSING else field_.default_factory()
+        if value == default:
+            continue
+        if field_.name == "name":
+            raise ValueError(f"rollout.name={value!r} cannot be changed; choose another option with rollout=...")
+        as_started = field_.name == "routes" and settings.name == "vllm_server"  # else the server is refused
+        if field_.name not in OF_THE_ENGINE and not as_started:
+            hint = f"say {instead[field_.name]}=..." if field_.name in instead else "leave it out"
+            raise ValueError(f"rollout.{field_.name}={value} is read in training alone; {hint}")
+
+
+def engine_record(settings: RolloutSettings, positions: int | None) -> dict:
+    """Return what the numbers of an engine depend on, beyond rounding, with the positions that it has."""
+    kept = {name: getattr(settings, name) for name in ("name", "dtype", "quantization")}
+    return kept | {"positions": positions}
 
 
 def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:

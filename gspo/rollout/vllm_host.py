@@ -54,13 +54,25 @@ class Host:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(requests, [SamplingParams(**own) for own in params], use_tqdm=False)
         routes = self._routes(outputs) if self.routes else [None] * len(outputs)
-        sampled = []
-        for output, experts in zip(outputs, routes, strict=True):
-            completion = output.outputs[0]
-            ids = list(completion.token_ids)
-            logprobs = [at[t].logprob for at, t in zip(completion.logprobs or (), ids, strict=True)]
-            sampled.append(Sampled(ids, logprobs, experts, str(completion.finish_reason)))
-        return sampled
+        return [what_was_sampled(output, experts) for output, experts in zip(outputs, routes, strict=True)]
+
+    def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
+        """Take requests without waiting for them. Their responses come from `ended`, under these names, and without
+        experts."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for name, prompt, own in zip(names, prompts, params, strict=True):
+            asked = SamplingParams(**own, output_kind=RequestOutputKind.FINAL_ONLY)
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+
+    def ended(self) -> dict[str, Sampled]:
+        """Sample until at least one of the requests that were added has ended, and return those that have, by name."""
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            if done := [output for output in engine.step() if output.finished]:
+                return {output.request_id: what_was_sampled(output, None) for output in done}
+        return {}
 
     def _routes(self, outputs: list) -> list[np.ndarray]:
         """Return the experts of every output, int16 [positions fed, L, K]."""
@@ -113,6 +125,14 @@ class Host:
         """End vLLM and its workers."""
         self.closing = True
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def what_was_sampled(output: Any, experts: np.ndarray | None) -> Sampled:
+    """Return what vLLM's RequestOutput says of its only completion."""
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    logprobs = [at[t].logprob for at, t in zip(completion.logprobs or (), ids, strict=True)]
+    return Sampled(ids, logprobs, experts, str(completion.finish_reason))
 
 
 @contextmanager

@@ -10,12 +10,13 @@ This module speaks HTTP, and needs no vLLM.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import secrets
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from typing import Any
@@ -29,13 +30,14 @@ from gspo.rollout.engine_folder import ServersFolder
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.outside_engine import OutsideEngine
 from gspo.rollout.settings import VLLMServerRollout
-from gspo.rollout.vllm import TESTED_VERSION
+from gspo.rollout.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.vllm_host import Sampled
 
 CONNECT_SECONDS = 30.0
 # A machine that is gone says nothing. After so many seconds of silence the kernel asks whether it is there, again after
 # so many, and gives up after so many questions.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+MOST_REQUESTS = 4096  # as many can be under way at a time; further ones wait here
 START = "start one by `gspo serve`, with the words of this run"
 
 
@@ -50,6 +52,8 @@ class Server:
         self.name, self.routes = f"the vLLM server at {url}", routes
         self.host, self.port = urlsplit(url).hostname, urlsplit(url).port
         self.label, self.numbers = secrets.token_hex(8), count()  # the names of requests, which no other trainer has
+        self.threads: ThreadPoolExecutor | None = None  # each waits for one of the requests that were added
+        self.added: dict[Future[Sampled], str] = {}  # with their names
 
     def call(self, path: str, body: Any = None) -> Any:
         """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the server does not answer
@@ -88,6 +92,29 @@ class Server:
             for name, one in zip(names, sampled, strict=True):
                 one.experts = array(experts[name])
         return sampled
+
+    def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
+        """Send requests without waiting for them. Their responses come from `ended`, under these names, and without
+        experts."""
+        self.threads = self.threads or ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="request")
+        for name, prompt, own in zip(names, prompts, params, strict=True):
+            there = f"{self.label}n{next(self.numbers)}"
+            self.added[self.threads.submit(self._generate_one, there, prompt, own)] = name
+
+    def ended(self) -> dict[str, Sampled]:
+        """Wait until at least one of the requests that were added has ended, and return those that have, by name."""
+        done = wait(self.added, return_when=FIRST_COMPLETED).done if self.added else ()
+        return {self.added.pop(future): future.result() for future in done}
+
+    def abandon(self) -> None:
+        """Break off the requests that were added and have not ended."""
+        if self.threads:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+            if self.added:
+                with contextlib.suppress(EngineEnded):
+                    self.call("/abort_requests", {})
+            self.threads.shutdown()
+        self.threads, self.added = None, {}
 
     def _generate_one(self, name: str, prompt: list[int], params: dict[str, Any]) -> Sampled:
         request = {"request_id": name, "token_ids": prompt, "sampling_params": params}
@@ -154,6 +181,7 @@ class VLLMServerEngine(OutsideEngine):
 
     def close(self) -> None:
         """Leave the server to others. May be called twice."""
+        self.server.abandon()
         if self.folder:
             self.folder.close()
 
@@ -182,6 +210,12 @@ def check_server(settings: VLLMServerRollout) -> dict[str, Any]:
             raise ValueError(
                 f"rollout.{key}={value}: the server at {settings.url} was started with {description[key]}; {START}"
             )
+    if description["logprobs_mode"] != logprobs_mode(settings):
+        raise ValueError(
+            f"rollout.url={settings.url}: the server there was started {'with' if not settings.rules else 'without'} "
+            f"rollout.top_p, top_k or min_p, this run has {settings.rules or 'none of them'}: its log-probs would be "
+            f"others than the ratio needs; {START}"
+        )
     if settings.max_model_len not in (None, description["max_model_len"]):
         raise ValueError(
             f"rollout.max_model_len={settings.max_model_len}: the server at {settings.url} was started with "

@@ -17,11 +17,13 @@ from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
 from gspo.core.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
-from gspo.model.loading import POSITIONS, Loaded, positions
+from gspo.model.adapter import installed
+from gspo.model.loading import POSITIONS, Loaded, ModelSettings, positions
 from gspo.model.policy import Policy
 from gspo.model.value_head import ValueHead
-from gspo.rollout.engine import Engine, LocalEngine
+from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
@@ -29,10 +31,12 @@ from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import RolloutSource
 from gspo.rollout.vllm_server import VLLMServerEngine, check_server
 from gspo.run.cli import stop_signal
+from gspo.run.event_files import check_event_files
 from gspo.tracking.tracker import Progress
 from gspo.train.checkpoint import load_optimizer
-from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, recorded_reward
+from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
 from gspo.train.extensions import Extensions
+from gspo.train.optimizer import check_optimizer
 from gspo.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ def build_trainer(
     """
     ranks = ranks or Ranks()
     check_training_set(settings)
+    check_event_files(settings)
     settings.task.ready()
     with closing(Progress("cold start", settings.cold_start.steps, 0, alone)) as bar:
 
@@ -62,7 +67,10 @@ def build_trainer(
             stop_signal().raise_if_requested()
             bar(step, loss=loss)
 
-        check_engine_start(settings)
+        check_optimizer(settings.optim, training_device(settings))
+        check_engine_start(settings.rollout, settings.model)
+        if settings.policy.lora.rank:
+            installed()
         if ranks.count > 1 and not checkpoint:
             others = ranks.another(COLD_START)
             if ranks.index == 0:
@@ -70,11 +78,11 @@ def build_trainer(
             others.told(None)  # the others wait here
         shards = make_shards(settings, ranks)
         policy = open_policy(settings, checkpoint, on_cold_start_step, shards)
-        reference = open_reference(settings, checkpoint, on_cold_start_step, shards)
+        reference = open_reference(settings, policy, checkpoint, on_cold_start_step, shards)
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
         # with overlap the engine samples in a thread of its own, beside the exchanges of the trainer
-        engine = make_engine(sampled, settings, ranks.another() if settings.rollout.overlap else ranks)
+        engine = make_engine(sampled, settings.rollout, ranks.another() if settings.rollout.overlap else ranks)
         try:
             return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
         except BaseException:
@@ -139,16 +147,19 @@ def open_policy(
     settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress, shards: Shards | None = None
 ) -> Policy:
     """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a critic if the
-    advantage estimator needs values. Makes the cold start if it is not there yet."""
+    advantage estimator needs values. Makes the cold start if it is not there yet. With LoRA a checkpoint is an adapter
+    of the model that the run started from."""
     if settings.model.made_here:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
-    folder = checkpoint or starting_model_folder(settings, on_cold_start_step)
+    lora = settings.policy.lora
+    whole = None if lora.rank else checkpoint
+    folder = whole or starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
     check_positions(settings, positions(model))
     if folder and not checkpoint:
         reward = recorded_reward(folder)
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
-    return Policy(
+    policy = Policy(
         model,
         tokenizer,
         settings.rollout.temperature,
@@ -158,15 +169,31 @@ def open_policy(
         checkpointing=settings.policy.checkpointing,
         shards=shards,
     )
+    if lora.rank:
+        policy.adapt(lora, settings.seed, base_of(settings, folder), checkpoint)
+    return policy
+
+
+def base_of(settings: Settings, folder: Path | None) -> str:
+    """Return where others find the model under an adapter: a folder with its whole path, a name on the hub, or "" for a
+    model that is made from its settings."""
+    source = str(folder or settings.model.source())
+    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
 
 
 def open_reference(
-    settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress, shards: Shards | None = None
+    settings: Settings,
+    policy: Policy,
+    checkpoint: Path | None,
+    on_cold_start_step: ColdStartProgress,
+    shards: Shards | None = None,
 ) -> Policy | None:
     """Open the reference policy, None if there is no KL term: the policy that the run started from, or the one that it
-    was last refreshed to."""
+    was last refreshed to. With LoRA it is the trained `policy` without its adapter, on the same tensors."""
     if settings.kl.name == "none":
         return None
+    if policy.adapter:
+        return policy.without_adapter()
     refreshed = checkpoint / "reference" if checkpoint else None
     has_refreshed = refreshed and refreshed.exists()
     folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
@@ -194,6 +221,14 @@ def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgr
         training_device(settings),
         settings.prompt,
     )
+
+
+def cold_start_folder(settings: Settings) -> Path | None:
+    """Return the folder of the cold-started model, which is not made here; None for a run without cold start."""
+    if not settings.cold_start.steps:
+        return None
+    cache = Path(settings.runs) / "cold_starts"
+    return folder_of(settings.model, settings.task, settings.cold_start, cache, settings.prompt)
 
 
 def load_model(settings: Settings, folder: Path | None, shards: Shards | None = None) -> Loaded:
@@ -249,17 +284,16 @@ def print_sandbox_layers(layers: dict[str, str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- engine and source
-def check_engine_start(settings: Settings) -> None:
+def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
     """Raise ValueError if vLLM is asked for and cannot start here, or if there is no server of it. This comes before a
     cold start that would be in vain."""
-    if settings.rollout.name == "vllm_server":
-        check_server(settings.rollout)
-    if settings.rollout.name != "vllm":
+    if rollout.name == "vllm_server":
+        check_server(rollout)
+    if rollout.name != "vllm":
         return
     from gspo.rollout.vllm import check_start  # vLLM is an installation of its own: imported only where it is used
 
-    model = settings.model
-    check_start(settings.rollout, model.hidden // model.heads if model.made_here else None)
+    check_start(rollout, model.hidden // model.heads if model.made_here else None)
 
 
 def check_routing(settings: Settings, policy: Policy) -> None:
@@ -270,10 +304,10 @@ def check_routing(settings: Settings, policy: Policy) -> None:
         raise ValueError("rollout.routes=true with a model that has no known routers; set rollout.routes=false")
 
 
-def make_engine(policy: Policy, settings: Settings, ranks: Ranks) -> Engine:
-    """Start the engine that samples from `policy`, of several ranks this one's. Raises ValueError if it cannot start,
-    EngineEnded if its process ends."""
-    rollout = settings.rollout
+def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = None) -> Engine:
+    """Start the engine that samples from `policy`, of several ranks this one's: for training, for evaluation, and to
+    look at samples. Raises ValueError if it cannot start, EngineEnded if its process ends."""
+    ranks = ranks or Ranks()
     if rollout.name == "vllm":
         from gspo.rollout.vllm import VLLMEngine
 

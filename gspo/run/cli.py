@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from gspo.config.schema import plain_words
 from gspo.core import interrupt
 from gspo.core.escaping import guard, line
 from gspo.core.untrusted import HALVES
+from gspo.rollout.engine_process import EngineEnded
 
 COLLAPSED = 4  # the exit code of a run that the monitor ended
 # The error numbers of a disk that is full, over quota, broken or read-only.
@@ -145,27 +147,37 @@ def stop_signal() -> StopSignal:
     return _STOP
 
 
+class Outcome(float):
+    """What a job returns to Hydra: its score, which sweepers optimise (NaN if it has none), and why it did not finish.
+
+    `unfinished` is {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished."""
+
+    def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
+        made = super().__new__(cls, math.nan if score is None else score)
+        made.unfinished = unfinished
+        return made
+
+
 USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
-def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[str, str]]:
+def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
     """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of its own.
 
-    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job returns why it did not
-    finish: {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished."""
+    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job returns with its score
+    why it did not finish."""
 
     @functools.wraps(job)
-    def wrapped(config: DictConfig) -> dict[str, str]:
+    def wrapped(config: DictConfig) -> Outcome:
         guard()  # needed in each worker of a sweep
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
-            job(config)
+            return Outcome(job(config))
         except Collapsed:
             sys.exit(COLLAPSED)
-        except (*USER_ERRORS, OSError, Broken) as error:
+        except (*USER_ERRORS, OSError, Broken, EngineEnded) as error:
             sys.exit(print_error(error))
-        return {}
 
     return wrapped
 
@@ -173,15 +185,15 @@ def one_line(job: Callable[[DictConfig], None]) -> Callable[[DictConfig], dict[s
 _DISK: list[Exception] = []  # the failure of the disk that ended a job of the sweep in this process
 
 
-def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[str, str]:
-    """Run one job of a sweep and return why it did not finish, {} if it did.
+def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
+    """Run one job of a sweep and return its score and why it did not finish.
 
     Errors do not leave this function, because Hydra would start no further jobs after one. Only a failure of the disk
     does: the other jobs would fail as well, and their reasons could not be written down."""
     if _DISK:
         raise _DISK[0]
     try:
-        job(config)
+        score = job(config)
     except Exception as error:
         broken = isinstance(error, Broken) and not isinstance(error, Ended)
         if broken or (isinstance(error, OSError) and error.errno in DISK):
@@ -189,10 +201,10 @@ def _one_of_many(job: Callable[[DictConfig], None], config: DictConfig) -> dict[
             raise
         if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
             traceback.print_exc()
-        return {"reason": explain(error) or type(error).__name__}
+        return Outcome(reason=explain(error) or type(error).__name__)
     if _STOP.number:
-        return {"stopped": f"by {signal.Signals(_STOP.number).name}: the same command continues it"}
-    return {}
+        return Outcome(stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it")
+    return Outcome(score)
 
 
 UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
@@ -225,7 +237,7 @@ def command_line(main: Callable[[], None]) -> None:
 
 def print_error(error: BaseException) -> int:
     """Print in one line what went wrong, and return the exit code."""
-    if isinstance(error, Broken):
+    if isinstance(error, Broken | EngineEnded):
         print(f"error: {line(error)}", file=sys.stderr)
         return 1
     disk = isinstance(error, OSError) and error.errno in DISK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -46,6 +47,7 @@ from gspo.run.rollback import Rollbacks
 from gspo.tracking import run_report
 from gspo.tracking.metrics import CUSTOM
 from gspo.tracking.monitor import stability_report
+from gspo.tracking.score import score
 from gspo.tracking.tracker import supersede
 from gspo.train.checkpoint import check_belongs, damage, latest_checkpoint, read_state
 
@@ -174,6 +176,10 @@ class RunDirectory:
         """Return the text of report.txt."""
         return (self.path / REPORT).read_text(encoding="utf-8")
 
+    def score(self, how: str) -> float:
+        """Return the run's score (gspo.tracking.score) after it has ended so; NaN for a run that is not at its end."""
+        return score(read_rows(self.path / ROWS), how == "collapsed") if how in ENDED else math.nan
+
     def write_page(self) -> None:
         """Write the run's HTML page."""
         run_report.write_page(self.path)
@@ -252,8 +258,9 @@ def has_reached(checkpoint: Path | None, steps: int) -> bool:
     return checkpoint is not None and read_state(checkpoint)["step"] >= steps
 
 
-def settings_and_checkpoint(run: str, step: int, consent: bool, trust: bool) -> tuple[Settings, Path]:
-    """Return settings and checkpoint of a run directory; step -1 means the newest checkpoint.
+def settings_and_checkpoint(run: str, step: int, consent: bool, trust: bool) -> tuple[Settings, Path | None]:
+    """Return settings and checkpoint of a run directory; step -1 means the newest checkpoint, and step 0 the policy
+    that the run started from, without a checkpoint.
 
     `consent` is the user's consent to run programs in a weak sandbox, `trust` that to import code that the run names.
     Raises ValueError if the checkpoint is not there or is damaged."""
@@ -264,12 +271,17 @@ def settings_and_checkpoint(run: str, step: int, consent: bool, trust: bool) -> 
     if not own(Path(run) / SETTINGS) and (reads := places_outside(settings)):
         print(f"warning: {run}/settings.yaml {doubt()}; it reads {reads}", file=sys.stderr)
     folder = latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
+    if step == 0 and not folder.exists():
+        if not own(Path(run) / SETTINGS):
+            settings.runs = Settings.runs  # where a cold start is made if there is none
+        return settings, None
     if folder is None or not folder.exists():
         there = sorted(p.name for p in (Path(run) / "checkpoints").glob("step_??????"))
         raise ValueError(f"step={step}: {run} has no such checkpoint; it has {', '.join(there) or 'none'}")
     if step >= 0 and (problem := damage(folder)):
         raise ValueError(f"step={step}: {folder} is damaged: {problem}")
-    read_json(folder / "config.json")  # raises for a file that is too large, which transformers would read regardless
+    if not settings.policy.lora.rank:  # else the folder holds no model
+        read_json(folder / "config.json")  # raises for a file that is too large, which transformers would read anyway
     return settings, folder
 
 

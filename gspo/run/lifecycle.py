@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gspo.config.checks import warnings
+from gspo.config.remarks import warnings
 from gspo.config.settings import Settings
-from gspo.core.files import CreatedFiles
+from gspo.core.files import CreatedFiles, read_rows
 from gspo.core.ranks import RankLost
 from gspo.model.gathered import architecture
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
-from gspo.run.build import build_trainer, print_sandbox_layers
+from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
 from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, explain, stop_signal
-from gspo.run.directory import ENDED, RunDirectory, has_reached
+from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
+from gspo.run.event_files import EventFiles
 from gspo.run.loop import Session, follow, warn
 from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
@@ -25,13 +27,14 @@ from gspo.tracking.tracker import Tracker
 W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}
 
 
-def run(settings: Settings, alone: bool, peers: Peers) -> None:
+def run(settings: Settings, alone: bool, peers: Peers) -> float:
     """Make one run, from its directory to its last checkpoint. `alone` says that it has the terminal to itself.
 
-    Of several processes rank 0 does this, and the others train along with it."""
+    Of several processes rank 0 does this, and the others train along with it. Returns the run's score, also if it had
+    ended before; NaN if it was stopped, and on the other ranks."""
     if peers.ranks.index:
         train_along(settings, peers)
-        return
+        return math.nan
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
@@ -47,6 +50,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> None:
         raise Ended(f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
     if how == "collapsed" and alone:  # in a sweep a collapse is a result
         raise Collapsed
+    return directory.score(how)
 
 
 def train_along(settings: Settings, peers: Peers) -> None:
@@ -87,7 +91,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     directory.record_start(settings, trainer.policy.prompt_format_used)
     warn(warnings(settings))
     warn(model_warnings(trainer.policy))
-    tracker = Tracker(folder, settings.tracking, asdict(settings), settings.study, settings.tags())
+    tracker = open_tracker(settings, folder)
     how, reason = "failed", ""
     directory.note_start(trainer.state.step if checkpoint else None)
     directory.write_status("running", trainer.state.step)
@@ -113,6 +117,14 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
         print(directory.stability_report(), end="")
         print(f"more in {folder / PAGE}")
     return how
+
+
+def open_tracker(settings: Settings, folder: Path) -> Tracker:
+    """Return what writes and sends the rows of a run."""
+    tracking = settings.tracking
+    events = EventFiles(folder, read_rows(folder / ROWS)) if tracking.tensorboard else None
+    about = asdict(settings), settings.study, settings.tags()
+    return Tracker(folder, tracking, *about, start=cold_start_folder(settings), elsewhere=events)
 
 
 def ended_before(settings: Settings, directory: RunDirectory, checkpoint: Path | None, alone: bool) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gspo.config.checks import nothing_to_learn, warnings_after
+from gspo.config.remarks import nothing_to_learn, warnings_after
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.core.ranks import ranks_lost_in_passes
@@ -174,6 +174,8 @@ class Session:
         trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
         trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
+        self.writer.wait()  # the next one may delete an older one
+        self.tracker.checkpoints()
         self.writer.save(trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep())
         self.saved = step
         if last:
@@ -197,7 +199,7 @@ class Session:
 
     def stop(self) -> bool:
         """Return whether the run is to end after this step."""
-        return self.stop_requested() or bool(self.ending)
+        return self.stop_requested() or self.tracker.asked_to_stop() or bool(self.ending)
 
 
 def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
@@ -216,7 +218,8 @@ def evaluate_if_due(engine: Engine, trainer: Trainer, settings: Settings, step: 
         return {}
     if engine is not trainer.source.engine:  # the source's engine is busy sampling from older weights
         engine.load_weights(trainer.policy.named_tensors())
-    metrics, _ = evaluate(engine, settings.task, settings.evaluation, settings.rollout.longest_limit, step)
+    rollout = settings.rollout
+    metrics, _ = evaluate(engine, settings.task, settings.evaluation, rollout.longest_limit, step, rollout.stop)
     return metrics
 
 

@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,14 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of
+from gspo.core.escaping import line
 from gspo.core.files import append_to, refuse_links
-from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, explain, print_error
+from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
 from gspo.run.processes import is_follower
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
+
+BEST = "optimization_results.yaml"  # what Hydra's sweeper for Optuna writes into the study's folder
 
 
 class WriteManifest(Callback):
@@ -42,17 +46,18 @@ class WriteManifest(Callback):
     goes on."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the jobs to the manifest; with dry_run=true only print them, and end."""
-        planned = plan(config)
+        """Write the jobs to the manifest; with dry_run=true only print them, and end. What a search will run is not
+        known yet."""
+        planned = [] if is_search(config) else plan(config)
         if config.dry_run:
-            print(forecast(planned))
+            print(forecast(planned) if planned else "a search chooses the settings of its jobs as it goes: no plan")
             sys.exit(0)
         for number, job in enumerate(planned):
             if "same_as" in job:
                 print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
         try:
-            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml"))  # Hydra writes the second
+            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml", BEST))  # Hydra writes the others
             _append(config, {"command": sys.argv, "jobs": planned})
             if pickles := config.hydra.launcher.get("submitit_folder"):
                 private(Path(pickles.partition("%")[0]))
@@ -61,8 +66,14 @@ class WriteManifest(Callback):
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
             # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.progress = SweepProgress(config.study, planned)
-        self.progress.start()
+        self.progress = SweepProgress(config.study, planned) if planned else None
+        if self.progress:
+            self.progress.start()
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Add the job of a search to the manifest."""
+        if HydraConfig.get().mode == RunMode.MULTIRUN and is_search(config) and not is_follower():
+            _append(config, {"jobs": [planned_job(list(HydraConfig.get().overrides.task), lambda: config)]})
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the thread behind where a launcher sends this object to its jobs."""
@@ -70,20 +81,32 @@ class WriteManifest(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Note in the manifest why a job did not finish, because it may have had no directory yet."""
-        why = job_return._return_value  # a dict from gspo.run.cli.one_line, or an error of Hydra's own
+        returned = job_return._return_value  # an Outcome, or an error of Hydra's own
+        why = returned.unfinished if isinstance(returned, Outcome) else {"reason": explain(returned)}
         if HydraConfig.get().mode == RunMode.MULTIRUN and why and not is_follower():
-            why = why if isinstance(why, dict) else {"reason": explain(why)}
             _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
+        if is_search(config) and not is_follower():
+            job, said = HydraConfig.get(), " ".join(why.values()) or f"score {returned:.4f}"
+            named = [f"{key}=" for key in config.hydra.sweeper.params or ()]
+            chosen = [each for each in job.overrides.task if each.startswith(tuple(named))] or job.overrides.task
+            print(line(f"job {job.job.num}: {' '.join(chosen)}: {said}"), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the command that uploads the study, and note which jobs did not finish for the exit code."""
-        self.progress.close()
+        if self.progress:
+            self.progress.close()
         if command := upload(Path(config.runs) / config.study):
             print(f"to upload all runs of the study to W&B: {command}")
         for entry in entries(Path(config.runs) / config.study):
             if entry["time"] >= self.began and "run" in entry:
                 stopped = f"stopped {entry.get('stopped')}"
                 UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+
+
+def is_search(config: DictConfig) -> bool:
+    """Return whether the sweeper chooses the settings of a job from the scores of those before, so that there is no
+    plan of all jobs."""
+    return not config.hydra.sweeper._target_.endswith(".BasicSweeper")
 
 
 def plan(config: DictConfig) -> list[dict[str, Any]]:
@@ -94,18 +117,23 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     loader, jobs, numbers = GlobalHydra.instance().config_loader(), [], {}
     for number, overrides in enumerate(expanded([*params, *config.hydra.overrides.task])):
-        job: dict[str, Any] = {"overrides": overrides}
+        job = planned_job(overrides, lambda overrides=overrides: loader.load_sweep_config(config, overrides))
         jobs.append(job)
-        try:
-            settings = _settings(loader.load_sweep_config(config, overrides), overrides)
-        except USER_ERRORS as error:
-            job |= {"run": " ".join(overrides), "reason": explain(error)}
-            continue
-        folder = folder_of(settings)
-        job |= {"run": folder.name, "folder": str(folder), "steps": settings.steps}
-        if numbers.setdefault(folder, number) != number:
-            job["same_as"] = numbers[folder]
+        if "folder" in job and numbers.setdefault(job["folder"], number) != number:
+            job["same_as"] = numbers[job["folder"]]
     return jobs
+
+
+def planned_job(overrides: list[str], config: Callable[[], DictConfig]) -> dict[str, Any]:
+    """Return a job as the manifest lists it: overrides, and run, folder and steps, or the reason why its settings are
+    wrong. `config` returns its composed configuration."""
+    job: dict[str, Any] = {"overrides": overrides}
+    try:
+        settings = _settings(config(), overrides)
+    except USER_ERRORS as error:
+        return job | {"run": " ".join(overrides), "reason": explain(error)}
+    folder = folder_of(settings)
+    return job | {"run": folder.name, "folder": str(folder), "steps": settings.steps}
 
 
 def same_run(planned: list[dict], number: int) -> str:
@@ -152,14 +180,12 @@ def _settings(config: DictConfig, overrides: list[str]) -> Settings:
     return chosen_settings(plain, overrides, config.hydra.runtime.choices)
 
 
-def _append(config: DictConfig, line: dict) -> None:
-    """Append a line to the manifest."""
+def _append(config: DictConfig, entry: dict) -> None:
+    """Append an entry to the manifest."""
     folder = Path(config.runs) / config.study
     folder.mkdir(parents=True, exist_ok=True)
     with append_to(folder / MANIFEST) as file:
-        file.write(
-            "\n" + json.dumps({"time": time.time()} | line) + "\n"
-        )  # after a line that a kill may have cut short
+        file.write("\n" + json.dumps({"time": time.time()} | entry) + "\n")  # after one that a kill may have cut short
 
 
 def private(folder: Path) -> None:

@@ -51,6 +51,11 @@ class Task(Ranged):
         check_split(split, self.evaluation_sets())
         return None
 
+    def environments(self) -> dict[str, Task]:
+        """Return the tasks whose problems are played in an environment (gspo.tasks.environment), by the `task` of their
+        problems: this one, or some of a mixture. Responses to other problems are scored by `score`."""
+        return {}
+
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
         """Return a worked response, without the end-of-sequence token. Each step is wrong with probability
         `wrong_step_rate`.

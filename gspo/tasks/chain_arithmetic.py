@@ -73,7 +73,7 @@ class ChainArithmetic(Task):
         return "".join(steps) + f"#{value}"
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        return [_score(problem, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers]
+        return [judge(problem, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers]
 
     def _operands(self, split: str) -> tuple[int, int]:
         """Return the fewest and the most operands of a split."""
@@ -95,10 +95,10 @@ def _terms(prompt: str) -> list[int]:
     return [int(term) for term in SIGNED.findall(prompt)]
 
 
-def _score(problem: Problem, text: str) -> Score:
+def judge(problem: Problem, text: str) -> Score:
     """Judge what follows the only `#`. Numbers are compared as text, so a million digits cost nothing."""
     if "#" not in text:
-        return Score(0.0, "no_answer")
+        return Score(0.0, "no-answer")
     answer = text.partition("#")[2]
     if not INTEGER.fullmatch(answer):  # rejects a second `#`, trailing text and hedges
         return Score(0.0, "malformed")

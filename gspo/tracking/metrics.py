@@ -42,8 +42,16 @@ METRICS = [
         "mean reward of the step's responses, also of those that dynamic sampling dropped",
     ),
     Metric("reward/*", "reward", "mean reward of one task's responses"),
-    Metric("verdict/*", SEQUENCE, "responses with this verdict (task_verdict)"),
-    Metric("group/zero_variance", "share of groups", "groups whose responses all have the same reward: no signal"),
+    Metric(
+        "verdict/*",
+        SEQUENCE,
+        "responses with this verdict (task_verdict); of more than 20 of a task the rarest are task_other",
+    ),
+    Metric(
+        "group/zero_variance",
+        "share of groups",
+        "groups whose responses all have the same reward: no signal (but for advantage=turn_normalized)",
+    ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric("reward/overlong_penalty", "reward", "mean soft overlong penalty that was added to rewards (0 or negative)"),
     Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
@@ -59,7 +67,7 @@ METRICS = [
         "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for the response",
     ),
     Metric("filter/ungraded", "responses", "responses left out because their verifier failed (twice), not they"),
-    Metric("filter/truncated", SEQUENCE, "responses left out of the loss because they hit the limit"),
+    Metric("filter/truncated", SEQUENCE, "responses left out of the loss because a limit has cut them off"),
     # held-out evaluation
     Metric("eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"),
     Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems", "last"),
@@ -89,6 +97,12 @@ METRICS = [
     ),
     Metric(
         "eval/elo_stderr", "Elo points", "standard error of the rating, from the curvature of the posterior", "last"
+    ),
+    Metric(
+        "eval/*/episode_*",
+        "per episode",
+        "the same as episode/*, over the held-out episodes: episode_turns and others",
+        "last",
     ),
     # clipping; active: the clip removed the gradient, which depends on the advantage's sign; outside: the ratio left
     # the clip range
@@ -157,6 +171,9 @@ METRICS = [
     Metric("value/clipped", TOKEN, "values further than value_clip from those at the step's start"),
     Metric("value/explained_variance", "share", "1 - var(R - V) / var(R) at the step's start: 1 is a perfect critic"),
     Metric("policy/entropy", "nats", "mean over response tokens of the policy's entropy"),
+    Metric(
+        "policy/entropy_coef", "weight", "coefficient of the entropy bonus that acted, mean over the step's updates"
+    ),
     # optimisation
     Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
     Metric("optim/grad_norm", "norm", "mean over the step's updates of the gradient norm before clipping"),
@@ -180,6 +197,32 @@ METRICS = [
     Metric("length/truncated", SEQUENCE, "responses that hit the token limit"),
     Metric(
         "length/repetition", "share", "mean over responses of the share of their 4-grams that occurred before in them"
+    ),
+    # episodes of several turns, with an environment
+    Metric("episode/turns", "turns", "mean over episodes of the number of the policy's turns"),
+    Metric("episode/turns_max", "turns", "largest number of the policy's turns in an episode"),
+    Metric(
+        "episode/environment_tokens",
+        TOKEN,
+        "tokens after the prompts that the environments wrote: context, never trained on",
+    ),
+    Metric(
+        "episode/finish_*",
+        "share of episodes",
+        "episodes that ended so: stop (the environment ended it), length (token limit), turns (turn limit), context "
+        "(the model has no more room), environment (it failed; such an episode counts here alone)",
+    ),
+    Metric(
+        "episode/reward_turns_*",
+        "reward",
+        "mean reward of the episodes in which the policy had so many turns; over_8 are all with more",
+    ),
+    Metric(
+        "episode/*",
+        "per episode",
+        "an environment's measure of this name, summed over an episode: mean over the episodes that have it. Those "
+        "with an observation have escaped (special tokens in observations that became text) and cut (observations that "
+        "were too long), those that were played twice have replay_differs (whether the environment answered otherwise)",
     ),
     # expert routing, compared with that of the old policy at the step's start, or when it sampled
     Metric(
@@ -217,8 +260,8 @@ METRICS = [
     Metric(
         "compute/flops",
         "FLOPs",
-        "so far: 2 per active parameter and generated or scored token, 6 per trained token; left out where the active "
-        "parameters cannot be told",
+        "so far: 2 per active parameter and generated or scored token, 6 per trained token (4 with LoRA); left out "
+        "where the active parameters cannot be told",
         "last",
     ),
     Metric("compute/seconds", "s", "wall-clock training seconds so far, evaluation left out", "last"),
@@ -226,6 +269,7 @@ METRICS = [
     Metric(
         "time/score_s", "s", "seconds spent waiting for verifiers (sampling hides the rest) and other ranks' responses"
     ),
+    Metric("time/environment_s", "s", "seconds of the generation spent waiting for environments"),
     Metric("time/behaviour_s", "s", "seconds spent in log-probs under the weights that sampled"),
     Metric("time/waited_s", "s", "seconds that the trainer waited for its batch: all of the above unless they overlap"),
     Metric("time/sync_s", "s", "seconds spent in handing over the weights, and in the check that they arrived"),
@@ -291,6 +335,7 @@ FAMILIES = {
     "optim": "Optimization",
     "monitor": "The monitor",
     "length": "Response lengths",
+    "episode": "Episodes of several turns",
     "routing": "Expert routing",
     "staleness": "The age of responses",
     "compute": "Compute so far",

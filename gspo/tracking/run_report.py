@@ -19,6 +19,7 @@ import yaml
 from gspo.core import untrusted
 from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
 from gspo.tracking.collapse import collapse, is_finite, levels
+from gspo.tracking.episodes import reward, turns_of
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.pages import TEMPLATES, fill
@@ -27,11 +28,13 @@ PAGE = "report.html"
 CURVES = (  # each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
     ("reward/mean", False), ("policy/entropy", False), ("optim/grad_norm", True), ("clip/token_active", True),
     ("routing/consistency", False), ("length/mean", False), ("length/truncated", False), ("mismatch/k3", True),
-    ("ratio/ess_token", False), ("group/zero_variance", False),
+    ("ratio/ess_token", False), ("group/zero_variance", False), ("episode/turns", False),
+    ("episode/environment_tokens", False),
 )  # fmt: skip
 RESPONSES = 3  # how many of the best responses are shown, and of the worst
 SECONDS = {
     "time/rollout_s": "sampling",
+    "time/environment_s": "environments, a part of sampling",
     "time/score_s": "grading",
     "time/train_s": "training",
     "time/eval_s": "evaluation",
@@ -63,7 +66,10 @@ def page(folder: Path) -> str:
         "curves": curves(rows, custom) if len(rows) > 2 else [],
         "events": [(event["step"], event["kind"], event["text"]) for event in events],
         "batch": batch and batch.name,
+        "episodes": _episodes(rows),
         "responses": _best_and_worst(_read(_graded, batch, amiss) or []) if batch else [],
+        "turns_of": turns_of,
+        "reward": reward,
         "cost": _cost(rows),
         "profiles": _profiles(folder / "profile", amiss),
         "settings": yaml.safe_dump(settings, sort_keys=False),
@@ -162,6 +168,17 @@ def _held_out(rows: list[dict], name: str) -> str:
     error = last.get(name.rsplit("/", 1)[0] + "/stderr")
     around = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
     return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
+
+
+def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
+    """Return the lines of a table of episodes' numbers: each one's mean over the first five and the last ten of the
+    batches that have it."""
+    lines = []
+    for name in sorted({name for row in rows for name in row if name.startswith("episode/")}):
+        values = [row[name] for row in rows if is_finite(row.get(name))]
+        means = [f"{sum(some) / len(some):.3g}" for some in (values[:5], values[-10:]) if some]
+        lines.append((name.removeprefix("episode/"), *(means or ("", ""))))
+    return lines
 
 
 def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:

@@ -26,6 +26,9 @@ class TrackingSettings(Ranged, key="tracking"):
     # steps between saved rollout batches; the first and the last are always saved
     rollouts_every: int = ranged(10, least=1)
     table_rows: int = ranged(16, least=1)  # responses of a saved batch that are also shown as a W&B table
+    # upload checkpoints to W&B too; without it W&B is only told where they lie
+    upload_checkpoints: bool = False
+    tensorboard: bool = False  # write the rows as TensorBoard's event files too, in the run directory
 
     def __post_init__(self):
         super().__post_init__()
@@ -35,6 +38,10 @@ class TrackingSettings(Ranged, key="tracking"):
             raise ValueError(f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:")
         if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
             raise ValueError(f"tracking.tags={wrong!r}: W&B takes tags of 1 to 64 characters")
+        if self.upload_checkpoints and self.wandb == "disabled":
+            raise ValueError(
+                "tracking.upload_checkpoints=true with tracking.wandb=disabled: there is no W&B to upload to"
+            )
 
 
 @dataclass

@@ -12,7 +12,9 @@ import os
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -22,21 +24,44 @@ from gspo.core.files import append_to, read_rows, replace_text, rows_and_damage
 from gspo.core.types import Response
 from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import TrackingSettings
-from gspo.tracking.wandb_run import WandbRun, chosen_mode
+from gspo.tracking.wandb_run import About, WandbRun, chosen_mode
 
 log = logging.getLogger(__name__)
 OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # folders of a run whose entries are named after steps
 
 
-class Tracker:
-    """Writes a run's rows to its directory and to W&B."""
+class RowsElsewhere(Protocol):
+    """Takes rows that were written to metrics.jsonl, such as gspo.run.event_files."""
 
-    def __init__(self, run: Path, settings: TrackingSettings, config: dict, group: str, tags: list[str]):
-        self.run, self.settings, self.wandb = run, settings, None
+    def send(self, row: dict) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Writes a run's rows to its directory and to W&B, and to `elsewhere` if that is given.
+
+    `start` is the folder of the cold start that the run begins with, if it has one."""
+
+    def __init__(
+        self,
+        run: Path,
+        settings: TrackingSettings,
+        config: dict,
+        group: str,
+        tags: list[str],
+        *,
+        start: Path | None = None,
+        elsewhere: RowsElsewhere | None = None,
+    ):
+        self.run, self.settings, self.wandb, self.elsewhere = run, settings, None, elsewhere
         self.rows = append_to(run / "metrics.jsonl")  # `finish` closes it
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
-            self.wandb = WandbRun(run, settings, mode, config, group, tags)
+            record = {"cold_start": start.name} if start else {}
+            self.wandb = WandbRun(run, settings, mode, About(config, group, tags, record=record))
+            if start:
+                self.wandb.lineage.used(start, start.name)
             for row in read_rows(run / "metrics.jsonl"):  # a resumed run's: `send` leaves out what W&B has
                 self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
 
@@ -54,15 +79,30 @@ class Tracker:
         os.fsync(self.rows.fileno())
         if self.wandb:
             self.wandb.send(row, [rollout_row(response) for response in responses or []])
+        if self.elsewhere:
+            self.elsewhere.send(row)
+
+    def checkpoints(self) -> None:
+        """Tell W&B of the whole checkpoints that it has not been told of."""
+        if self.wandb:
+            self.wandb.checkpoints()
 
     def alert(self, title: str, text: str, kind: str) -> None:
         """Send a W&B alert, which the account passes on by mail or Slack. `kind` is the kind of a monitor's event."""
         if self.wandb and kind != "cleared":
             self.wandb.alert(title, text, fallen=kind == "fallen")
 
+    def asked_to_stop(self) -> bool:
+        """Return whether W&B's server asks the run to stop, as a sweep's early termination does."""
+        return self.wandb is not None and self.wandb.stopped
+
     def finish(self, exit_code: int) -> str | None:
-        """Close file and W&B run; return the command that uploads what W&B's server lacks, None if it lacks nothing."""
+        """Close files and W&B run; return the command that uploads what W&B's server lacks, None if it lacks
+        nothing."""
         self.rows.close()
+        if self.elsewhere:
+            self.elsewhere.close()
+        self.checkpoints()
         return self.wandb.finish(exit_code) if self.wandb else None
 
 
@@ -78,11 +118,18 @@ def rollout_row(response: Response) -> dict:
         "response": response.text,
         "reward": response.score.reward,
         "verdict": response.score.verdict,
-        "length": len(response.token_ids),
+        "length": response.length,
         "finish_reason": response.finish_reason,
         "policy_step": response.policy_step,
-        "segments": response.segments or [(response.policy_step, len(response.token_ids))],
-    }
+        "segments": response.segments or [(response.policy_step, response.length)],
+    } | turns_of(response)
+
+
+def turns_of(response: Response) -> dict:
+    """Return what is saved of an episode beyond that: whose words are whose, and the environment's numbers."""
+    if not response.turns:
+        return {}
+    return {"turns": [asdict(turn) for turn in response.turns], "measures": response.measures}
 
 
 def write_rollouts(path: Path, responses: list[Response]) -> None:

@@ -84,7 +84,8 @@ VIEWS = (
             )),
             ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
             ("Policy and gradient", (
-                _panel("policy/entropy"), _panel("optim/: grad_norm grad_norm_max", log=True),
+                _panel("policy/entropy"), _panel("policy/entropy_coef"),
+                _panel("optim/: grad_norm grad_norm_max", log=True),
                 _panel("optim/: skipped missing_updates"), _panel("optim/loss"), _panel("optim/lr"),
                 _panel("advantage/: mean std abs_max"),
             )),
@@ -176,6 +177,17 @@ VIEWS = (
         ),
     ),
     View(
+        "Episodes",
+        "How many turns do episodes take, why do they end, and what do the environments measure?",
+        (
+            ("Turns", (
+                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"), _panel("episode/finish_*"),
+                _panel("episode/environment_tokens"),
+            )),
+            ("The environments' measures", (_panel("episode/*"),)),
+        ),
+    ),
+    View(
         "Evaluation",
         "What do held-out problems say?",
         (
@@ -185,6 +197,7 @@ VIEWS = (
             )),
             ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
                            _panel("eval/*/prompt_too_long"))),
+            ("Episodes", (_panel("eval/*/episode_*"),)),
         ),
     ),
     View(
@@ -196,7 +209,7 @@ VIEWS = (
             ("Cost", (_panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"))),
             ("Speed", (_panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"))),
             ("Time of a step", (
-                _panel("time/: rollout_s score_s behaviour_s waited_s"),
+                _panel("time/: rollout_s environment_s score_s behaviour_s waited_s"),
                 _panel("time/: train_s old_logprobs_s diagnostics_s"),
                 _panel("time/: sync_s monitor_s checkpoint_s eval_s"),
             )),

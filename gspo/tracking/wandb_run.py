@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import shlex
@@ -22,6 +23,7 @@ import shutil
 import sys
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import wandb
@@ -30,26 +32,45 @@ from requests.utils import get_netrc_auth
 from gspo.core.files import append_to
 from gspo.core.ownership import doubt, own, write_signed
 from gspo.core.untrusted import HALVES, read_json
+from gspo.tracking.artifacts import MODEL, Lineage
+from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
+from gspo.tracking.score import of_points, point
 from gspo.tracking.settings import MODES, TrackingSettings
 
 log = logging.getLogger(__name__)
 NOTES = ("wandb_id", "wandb_online")  # files that hold W&B's id of the run, and its entity/project/id on the server
 AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # the variables that `wandb agent` sets for the runs that it starts
 STOPPED = 130  # the exit code that W&B gets for a run that a signal stopped and that can go on
+COLLAPSED = 4  # and for one that the monitor ended
 # A segment's folder for the files of tables until they are uploaded; W&B would put them into the home folder.
 STAGING = "staging"
 RECENT = 10  # how many batches the means in the summary go over
 PART = 100  # rollout batches per table: W&B shows no more of one, and each of its rows names all of them
 
 
-class WandbRun:
-    """The W&B run of a run directory. `mode` is "online" or "offline"."""
+@dataclass(frozen=True)
+class About:
+    """What W&B is told about a run when it begins."""
 
-    def __init__(self, folder: Path, settings: TrackingSettings, mode: str, config: dict, group: str, tags: list[str]):
-        self.folder, self.settings = folder, settings
+    config: dict
+    group: str
+    tags: list[str]
+    job_type: str = "train"  # or "eval"
+    name: str = ""  # empty: that of its folder
+    id: str = ""  # empty: drawn when the run first begins
+    record: dict = field(default_factory=dict)  # beside the settings: where the run comes from
+
+
+class WandbRun:
+    """The W&B run of a run directory, or of an evaluation's folder. `mode` is "online" or "offline"."""
+
+    def __init__(self, folder: Path, settings: TrackingSettings, mode: str, about: About):
+        self.folder, self.settings, self.about = folder, settings, about
         self.defined: set[str] = set()  # metrics that W&B has a definition of
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
+        self.points: list[tuple[int, float, float]] = []  # of all rows: what the score depends on
+        self.stopped = False  # whether W&B's server asks the run to stop: its page, or a sweep's early termination
         if Path("settings.yaml").exists() and Path("wandb", "settings").exists():
             raise ValueError(
                 "wandb/settings: W&B would take from this file of a run directory where your key and data go; start in "
@@ -59,19 +80,20 @@ class WandbRun:
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # W&B's core reads it when it starts
         if others := self._foreign_notes():
             warn(f"{others} {doubt()}; for W&B this is a new run")
-        self.run = self._open(mode, config, group, tags)
+        self.run = self._open(mode)
+        self.lineage = Lineage(self.run, settings.upload_checkpoints)
 
-    def _open(self, mode: str, config: dict, group: str, tags: list[str]):
+    def _open(self, mode: str):
         """Start the W&B run, offline if W&B cannot be reached, and note its id."""
         try:
-            run = self._init(mode, self._identity(mode), config, group, tags)
+            run = self._init(mode, self._identity(mode))
         except wandb.Error as error:
             if mode == "offline":
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             warn(f"W&B cannot be reached or refuses, tracking goes on offline: {reason}")
             wandb.teardown()  # else W&B would still hold the run's id
-            run = self._init("offline", self._identity("offline"), config, group, tags)
+            run = self._init("offline", self._identity("offline"))
         write_signed(self.folder / "wandb_id", run.id)
         if not run.offline:
             write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
@@ -85,14 +107,15 @@ class WandbRun:
         return run
 
     def _identity(self, mode: str) -> str:
-        """Return W&B's id of this run: the noted one, else the agent's, else a new one.
+        """Return W&B's id of this run: the one that it must have, else the noted one, else the agent's, else a new one.
 
         A run that has another id already, or was rolled back, is no longer the agent's: with the agent's id W&B would
         open a second run, or refuse the steps that it has already."""
-        noted, (*_, on_server) = self._noted("wandb_id"), self._server_run()
+        noted, (*_, on_server) = self.about.id or noted_in(self.folder / "wandb_id"), server_run(self.folder)
         sweep, agents = (os.environ.get(name) for name in AGENT)
         first = not noted and not on_server
-        if not noted or (mode == "offline" and (noted == on_server or self._uploaded())):
+        twice = mode == "offline" and not self.about.id and (noted == on_server or self._uploaded())
+        if not noted or twice:
             noted = agents if first and sweep and agents else secrets.token_hex(6)
             write_signed(self.folder / "wandb_id", noted)
         if sweep and not first and noted != agents:
@@ -100,11 +123,6 @@ class WandbRun:
                 os.environ.pop(name, None)
             wandb.teardown()  # W&B has read the variables already
         return noted
-
-    def _noted(self, name: str) -> str:
-        """Return what a note holds; "" if it is not there, or if another user wrote it."""
-        file = self.folder / name
-        return file.read_text(encoding="utf-8") if own(file) else ""
 
     def _foreign_notes(self) -> str:
         """Return, in words, the notes that another user wrote and that are ignored; "" if there are none."""
@@ -115,12 +133,6 @@ class WandbRun:
         """Return whether `wandb sync` has uploaded the newest offline segment, so that the server has this run."""
         files = sorted(self.folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
         return bool(files) and files[-1].with_name(f"{files[-1].name}.synced").exists()
-
-    def _server_run(self) -> list[str]:
-        """Return entity, project and id under which the server has this run; three times "" if it is not noted."""
-        noted = self._noted("wandb_online")
-        names = noted.split("/") if noted else []
-        return [""] * (3 - len(names)) + names
 
     def _mark_older_segments(self, newest: Path) -> None:
         """Mark older segments as uploaded, so that `wandb sync` skips them, and remove their staged files: what they
@@ -138,20 +150,20 @@ class WandbRun:
         if place.resolve() == place:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _init(self, mode: str, identity: str, config: dict, group: str, tags: list[str]):
+    def _init(self, mode: str, identity: str):
         """Call wandb.init: what the server has counts first, then the settings, then the environment."""
-        asked, environment, (entity, project, _) = self.settings, os.environ, self._server_run()
+        asked, environment, (entity, project, _) = self.settings, os.environ, server_run(self.folder)
         if project and asked.project not in ("", project):
             warn(f"tracking.project={asked.project}: W&B has this run in {entity}/{project}, where it stays")
         return wandb.init(
             project=project or asked.project or default_project(),
             entity=entity or asked.entity or environment.get("WANDB_ENTITY") or None,
             id=identity,
-            name=environment.get("WANDB_NAME") or self.folder.name,
-            group=environment.get("WANDB_RUN_GROUP") or group,
-            job_type="train",
-            tags=[*tags, *(asked.tags or filter(None, environment.get("WANDB_TAGS", "").split(",")))],
-            config=config | {"record": self._record()},
+            name=environment.get("WANDB_NAME") or self.about.name or self.folder.name,
+            group=environment.get("WANDB_RUN_GROUP") or self.about.group,
+            job_type=self.about.job_type,
+            tags=[*self.about.tags, *(asked.tags or filter(None, environment.get("WANDB_TAGS", "").split(",")))],
+            config=self.about.config | {"record": self._record() | self.about.record},
             dir=str(self.folder),
             mode=mode,
             resume="allow",
@@ -161,8 +173,13 @@ class WandbRun:
                 console="off",
                 finish_timeout=asked.finish_timeout,
                 finish_timeout_raises=True,
+                stop_fn=self._note_stop,  # W&B would send SIGINT, a second signal where its agent sends one too
             ),
         )
+
+    def _note_stop(self) -> None:
+        """W&B's client calls this, in a thread of its own, when the server asks the run to stop."""
+        self.stopped = True
 
     def _record(self) -> dict:
         """Return which run directory and which code this is, for W&B's configuration."""
@@ -175,8 +192,10 @@ class WandbRun:
         self._define(row)
         self.recent.append(row)
         self.batches += bool(rollouts)
+        self.points.append(point(row))
         if row["step"] >= self.run.starting_step:
-            self.run.log(row | self._table(row["step"], rollouts), step=row["step"], commit=True)
+            score = self._score() if self.about.job_type == "train" else {}
+            self.run.log(row | score | self._table(row["step"], rollouts), step=row["step"], commit=True)
             self.run.summary.update({f"mean_of_last_{RECENT}": self._means()})
 
     def _define(self, row: dict) -> None:
@@ -187,12 +206,22 @@ class WandbRun:
                 self.run.define_metric(name, step_metric="step", summary=summary)
                 self.defined.add(name)
 
+    def _score(self, collapsed: bool = False) -> dict[str, float]:
+        """Return the run's score so far, under the name that a sweep of W&B's optimises; nothing if there is none."""
+        value = of_points(self.points, collapsed)
+        return {} if math.isnan(value) else {"score": value}
+
     def _means(self) -> dict[str, float]:
         """Return the means over the last batches of those metrics that are too noisy in a single batch."""
         names = {name for row in self.recent for name in row if name in self.defined}
         names = {name for name in names if lookup(name).summary == "recent"}
         values = {name: [row[name] for row in self.recent if row.get(name) is not None] for name in sorted(names)}
         return {name: sum(each) / len(each) for name, each in values.items() if each}
+
+    def checkpoints(self) -> None:
+        """Record the whole checkpoints of the run directory that are there, as versions of one model."""
+        for folder in sorted(self.folder.glob("checkpoints/step_??????")):
+            self.lineage.made(folder, self.folder.resolve().name, MODEL, (folder.name,))
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
         """Send an alert: an error if the reward has fallen, else a warning."""
@@ -205,25 +234,43 @@ class WandbRun:
             return {}
         part, place = divmod(self.batches - 1, PART)
         if self.table is None or place == 0:
-            self.table = wandb.Table(columns=["step", *rollouts[0]], log_mode="INCREMENTAL", allow_mixed_types=True)
-        for row in rollouts[:: max(1, len(rollouts) // self.settings.table_rows)]:
-            self.table.add_data(step, *(json.dumps(v) if isinstance(v, list) else v for v in row.values()))
+            names = dict.fromkeys(name for row in rollouts for name in readable(row))
+            self.table = wandb.Table(columns=["step", *names], log_mode="INCREMENTAL", allow_mixed_types=True)
+        for row in map(readable, rollouts[:: max(1, len(rollouts) // self.settings.table_rows)]):
+            cells = [row.get(name) for name in self.table.columns[1:]]
+            self.table.add_data(step, *(json.dumps(cell) if isinstance(cell, list) else cell for cell in cells))
         return {f"rollouts_{part + 1}" if part else "rollouts": self.table}
 
     def finish(self, exit_code: int) -> str | None:
         """Close the W&B run; return the command that uploads what the server lacks, None if it lacks nothing."""
         upload, folder = "wandb sync" if self.run.offline else None, Path(self.run.dir).parent
-        if under_agent() and exit_code == STOPPED:
+        if exit_code == COLLAPSED:
+            self.run.summary.update(self._score(collapsed=True))
+        if under_agent() and exit_code == STOPPED and not self.stopped:
             self.run.mark_preempting()  # the sweep then gives the run to an agent again
         try:
             self.run.finish(exit_code=exit_code)
         except TimeoutError:
             log.warning("W&B took longer than tracking.finish_timeout=%s s to upload", self.settings.finish_timeout)
             upload = upload or "wandb sync --include-online"
+        self.lineage.check()
         if not upload:
             self._clear(folder.name, STAGING)
         self._clear("cache", "artifacts")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
+
+
+def noted_in(file: Path) -> str:
+    """Return what a note holds; "" if it is not there, or if another user wrote it."""
+    return file.read_text(encoding="utf-8") if own(file) else ""
+
+
+def server_run(folder: Path) -> list[str]:
+    """Return entity, project and id under which W&B's server has the run of a folder; three times "" if that is not
+    noted."""
+    noted = noted_in(folder / "wandb_online")
+    names = noted.split("/") if noted else []
+    return [""] * (3 - len(names)) + names
 
 
 def default_project() -> str:

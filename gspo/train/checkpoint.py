@@ -1,7 +1,8 @@
 """Writes and reads checkpoints. A checkpoint is written to an unfinished folder that is renamed at the end, so that it
 is either whole or not there. The file `latest` is changed last.
 
-checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; where there is one,
+checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; with LoRA, in the place
+                           of the model, peft's files of the adapter (gspo.model.adapter); where there is one,
                            value_head.pt (the critic), reference/ (a reference policy that was refreshed),
                            held.json and held.npz (responses that were sampled and not yet trained on)
                            optimizer/ in the place of optimizer.pt where the weights were spread over ranks
@@ -60,6 +61,8 @@ class TrainState:
     seconds: float = 0.0
     skipped: int = 0  # the number of latest updates in a row whose gradient was not finite
     kl_coef: float | None = None  # the adaptive coefficient of the KL term
+    # the coefficient of the entropy bonus, and the entropy of the latest update
+    entropy_coef: list[float | None] | None = None
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
     source: dict = field(default_factory=dict)  # the state of the rollout source, see RolloutSource.state
     callbacks: dict = field(default_factory=dict)  # the states of the user's callbacks, see Extensions.state
@@ -77,7 +80,7 @@ class Snapshot:
     """Holds copies of everything that goes into a checkpoint, so that training can continue while they are written."""
 
     step: int
-    model: dict[str, Tensor]
+    model: dict[str, Tensor]  # with LoRA the adapter's tensors alone
     optimizer: dict
     state: str  # the content of state.json
     value_head: dict[str, Tensor] | None
@@ -115,10 +118,10 @@ class CheckpointWriter:
         """
         self.wait()
         unfinished = self._begin(state.step, pending)
-        head = self.policy.value_head
+        head, adapter = self.policy.value_head, self.policy.adapter
         snapshot = Snapshot(
             step=state.step,
-            model=copies(self.policy.model.state_dict()),
+            model=copies(adapter.tensors() if adapter else self.policy.model.state_dict()),
             optimizer=copies(self.optimizer.state_dict()),
             state=json.dumps(asdict(state) | {"settings": self.settings}),
             value_head=copies(head.state_dict()) if head else None,
@@ -139,7 +142,11 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
         """Write the snapshot into the unfinished folder and rename it."""
         model, tokenizer = self.policy.model, self.policy.tokenizer
-        save(model, tokenizer, unfinished, snapshot.model)
+        if self.policy.adapter:
+            self.policy.adapter.save(unfinished, snapshot.model)
+            tokenizer.save_pretrained(unfinished)
+        else:
+            save(model, tokenizer, unfinished, snapshot.model)
         if snapshot.value_head:
             save_tensors(snapshot.value_head, unfinished / VALUE_HEAD)
         if snapshot.reference:
@@ -301,13 +308,13 @@ def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainS
     """Load a checkpoint's optimizer state into the policy's `optimizer` and return its counters. Another number of
     ranks may have written it, with weights spread over them or not.
 
-    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens.
+    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens, or an adapter's.
     """
     state = TrainState.from_json(read_state(folder))
     whole = folder / "optimizer.pt"
     if whole.exists():
         stored = torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
-        if policy.shards:  # its groups keep their order but may be cut (gspo.train.trainer.parameter_groups)
+        if policy.shards:  # its groups keep their order but may be cut (gspo.train.optimizer.parameter_groups)
             stored["param_groups"] = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(stored)
     if whole.exists() and not policy.shards:

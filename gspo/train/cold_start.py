@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -25,14 +26,19 @@ from gspo.core.batch import TrainBatch, layout
 from gspo.core.files import append_to, sync
 from gspo.core.ranges import LARGEST_SEED, Ranged, as_hashed, ranged
 from gspo.core.seeding import generator
+from gspo.core.types import Problem
 from gspo.core.untrusted import read_json
+from gspo.model.conversation import Conversation
 from gspo.model.loading import ModelSettings, save
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.beginning import written
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import score
+from gspo.rollout.scoring import sample, score
 from gspo.tasks.base import Task
+from gspo.tasks.environment import EnvironmentTask
+from gspo.tasks.player import EnvironmentFailed, Player, all_closed
 from gspo.train.checkpoint import damage, seal
 
 RECORD = "cold_start.json"
@@ -68,8 +74,7 @@ def cold_start(
     `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the folder is damaged.
     """
     prompts = prompts or PromptFormat()
-    key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
-    folder = cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    folder = folder_of(model, task, settings, cache, prompts)
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with append_to(folder.with_suffix(".lock")) as lock:
@@ -79,6 +84,14 @@ def cold_start(
     if problem := damage(folder):
         raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
     return folder
+
+
+def folder_of(
+    model: ModelSettings, task: Task, settings: ColdStartSettings, cache: Path, prompts: PromptFormat
+) -> Path:
+    """Return the folder that the cold start has, or will have, in `cache`."""
+    key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
+    return cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
 
 
 def _make(
@@ -165,7 +178,7 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
     sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
-    groups = engine.generate(problems, 1, sampling, (seed, "cold start"))
+    groups = sample(engine, task, problems, 1, sampling, (seed, "cold start"))
     score(task, [r for group in groups for r in group])
     rewards = [group[0].score.reward for group in groups if group[0].score.reward is not None]
     return sum(rewards) / len(rewards)
@@ -177,17 +190,71 @@ def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step
     Raises ValueError if a demonstration is longer than the model's positions.
     """
     rows = []
+    conversations: dict[str, Conversation] = {}
     for i in range(settings.batch_size):
         index = step * settings.batch_size + i
         problem = task.problem(settings.seed, "cold_start", index)
         rng = generator(settings.seed, "demonstration", index)
-        text = task.demonstration(problem, settings.wrong_step_rate, rng)
-        answer_ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-        rows.append((policy.encode_prompt(problem.prompt), [*answer_ids, policy.tokenizer.eos_token_id]))
-    longest = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in rows)
+        played = task.environments().get(problem.task)
+        if played:
+            rows.append(_episode(policy, played, problem, settings, rng, conversations))
+        else:
+            text = task.demonstration(problem, settings.wrong_step_rate, rng)
+            rows.append((policy.encode_prompt(problem.prompt), *demonstrated(policy, [text])))
+    longest = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids, _ in rows)
     if policy.positions and longest > policy.positions:
         raise ValueError(
             f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the model's "
             f"{policy.positions} positions; use a model with more of them, or cold_start.steps=0"
         )
-    return layout(rows, policy.tokenizer.pad_token_id)
+    batch = layout([row[:2] for row in rows], policy.tokenizer.pad_token_id)
+    for i, (_, _, own) in enumerate(rows):
+        batch.mask_BT[i, : len(own)] &= torch.tensor(own)
+    batch.sampled_BT = batch.mask_BT.clone()
+    return batch
+
+
+def _episode(
+    policy: Policy,
+    task: EnvironmentTask,
+    problem: Problem,
+    settings: ColdStartSettings,
+    rng: random.Random,
+    conversations: dict[str, Conversation],
+) -> tuple[list[int], list[int], list[bool]]:
+    """Return the tokens of a demonstrated episode, as it would be played: the prompt, the turns, and which tokens of
+    these are the policy's. What the policy reads first and whose turn an observation is, the environment says. Raises
+    ValueError if it fails."""
+    position = (settings.seed, "cold_start", problem.task, problem.index, 0)
+    player = Player(lambda: task.environment(problem, position), task.step_seconds)
+    try:
+        beginning = player.finish(player.begin("reset", problem))
+        prompt = written(policy, beginning, policy.positions)
+    except EnvironmentFailed as error:
+        where = f"problem {problem.index} of task {problem.task!r}"
+        raise ValueError(f"cold_start.steps={settings.steps}: {where} does not begin: {error}") from error
+    finally:
+        all_closed([player.close()])
+    if beginning.role not in conversations:
+        conversations[beginning.role] = Conversation(policy.tokenizer, policy.prompts, policy.stop_ids, beginning.role)
+    turns = task.demonstrated_turns(problem, settings.wrong_step_rate, rng)
+    own = demonstrated(policy, turns, conversations[beginning.role], task.observation_tokens)
+    return policy.prompts.encode_written(policy.tokenizer, prompt), *own
+
+
+def demonstrated(
+    policy: Policy, turns: list[str], conversation: Conversation | None = None, most: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a demonstration's turns, the policy's and the environment's in turn, and which of them are
+    the policy's: each of its turns ends with the end-of-sequence token. Of what the environment says `most` tokens are
+    kept, as in an episode."""
+    token_ids: list[int] = []
+    own: list[bool] = []
+    for number, text in enumerate(turns):
+        if number % 2:
+            new = conversation.reply(text, token_ids[-1], most).token_ids
+        else:
+            new = [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id]
+        token_ids += new
+        own += [number % 2 == 0] * len(new)
+    return token_ids, own

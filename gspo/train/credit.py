@@ -1,6 +1,7 @@
 """Computes the advantage of every token from scored responses.
 
-    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
+    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token (reward.turns=each: every
+                                                                  turn's own reward -> its last token)
     - beta KL of every token, where KL is in the reward          -> estimator, whitening, clip
 
 Shape suffixes: B responses, T response tokens.
@@ -55,12 +56,14 @@ def assign_credit(
     accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
     shaped_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] = shaped_B
+    if algorithm.reward.turns == "each" and batch.turn_rewards_BT is not None:
+        token_rewards_BT, shaped_B = batch.turn_rewards_BT.clone(), penalty_B
+    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += shaped_B
     if algorithm.kl.in_reward:
         kl_BT = algorithm.kl.estimate(batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT)
         token_rewards_BT = torch.where(mask_BT, token_rewards_BT - coefficient.value * kl_BT, 0.0)
     values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
-    credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT)
+    credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT, batch.turns_BT)
     batch.adv_BT = advantage(credit).float()
     diagnostics.advantages(batch, accumulator)
     if advantage.needs_values:

@@ -10,6 +10,7 @@ K experts per token.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -21,15 +22,22 @@ from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.core.batch import TrainBatch
 from gspo.core.masked import masked_mean
 from gspo.core.types import Response
+from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 
 
 def rollout(
-    groups: list[list[Response]], filtered: dict[str, float], limit: int, accumulator: MetricAccumulator
+    groups: list[list[Response]],
+    ungraded: list[Response],
+    filtered: dict[str, float],
+    limit: int,
+    accumulator: MetricAccumulator,
 ) -> None:
     """Measure all groups that were sampled, also those not trained on, and count the ones left out by reason."""
     rewards(groups, accumulator)
-    lengths([r for group in groups for r in group], accumulator)
+    responses = [r for group in groups for r in group]
+    lengths(responses, accumulator)
+    episodes(responses + ungraded, accumulator)
     accumulator.largest("length/limit", limit)
     for reason, count in filtered.items():
         accumulator.mean(f"filter/{reason}", count, 1)
@@ -45,20 +53,37 @@ def rewards(groups: list[list[Response]], accumulator: MetricAccumulator) -> Non
             accumulator.mean("reward/mean", r.score.reward, 1)
             accumulator.mean(f"reward/{r.problem.task}", r.score.reward, 1)
     responses = [r for group in groups for r in group]
-    for key in sorted({(r.problem.task, r.score.verdict) for r in responses}):
-        accumulator.mean(
-            "verdict/" + "_".join(key), sum((r.problem.task, r.score.verdict) == key for r in responses), len(responses)
-        )
+    for task in sorted({r.problem.task for r in responses}):
+        verdicts = Counter(r.score.verdict for r in responses if r.problem.task == task)
+        for verdict, count in sorted(few(verdicts).items()):
+            accumulator.mean(f"verdict/{task}_{verdict}", count, len(responses))
 
 
 def lengths(responses: list[Response], accumulator: MetricAccumulator) -> None:
     """Measure the lengths, truncation and repetition of the responses."""
-    counts = torch.tensor([len(r.token_ids) for r in responses], dtype=torch.float64)
+    counts = torch.tensor([r.length for r in responses], dtype=torch.float64)
     accumulator.mean("length/mean", counts.sum(), len(counts))
     accumulator.largest("length/p95", counts.quantile(0.95))
     for r in responses:
         accumulator.mean("length/truncated", r.finish_reason == "length", 1)
-        accumulator.mean("length/repetition", repetition(r.token_ids), 1)
+        accumulator.mean("length/repetition", repetition(r.written_ids), 1)
+
+
+def episodes(responses: list[Response], accumulator: MetricAccumulator) -> None:
+    """Measure those of a step's responses, also the ungraded ones, that are episodes of several turns. The numbers are
+    those of gspo.tracking.episodes."""
+    rows = [
+        {
+            "reward": r.score.reward,
+            "finish_reason": r.finish_reason,
+            "length": r.length,
+            "turns": [vars(turn) for turn in r.turns],
+            "measures": r.measures,
+        }
+        for r in responses
+    ]
+    for name, value in numbers(rows).items():
+        accumulator.mean(f"episode/{name}", value, 1)
 
 
 def repetition(token_ids: list[int], n: int = 4) -> float:
@@ -91,7 +116,7 @@ def reference(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
 def staleness(responses: list[Response], step: int, in_flight: int, accumulator: MetricAccumulator) -> None:
     """Measure how many rollout batches ago the weights that sampled each token were current, and count the segments."""
     for r in responses:
-        segments = r.segments or [(r.policy_step, len(r.token_ids))]
+        segments = r.segments or [(r.policy_step, r.length)]
         for policy_step, tokens in segments:
             accumulator.mean("staleness/mean", (step - 1 - policy_step) * tokens, tokens)
             accumulator.largest("staleness/max", step - 1 - policy_step)
@@ -205,12 +230,12 @@ def ratios(logp_BT: Tensor, batch: TrainBatch, bound: float, accumulator: Metric
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
     lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
-    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)].clamp(lowest, bound)
+    log_s_B = batch.of_rows(masked_mean(log_BT, mask_BT)).clamp(lowest, bound)
     log_BT = log_BT.clamp(lowest, bound)
-    token_N, log_N = log_BT.exp()[mask_BT], log_BT[mask_BT]
+    token_N, log_N = batch.of_tokens(log_BT.exp()), batch.of_tokens(log_BT)
     if not len(log_N):
         return
-    variance_B = masked_mean(log_BT.square(), mask_BT)[mask_BT.any(-1)] - log_s_B.square()
+    variance_B = batch.of_rows(masked_mean(log_BT.square(), mask_BT)) - log_s_B.square()
     for kind, ratio in (("token", token_N), ("sequence", log_s_B.exp())):
         accumulator.mean(f"ratio/{kind}_mean", ratio.sum(), len(ratio))
         accumulator.smallest(f"ratio/{kind}_min", ratio.min())
@@ -242,8 +267,10 @@ def predicting(x_BS: Tensor, batch: TrainBatch) -> Tensor:
 
 def expert_counts(experts_BSLK: Tensor, batch: TrainBatch, experts: int) -> Tensor:
     """Count how often each expert was chosen at the positions that predict a response token: [L, E]."""
-    chosen_NLK = predicting(experts_BSLK, batch)[batch.mask_BT].long()
-    return torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for chosen in chosen_NLK.unbind(1)])
+    chosen_NLK = batch.of_tokens(predicting(experts_BSLK, batch)).long()
+    chosen_LM = chosen_NLK.transpose(0, 1).flatten(1)
+    counts_LE = chosen_LM.new_zeros(len(chosen_LM), experts)
+    return counts_LE.scatter_add_(1, chosen_LM, torch.ones_like(chosen_LM))  # bincount would wait for a GPU
 
 
 def routing(
@@ -262,7 +289,7 @@ def routing(
         )
     if minibatch == 1:
         return
-    kept_NL = consistency(own_BTLK, old_BTLK)[batch.mask_BT]
+    kept_NL = batch.of_tokens(consistency(own_BTLK, old_BTLK))
     if minibatch is None:
         accumulator.mean("routing/consistency_after_step", kept_NL.sum(), kept_NL.numel())
         return

@@ -10,7 +10,7 @@ For example, with this in my_pkg/extras.py, `metrics.long.path=my_pkg.extras:Lon
         tokens: int = ranged(16, least=1)
 
         def __call__(self, trained: TrainedStep) -> float:
-            return sum(len(r.token_ids) >= self.tokens for r in trained.responses) / len(trained.responses)
+            return sum(r.length >= self.tokens for r in trained.responses) / len(trained.responses)
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def account(
         prompt = torch.tensor([len(group[0].prompt_ids)])
         lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
         state.flops += flops(lengths_G) - flops(prompt.expand(len(group))) + flops(prompt)
-        generated += sum(len(r.token_ids) for r in group)
+        generated += sum(r.length for r in group)
     for r in rollout.ungraded:
         state.flops += flops(torch.tensor([len(r.prompt_ids) + len(r.token_ids)]))
-        generated += len(r.token_ids)
-    trained = sum(len(r.token_ids) for r in rollout.responses)
+        generated += r.length
+    trained = sum(r.length for r in rollout.responses)
     state.tokens += generated
     state.flops += flops(batch.attention_BS.sum(1)) * passes
     synced_s = rollout.synced.get("time/sync_s", 0.0)
@@ -37,7 +37,10 @@ def account(
     if rollout.waited_s is not None:  # the rest of the sampling ran while the trainer worked
         sampling_s = rollout.waited_s
     state.seconds += sampling_s + train_s
-    return ({"compute/flops": state.flops} if counts_flops else {}) | {
+    some = {"compute/flops": state.flops} if counts_flops else {}
+    if rollout.environment_s:
+        some["time/environment_s"] = rollout.environment_s
+    return some | {
         "compute/tokens": state.tokens,
         "compute/dropped_tokens": generated - trained,
         "compute/seconds": state.seconds,

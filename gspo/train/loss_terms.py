@@ -16,10 +16,12 @@ from torch import Tensor
 
 from gspo.algorithm.advantages import GAE
 from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
 from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.core.batch import TrainBatch
+from gspo.core.ranks import Ranks
 from gspo.model.policy import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -123,6 +125,36 @@ class BalanceTerm:
         return self.coef * balance
 
 
+class EntropyTerm:
+    """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation, as in verl and ROLL.
+
+    H = -sum_v pi_v log pi_v is the entropy of the whole distribution at the sampling temperature, of which the ratio is
+    too. alpha is the coefficient that acts in this update, see EntropyCoefficient.
+    """
+
+    needs_every_row: ClassVar[bool] = True
+
+    def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):
+        self.coefficient, self.aggregation = coefficient, aggregation
+        self.passed = 0.0  # nats: the sum over the tokens of the mini-batch that have been passed so far
+
+    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+        """Compute the micro-batch's share. Raises ValueError without inputs.entropy_BT."""
+        if inputs.entropy_BT is None:
+            raise ValueError("the entropy bonus needs the entropy of every token: entropy_BT is missing")
+        own_BT = torch.where(inputs.mask_BT, inputs.entropy_BT.detach(), 0.0)
+        self.passed = self.passed + own_BT.double().sum()
+        share, alpha = inputs.mask_BT.sum() / max(totals.tokens, 1), self.coefficient.acting
+        accumulator.mean("policy/entropy_coef", alpha * share, share)
+        return -alpha * self.aggregation(inputs.entropy_BT, inputs.mask_BT, totals)
+
+    def end_update(self, totals: Totals, ranks: Ranks) -> None:
+        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has passed a share."""
+        total, self.passed = torch.tensor(float(self.passed), dtype=torch.float64), 0.0
+        if totals.tokens:
+            self.coefficient.update(float(ranks.sums(total)) / totals.tokens)
+
+
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
     """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if there is one."""
     return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()
@@ -132,7 +164,7 @@ def loss_terms(
     algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None, router_aux_loss_coef: float
 ) -> list[Term]:
     """List the addends of the loss: the policy term, the KL and value terms of algorithms that have them, and the
-    auxiliary loss of the routers if its coefficient is not 0."""
+    auxiliary loss of the routers if its coefficient is not 0. The trainer adds the entropy term."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
     if algorithm.kl.in_loss:
         terms.append(KLTerm(algorithm.kl, coefficient))
@@ -157,4 +189,6 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         old_values_BT=batch.old_values_BT,
         returns_BT=batch.returns_BT,
         balance_BT=output.balance_BT,
+        entropy_BT=output.entropy_BT,
+        lengths_B=batch.attention_BS[:, batch.prompt_width :].sum(-1),
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
+from gspo.model.adapter import LoraSettings
 
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 DECAYS = ("none", "linear", "cosine")
 MODES = ("none", "replicate", "shard")
 
@@ -16,6 +19,8 @@ MODES = ("none", "replicate", "shard")
 class OptimSettings(Ranged, key="optim"):
     """The settings of AdamW, and how its learning rate changes with the number of updates."""
 
+    # adamw | adamw_8bit, paged_adamw_8bit: with moments of 8 bits, by bitsandbytes (gspo.train.optimizer)
+    name: str = field(default="adamw", metadata=HASHED_IF_CHANGED)
     lr: float = ranged(1e-6, least=0)  # the largest that it becomes
     warmup_updates: int = ranged(20, least=0)  # over so many it rises linearly
     # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on a straight line
@@ -36,6 +41,8 @@ class OptimSettings(Ranged, key="optim"):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"optim.name={self.name!r}: choose one of {', '.join(OPTIMIZERS)}")
         if self.decay not in DECAYS:
             raise ValueError(f"optim.decay={self.decay!r}: choose one of {', '.join(DECAYS)}")
         if (self.decay == "none") != (self.decay_updates == 0):
@@ -68,13 +75,51 @@ class TrainerSettings(Ranged, key="trainer"):
     # responses per forward and backward pass; it changes memory and speed, not the gradient
     micro_batch_size: int = ranged(64, least=1, cost_only=True)
     aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
-    # leave responses that were cut off at the limit out of the loss; their rewards stay in the baseline
+    # leave responses that a limit has cut off out of the loss, since their rewards are no fair ones (overlong
+    # filtering, DAPO, arXiv:2503.14476): at max_new_tokens, at the model's positions, at an episode's last turn. Their
+    # rewards stay in the baseline
     mask_truncated: bool = False
     # coefficient of the auxiliary loss that balances the loads of the experts (BalanceTerm). The GSPO paper's
     # formula has none. transformers' router_aux_loss_coef is 0.001 for Qwen3-MoE and Mixtral and 0.01 for OLMoE; its
     # loss is K times as large as ours.
     router_aux_loss_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
+    # coefficient of the entropy bonus (EntropyTerm), which the GSPO paper does not have; with entropy_target the first
+    entropy_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
+    # nats per token at which the entropy is held: after each update the coefficient moves by entropy_coef_delta, within
+    # [entropy_coef_min, entropy_coef_max] (gspo.algorithm.entropy). null: the coefficient is fixed
+    entropy_target: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
+    entropy_coef_delta: float = ranged(0.005, above=0, metadata=HASHED_IF_CHANGED)
+    entropy_coef_min: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
+    entropy_coef_max: float = ranged(1.0, above=0, metadata=HASHED_IF_CHANGED)
     consistency_sample: int = ranged(32, least=1)  # responses on which routing is measured after the last update
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.entropy_target is not None:
+            if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+                raise ValueError(
+                    f"trainer.entropy_coef={self.entropy_coef} must lie between trainer.entropy_coef_min="
+                    f"{self.entropy_coef_min} and trainer.entropy_coef_max={self.entropy_coef_max}"
+                )
+            return
+        for f in fields(self):
+            if f.name.startswith("entropy_coef_") and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"trainer.{f.name}={getattr(self, f.name)} is not read with trainer.entropy_target=null (a fixed "
+                    "coefficient)"
+                )
+
+    def entropy_coefficient(self) -> EntropyCoefficient | None:
+        """Return the coefficient of the entropy bonus at the start of a run; None without bonus."""
+        if not self.entropy_coef and self.entropy_target is None:
+            return None
+        return EntropyCoefficient(
+            self.entropy_coef,
+            self.entropy_target,
+            self.entropy_coef_delta,
+            self.entropy_coef_min,
+            self.entropy_coef_max,
+        )
 
 
 @dataclass
@@ -99,6 +144,8 @@ class PolicySettings:
     precision: str = "float32"
     # keep only the layers' inputs for the backward pass, and compute the rest again
     checkpointing: bool = cost_only(False)
+    # train a low-rank adapter on the model's layers instead of its weights
+    lora: LoraSettings = field(default_factory=LoraSettings, metadata=HASHED_IF_CHANGED)
 
     def __post_init__(self):
         allowed = {

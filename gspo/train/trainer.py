@@ -13,8 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,17 +23,19 @@ from gspo.algorithm.kl import KLCoefficient
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
-from gspo.model.gathered import clip_gradients, device_mesh
+from gspo.model.gathered import clip_gradients
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.episode import CUT
 from gspo.rollout.source import Rollout, RolloutSource
 from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import Algorithm, assign_credit
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import loss_inputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, loss_inputs, loss_terms
+from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 
 
@@ -77,15 +78,14 @@ class Trainer:
         if self.coefficient and not reference:
             raise ValueError(f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to")
         self.terms = loss_terms(algorithm, settings.aggregation, self.coefficient, settings.router_aux_loss_coef)
+        self.entropy: EntropyTerm | None = None
+        if entropy_coefficient := settings.entropy_coefficient():
+            self.entropy = EntropyTerm(entropy_coefficient, settings.aggregation)
+            self.terms.append(self.entropy)
+        policy.learns_entropy = bool(self.entropy)
         self.every_row = any(term.needs_every_row for term in self.terms)
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
+        self.optimizer = make_optimizer(groups, optim)
 
     def _engine_reports_old_policy(self) -> bool:
         """Tell whether the engine reports the old policy's log-probs and experts, but for rounding, and nothing else is
@@ -101,6 +101,8 @@ class Trainer:
         self.source.load_state(state.source, state.step)
         if self.coefficient and state.kl_coef is not None:
             self.coefficient.value = state.kl_coef
+        if self.entropy and state.entropy_coef is not None:
+            self.entropy.coefficient.value, self.entropy.coefficient.measured = state.entropy_coef
 
     def fit(
         self,
@@ -142,7 +144,7 @@ class Trainer:
         with accumulator.timed("time/old_logprobs_s"):
             self.remember_old_policy(batch, own_N, accumulator)
         measured_kl = self.credit(batch, rollout, accumulator)
-        diagnostics.rollout(rollout.sampled, rollout.filtered, rollout.limit, accumulator)
+        diagnostics.rollout(rollout.sampled, rollout.ungraded, rollout.filtered, rollout.limit, accumulator)
         diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
         for epoch in updates:
             accumulator.count("optim/missing_updates", self.settings.minibatches - len(epoch))
@@ -151,12 +153,16 @@ class Trainer:
         if self.coefficient:  # after the updates, which used the coefficient that is logged
             self.coefficient.update(measured_kl, len(batch))
             self.state.kl_coef = self.coefficient.value
+        if self.entropy:
+            self.state.entropy_coef = [self.entropy.coefficient.value, self.entropy.coefficient.measured]
         with accumulator.timed("time/diagnostics_s"):
             self.routing_after_step(batch, own_N, step, accumulator)
         self.refresh_reference(step)
         self.state.step = step
-        # passes for old and reference log-probs; an update costs three, as a backward pass costs two forward passes
-        passes = (not self.skips_old_pass) + (self.reference is not None) + 3 * self.settings.epochs
+        # passes for old and reference log-probs; an update costs three, as a backward pass costs two forward passes,
+        # or one with LoRA, where no gradient of the weights is computed
+        update = 2 if self.policy.adapter else 3
+        passes = (not self.skips_old_pass) + (self.reference is not None) + update * self.settings.epochs
         train_s = time.perf_counter() - started
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
@@ -254,7 +260,7 @@ class Trainer:
             accumulator.mean("kl/ref", measured_kl, 1)
             accumulator.mean("kl/coef", self.coefficient.value, 1)
         if self.settings.mask_truncated:
-            cut_B = torch.tensor([r.finish_reason == "length" for r in responses])
+            cut_B = torch.tensor([r.finish_reason in CUT for r in responses])
             batch.mask_BT &= ~cut_B.unsqueeze(-1)
             accumulator.mean("filter/truncated", cut_B.sum(), len(cut_B))
         return measured_kl
@@ -275,7 +281,7 @@ class Trainer:
             micro = micros[i].to(self.policy.device)
             with self.policy.routing.balancing(loads_LE):
                 with torch.set_grad_enabled(learns):
-                    output = self.policy.forward(micro)
+                    output = self.policy.forward(micros[i])
                     inputs = loss_inputs(output, micro)
                     loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
                 if learns:
@@ -283,6 +289,8 @@ class Trainer:
             accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
             with accumulator.timed("time/diagnostics_s"):
                 self.observe(output, micro, minibatch, accumulator)
+        if self.entropy:
+            self.entropy.end_update(totals, self.ranks)
         lr = self.optim.lr_of(self.state.updates + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
@@ -315,9 +323,8 @@ class Trainer:
     def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
         """Measure what the update's forward pass shows. In the first mini-batch that is a pass under the old policy."""
         if self.skips_old_pass and minibatch == 1:
-            sampled_BT = micro.attention_BS[:, micro.prompt_width :]  # all sampled tokens, also those not trained on
-            own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": sampled_BT}
-            self.compare(replace(micro, **own), accumulator)
+            own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": micro.sampled_BT}
+            self.compare(replace(micro, **own), accumulator)  # on all sampled tokens, also those not trained on
         diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, accumulator)
         diagnostics.entropy(output.entropy_BT, micro, accumulator)
         if output.experts_BSLK is not None:
@@ -344,30 +351,6 @@ class Trainer:
         every = self.algorithm.kl.refresh_every
         if self.reference and every and step % every == 0:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
-
-
-def parameter_groups(policy: Policy, router_lr_factor: float, freeze_router: bool) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: all parameters, and the routers by themselves if their learning rate is another.
-    Within each, parameters that are spread over other ranks than their neighbours, or over none as a critic's, are by
-    themselves: the optimizer's fused and foreach forms take one kind at a time.
-
-    Raises ValueError if there is no router to freeze or to give another learning rate."""
-    everything = policy.parameters()
-    groups: list[dict[str, Any]] = [{"params": everything}]
-    if freeze_router:
-        for parameter in policy.routing.parameters():
-            parameter.requires_grad_(False)
-        groups = [{"params": [p for p in everything if p.requires_grad]}]
-    elif router_lr_factor != 1:
-        routers = policy.routing.parameters()
-        its_own = {id(p) for p in routers}
-        others = [p for p in everything if id(p) not in its_own]
-        groups = [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
-    return [
-        group | {"params": list(alike)}
-        for group in groups
-        for _, alike in groupby(group["params"], key=device_mesh)  # a checkpoint counts on their order
-    ]
 
 
 def old_loads(own: TrainBatch | None, routing: Routing, ranks: Ranks) -> Tensor:

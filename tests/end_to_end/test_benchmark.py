@@ -14,7 +14,7 @@ from gspo.config.commands import BenchmarkCommand, flat
 from gspo.core.ranks import Processes, Ranks
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from ranked import ranked
 from speed.exchanges import PHASES, Exchanges
@@ -130,6 +130,7 @@ def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
     return noted | {"gathers": gathers, "gloo": names, "later": exchanges.taken()["exchanges"]}
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
 def test_no_exchange_of_a_step_is_missed_and_afterwards_none_is_timed(mode):
     for noted in ranked(2, lambda ranks: step_in_exchanges(ranks, mode)):
@@ -153,6 +154,7 @@ def late_step(ranks: Ranks) -> dict[str, float]:
     return exchanges.taken()
 
 
+@pytest.mark.distributed
 def test_waiting_for_a_late_rank_is_told_apart_from_exchanging():
     early, late = ranked(2, late_step)
     assert early["old_logprobs_waiting_s"] > 0.5

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
 from gspo.evaluation.evaluate import EvaluationSet
 from gspo.model.loading import TinyDense, save
+from gspo.rollout.settings import OF_THE_ENGINE, RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
 
@@ -61,11 +63,38 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         (["run=x", "benchmark=nope"], "benchmark=nope: there is no such benchmark; there are .*code, .*math, .*mixed"),
         (["run=x", "benchmark=math", "tasks.math.larg=7"], r"Could not override 'tasks\.math\.larg'"),
         (["run=x", "benchmark=math", "data=x"], r"data=x is read by none of benchmark=\['math'\]"),
+        (["run=x", "rollout=vllm", "rollout.group_size=4"], r"rollout\.group_size=4 is read in training alone; say k="),
+        (["run=x", "rollout=vllm", "rollout.prompts_per_step=4"], "is read in training alone; say problems="),
+        (["run=x", "rollout=vllm", "rollout.max_new_tokens=9"], "is read in training alone; say max_new_tokens="),
+        (["run=x", "rollout=vllm", "rollout.temperature=0.5"], "is read in training alone; say temperature="),
+        (["run=x", "rollout=vllm", "rollout.staleness=1"], r"rollout\.staleness=1 is read in training alone; leave it"),
+        (
+            ["run=x", "rollout=vllm", "rollout.sleep=true"],
+            r"rollout\.sleep=True is read in training alone; leave it out",
+        ),
+        (["run=x", "rollout=vllm", "rollout.extend={5: 90}"], "is read in training alone; leave it out"),
+        (["run=x", "rollout=vllm", "rollout.routes=true"], r"rollout\.routes=True is read in training alone; leave it"),
+        (["run=x", "rollout=vllm", "rollout.name=local"], "rollout.name='local' cannot be changed"),
+        (["run=x", "rollout=vllm", "rollout.kv_cache_gib=0"], r"rollout\.kv_cache_gib=0\.0 must be"),
+        (["run=x", "rollout=vllm", "batch_rows=8"], r"batch_rows=8 with rollout=vllm: say rollout\.batch_rows="),
+        (["run=x", "rollout=nope"], "rollout/nope"),
     ],
 )
 def test_refusals(arguments, message):
     with pytest.raises(Exception, match=message):
         command(*arguments)
+
+
+def test_an_engine_is_chosen_with_its_own_settings():
+    assert command("run=x").rollout is None
+    own = ["rollout.max_model_len=64", "rollout.dtype=bfloat16", "rollout.batch_rows=8", "rollout.own_process=false"]
+    got = command("run=x", "rollout=vllm", *own).rollout
+    assert got == VLLMRollout(max_model_len=64, dtype="bfloat16", batch_rows=8, own_process=False)
+    assert command("run=x", "rollout=vllm_server", "rollout.url=http://h:1").rollout.url == "http://h:1"
+    assert command("run=x", "rollout=vllm_server", "rollout.routes=true").rollout.routes, "as the server was started"
+    assert command("run=x", "rollout=local", "rollout.quantization=int4").rollout.quantization == "int4"
+    kinds = (RolloutSettings, VLLMRollout, VLLMServerRollout)
+    assert {field.name for kind in kinds for field in fields(kind)} >= OF_THE_ENGINE, "none of these is mistyped"
 
 
 def test_sets_are_chosen_by_name_and_never_mixed_up():
@@ -171,3 +200,40 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
     missing = forked.run(run(tmp_path, "model.path=gone"), **options)
     assert missing.returncode == 2 and "model.path='gone' cannot be loaded" in missing.stderr
     assert not os.path.exists(tmp_path / "runs" / "evaluations")
+
+
+@pytest.mark.slow
+def test_a_run_is_compared_with_what_it_started_from(tmp_path):
+    """step=0 is the start; against=BASE and `gspo compare` print the same; rollout=local gives the same numbers."""
+    done = train(tmp_path, *[o for o in SMALL if not o.startswith("steps")], "steps=4", "tracking.wandb=disabled")
+    assert done.returncode == 0, done.stderr[-2000:]
+    call = [sys.executable, str(SCRIPT), f"run={only_run(tmp_path)}", "k=2", "problems=8", "sets=[math_easy,rated]"]
+    base = forked.run([*call, "step=0", "out=base"], cwd=tmp_path)
+    assert base.returncode == 0 and ", step 0: 2 samples a problem" in base.stdout, base.stderr[-2000:]
+    settings = json.loads((tmp_path / "base" / "settings.json").read_text())
+    assert settings["step"] == 0 and "engine" not in settings
+    trained = forked.run([*call, "against=base", "out=trained"], cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr[-2000:]
+    result = json.loads((tmp_path / "trained" / "result.json").read_text())
+    for name, r in result["against"]["sets"].items():
+        assert r["accuracy"][1] == pytest.approx(result["sets"][name]["avg"]["value"])
+        assert r["format"]["value"] + r["correctness"]["value"] == pytest.approx(r["gain"]["value"])
+    again = forked.run([sys.executable, str(ROOT / "experiments" / "compare.py"), "base", "trained"], cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout in trained.stdout and "of it format" in again.stdout
+    fewer = forked.run([*call, "against=base", "problems=5", "out=fewer"], cwd=tmp_path)
+    assert fewer.returncode == 2 and "math_easy: problems 5, 6, 7 in base and not in" in fewer.stderr
+    assert not (tmp_path / "fewer").exists(), "refused before anything is sampled"
+
+    local = forked.run([*call, "rollout=local", "rollout.batch_rows=512", "out=local"], cwd=tmp_path)
+    assert local.returncode == 0 and "computed in float32 by local" in local.stdout, local.stderr[-2000:]
+    same = json.loads((tmp_path / "local" / "result.json").read_text())
+    assert same["sets"] == result["sets"]
+    assert same["settings"]["engine"]["name"] == "local" and same["settings"]["engine"]["quantization"] == "none"
+    other = forked.run([*call, "rollout=local", "rollout.dtype=bfloat16", "out=local"], cwd=tmp_path)
+    assert other.returncode == 2 and "dtype: float32 against bfloat16; choose another out=" in other.stderr
+    script = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={only_run(tmp_path)}", "set=rated"]
+    shown = [forked.run([*script, *more], cwd=tmp_path) for more in ([], ["rollout=local"], ["step=0"])]
+    assert [one.returncode for one in shown] == [0, 0, 0], [one.stderr[-1000:] for one in shown]
+    assert shown[0].stdout == shown[1].stdout and shown[0].stdout != shown[2].stdout
+    refused = forked.run([*script, "rollout=local", "rollout.group_size=4"], cwd=tmp_path)
+    assert refused.returncode == 2 and "rollout.group_size=4 is read in training alone; say samples=" in refused.stderr

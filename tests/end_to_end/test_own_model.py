@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import forked
 from commands import environment, train
 from composing import options, settings
-from gspo.config.checks import nothing_to_learn
+from gspo.config.remarks import nothing_to_learn
 from gspo.core.types import Problem, Score
 from gspo.model.loading import HFModel, save
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.tracker import rollout_row

@@ -2,18 +2,23 @@
 
 On one machine, with one build of the program and its libraries and one number of threads.
 
-Critic, refreshed reference policy, adaptive KL coefficient, running reward statistics, pass rates of a curriculum.
+Critic, refreshed reference policy, adaptive coefficients of KL and entropy, running reward statistics, pass rates.
 """
 
 import json
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import SMALL, command, comparable, environment, only_run, train, wait_for_step
+import forked
+from commands import ROOT, SMALL, command, comparable, environment, evaluate, only_run, train, wait_for_step
+from gspo.model.loading import load
+from gspo.run.build import open_policy
+from gspo.run.directory import settings_and_checkpoint
 
 SHAPED = ["reward.overlong_cache=11", "reward.shift=running", "reward.scale=running"]  # rewards that differ by length
 RUNS = {
@@ -24,6 +29,7 @@ RUNS = {
     "dynamic": [
         "objective=gspo_token", "advantage=returns", "kl=reward", "kl.target=1e-4", "kl.horizon=100",
         "correction=tis", "rollout.refill_rounds=1", "rollout.extend={4:14,8:16}", *SHAPED,
+        "trainer.entropy_target=9", "trainer.entropy_coef_delta=1e-4",
     ],
     "stale": [
         "rollout.staleness=2", "rollout.dtype=bfloat16", "policy.old_logprobs=behaviour", "policy.routing_replay=r3",
@@ -88,6 +94,7 @@ def check_that_it_was_used(name, rows, state, checkpoint):
     else:
         assert [rows[step]["length/limit"] for step in (3, 4, 8)] == [12, 14, 16]
         assert all(row["filter/refill_rounds"] == 1 for row in rows[1:])
+        assert len({row["policy/entropy_coef"] for row in rows[1:]}) == 12, "it rises at every update"
 
 
 @pytest.mark.slow
@@ -104,3 +111,54 @@ def test_overlap_changes_no_row(tmp_path):
     assert rows[0] == rows[1], "held-out evaluation included"
     tokens = [row["eval/math_easy/tokens"] for row in rows[0] if "eval/math_easy/tokens" in row]
     assert len(set(tokens)) > 1, "the evaluated weights moved"
+
+
+LORA = ["policy.lora.rank=4", "optim.lr=1e-2", "kl=loss", "policy.routing_replay=r2", "reward.overlong_cache=11"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_an_adapter_goes_on_to_the_bit_and_can_be_evaluated_sampled_and_merged(tmp_path):
+    overrides = [*SMALL, *LORA, "checkpoint.every=1", "optim.warmup_updates=0"]
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    done = train(tmp_path / "straight", *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    straight = only_run(tmp_path / "straight")
+    there = {"cwd": tmp_path / "killed", "env": environment(), "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command(*overrides, "steps=200"), stderr=subprocess.DEVNULL, **there)
+    wait_for_step(tmp_path / "killed", 5, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    run = only_run(tmp_path / "killed")
+    done = train(tmp_path / "killed", f"resume={run}", "steps=12")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert comparable(run) == comparable(straight)
+    assert any(row["kl/ref_k3"] > 1e-6 for row in comparable(run)[1:]), "the adapter has moved"
+    last = [folder / "checkpoints" / "step_000012" for folder in (run, straight)]
+    assert not list(last[0].glob("model*.safetensors"))
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in last]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(adapters[0][key], adapters[1][key]) for key in adapters[1])
+    evaluated = evaluate(run)
+    assert evaluated.returncode == 0, evaluated.stderr[-3000:]
+    script = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "problems=1", "samples=1"]
+    sampled = forked.run(script, cwd=tmp_path / "killed", env=environment())
+    assert sampled.returncode == 0 and "tokens, mean log-prob" in sampled.stdout, sampled.stderr[-3000:]
+    refused = train(tmp_path / "killed", "model=hf", f"model.path={last[0]}", "task=math", "cold_start.steps=0")
+    assert refused.returncode == 2 and "is a LoRA adapter without its model: merge the two" in refused.stderr
+    check_that_the_documented_merge_gives_what_the_engine_samples_with(run, last[0], tmp_path)
+
+
+def check_that_the_documented_merge_gives_what_the_engine_samples_with(run, checkpoint, tmp_path):
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("runs/STUDY/RUN/checkpoints/step_000100", str(checkpoint))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    settings, _ = settings_and_checkpoint(str(run), 12, False, False)
+    settings.runs = str(run.parents[1])
+    policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: pytest.fail("the cold start is there"))
+    merged = load(str(tmp_path / "merged"))[0].state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in policy.named_tensors())
+    base = load(str(next((run.parents[1] / "cold_starts").glob("*-*/config.json")).parent))[0].state_dict()
+    assert any(not torch.equal(base[name], tensor) for name, tensor in merged.items())

@@ -63,11 +63,21 @@ def test_overlapped_and_partial_rollouts_through_vllm(tmp_path):
     assert 0.8 < last["routing/engine_agreement"] <= 1
 
 
-def test_in_a_sweeps_worker(tmp_path):
-    done = train(tmp_path, "-m", *MOE, "steps=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2")
+def test_episodes_in_a_sweeps_worker_and_resumed(tmp_path):
+    cut = "cold_start.steps=300 cold_start.batch_size=16 rollout.prompts_per_step=4 rollout.group_size=4 threads=1"
+    sums = ["experiment=tool_moe", "task.terms=0", "rollout=vllm", *cut.split(), "evaluation.problems=4", "study=small"]
+    done = train(tmp_path, "-m", *sums, "steps=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "seed=1,2")
     assert done.returncode == 0, done.stderr[-3000:]
-    for run in (tmp_path / "runs" / "small").glob("*-seed*"):
-        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
+    runs = sorted((tmp_path / "runs" / "small").glob("*-seed*"))
+    assert len(runs) == 2
+    done = train(tmp_path, f"resume={runs[0]}", "steps=3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run, steps in zip(runs, (3, 1), strict=True):
+        rows = read_rows(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(steps + 1))
+        for row in rows[1:]:
+            assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+            assert row["episode/tool_calls"] > 0 and row["episode/turns"] > 1 and row["episode/environment_tokens"] > 0
 
 
 def test_a_wrong_setting_is_one_line(tmp_path):
@@ -91,23 +101,6 @@ def alone(tmp_path_factory):
     return folder / "runs" / "cold_starts", comparable(only_run(folder))
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
-def test_two_ranks_with_a_vllm_each_write_what_one_process_writes(tmp_path, alone, mode):
-    cold_starts, expected = alone
-    shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
-    ranks = launch(tmp_path, 2, *SEVERAL, f"parallel.mode={mode}", seconds=SECONDS)
-    assert [rank.code for rank in ranks] == [0, 0], [rank.err[-3000:] for rank in ranks]
-    rows = comparable(only_run(tmp_path))
-    assert [row["step"] for row in rows] == list(range(5))
-    for row, other in zip(rows, expected, strict=True):
-        assert row.keys() == other.keys()
-        for name in row.keys() - {name for name in row if name.startswith(("mismatch/", "routing/engine_"))}:
-            assert row[name] == pytest.approx(other[name], rel=2e-3, abs=2e-4), (row["step"], name)
-    for row in rows[1:]:
-        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
-        assert row["routing/engine_agreement"] > 0.999
-
-
 KILLING = """
 import os
 from dataclasses import dataclass
@@ -117,21 +110,33 @@ from gspo.train.extensions import Callback
 @dataclass
 class OnRankOne(Callback):
     def before_step(self, step, trainer):
-        if step == 3 and trainer.ranks.index == 1:
+        if step == 5 and trainer.ranks.index == 1:
             os.kill(trainer.source.engine.host.process.pid, 9)
 """
 
 
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
-def test_the_vllm_of_one_rank_is_killed_and_the_step_before_is_saved(tmp_path, mode):
+def test_two_ranks_with_a_vllm_each_write_what_one_process_writes_until_one_is_killed(tmp_path, alone, mode):
+    """Then the step before is saved."""
+    cold_starts, expected = alone
+    shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
     (tmp_path / "killing.py").write_text(KILLING)
-    several = [*SEVERAL, f"parallel.mode={mode}", "checkpoint.every=100"]
+    several = [*SEVERAL, "steps=9", f"parallel.mode={mode}", "checkpoint.every=100", "callbacks.it=killing:OnRankOne"]
     there = {rank: {"PYTHONPATH": f".:{ROOT}"} for rank in (0, 1)}
-    ranks = launch(tmp_path, 2, *several, "callbacks.it=killing:OnRankOne", env=there, seconds=SECONDS)
+    ranks = launch(tmp_path, 2, *several, env=there, seconds=SECONDS)
     assert [rank.code for rank in ranks] == [1, 1], [rank.err[-3000:] for rank in ranks]
+    rows = comparable(only_run(tmp_path))
+    assert [row["step"] for row in rows] == list(range(5))
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - {name for name in row if name.startswith(("mismatch/", "routing/engine_"))}:
+            assert row[name] == pytest.approx(other[name], rel=2e-3, abs=2e-4), (row["step"], name)
+    for row in rows[1:]:
+        assert row["mismatch/logp_abs"] < 1e-5 and row["mismatch/after_sync"] < 1e-5
+        assert row["routing/engine_agreement"] > 0.999
     error = ranks[0].err.strip().splitlines()[-1]
     assert error.startswith("error: vLLM's process of rank 1 (process ") and "was killed by SIGKILL" in error
-    assert "; saved up to step_000002; go on with resume=" in error
+    assert "; saved up to step_000004; go on with resume=" in error
     assert not ranks[1].out and "error" not in ranks[1].err and "Traceback" not in ranks[0].err + ranks[1].err
 
 

@@ -10,8 +10,8 @@ import pytest
 import forked
 from builders import small_policy
 from commands import SMALL, comparable, environment, only_run, train
-from gspo.rollout.engine import LocalEngine
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import Grouped
 from gspo.rollout.settings import RolloutSettings

@@ -193,8 +193,9 @@ def sapo(y: Response, tau_positive, tau_negative, level) -> list[Token]:
 
 
 FORMULAS = {
-    "gspo": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo, "grpo": grpo, "drgrpo": grpo, "dapo": grpo,
-    "ppo": grpo, "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "dppo": dppo, "sapo": sapo,
+    "gspo": gspo, "gspo_all_tokens": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo, "grpo": grpo,
+    "drgrpo": grpo, "dapo": grpo, "ppo": grpo, "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "dppo": dppo,
+    "sapo": sapo,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from gspo.core.types import Problem, Response
 from gspo.model.gathered import whole
 from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 
 PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n", "9-1=?"]

@@ -7,6 +7,7 @@ import numpy as np
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import generator
 from gspo.core.types import Response
+from gspo.rollout.engine import Engine
 
 
 @dataclass
@@ -17,6 +18,8 @@ class Demonstrator:
     slips: float = 0.2
     batch_rows: int = 40
     ranks = Ranks()
+    in_chunks = True
+    stream, chunks, _most = Engine.stream, Engine.chunks, Engine._most
 
     def generate(self, problems, group_size, sampling, seed, policy_step=0, *, record_experts=False, finished=None):
         groups = [

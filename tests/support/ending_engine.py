@@ -6,8 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from gspo.rollout.engine import LocalEngine
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.local_engine import LocalEngine
 from gspo.run import build
 
 TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
@@ -31,8 +31,8 @@ class Ending(LocalEngine):
             raise EngineEnded("vLLM's process (process 12) was killed by SIGKILL")
 
 
-def make_engine(policy, settings, ranks) -> LocalEngine:
-    local = build.local_engine(policy, settings.rollout)
+def make_engine(policy, rollout, ranks) -> LocalEngine:
+    local = build.local_engine(policy, rollout)
     engine = Ending(policy, local.batch_rows, local.sampler.model.dtype)
     engine.ranks = ranks
     return engine

@@ -33,6 +33,7 @@ MODULES = (  # what the scripts import, at their top or later
     "gspo.core.interrupt",  # the first, as in every script
     "wandb.sdk.launch.inputs.internal",  # by wandb.init; it searches all modules: there are few yet
     "pandas",  # for W&B's tables
+    "pytest",  # for functions of the tests (ranked.py)
     "transformers",
     "gspo.evaluation.resumable",
     "gspo.run.build",
@@ -95,8 +96,8 @@ def server() -> TextIO:
         else:
             listener.listen()
             inherited = listener.fileno()
-            command = [sys.executable, __file__, str(inherited)]
-            subprocess.Popen(command, start_new_session=True, pass_fds=[inherited], stdin=subprocess.DEVNULL)
+            command, env = [sys.executable, __file__, str(inherited)], os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+            subprocess.Popen(command, start_new_session=True, pass_fds=[inherited], stdin=subprocess.DEVNULL, env=env)
     connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 60
     while failed := connection.connect_ex(address):  # bound by another process, which has yet to listen
         if time.monotonic() > deadline:

@@ -1,15 +1,20 @@
 """What is asked of an engine outside the trainer's process, with one rank or several, be it vLLM or its server."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
 from builders import problems, small_policy
+from games import Echo, Echoes
+from gspo.core.batch import NOT_RECORDED, pack
 from gspo.core.ranks import Ranks
-from gspo.core.types import Response
+from gspo.core.types import Problem, Response
 from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
 from gspo.model.sharding import Shards
+from gspo.rollout.episodes import play
 from gspo.rollout.requests import Sampling
 from gspo.rollout.route_checks import check_routes
 from gspo.rollout.sampler_logprobs import check_engine
@@ -19,6 +24,7 @@ from gspo.rollout.vllm import VLLMEngine
 SECONDS = 500  # two engines start on a busy machine
 MODEL = TinyMoE(hidden=64, layers=2, heads=2, experts=8, experts_per_token=2, expert_width=16)
 GREEDY, SAMPLED = Sampling(0.0, 20), Sampling(1.0, 20)
+STOPS = tuple("aeiouxXG59|")
 
 
 def whole_policy() -> Policy:
@@ -39,6 +45,24 @@ def update(policy: Policy) -> None:
         parameter.mul_(1.2)
 
 
+def gap(policy: Policy, responses: list[Response], temperature: float = 1.0) -> float:
+    """Mean |log-prob of the engine - that of the policy| of the sampled tokens."""
+    policy.temperature = temperature
+    batch = pack(responses, policy.tokenizer.pad_token_id)
+    difference = (batch.engine_logp_BT - policy.score(batch, 32).logp_BT).abs()
+    policy.temperature = 1.0
+    return difference[batch.mask_BT].mean().item()
+
+
+def agreement(policy: Policy, responses: list[Response]) -> float:
+    """Share of positions and layers at which engine and policy choose the same set of experts."""
+    batch = pack(responses, policy.tokenizer.pad_token_id)
+    theirs, own = batch.engine_experts_BSLK, policy.score(batch, 32).experts_BSLK
+    known_BS = theirs[:, :, 0, 0] != NOT_RECORDED
+    assert known_BS.sum() == sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in responses)
+    return (theirs.sort(-1).values == own.sort(-1).values).all(-1)[known_BS].float().mean().item()
+
+
 def settings(**changed) -> VLLMRollout:
     return VLLMRollout(**{"kv_cache_gib": 0.25, "batch_rows": 8, "max_model_len": 256} | changed)
 
@@ -51,8 +75,37 @@ def sampled(engine, sampling: Sampling, experts: bool) -> list[Response]:
     return [r for group in ranks.merged(groups) for r in group]
 
 
+class Uneven(Echoes):
+    """Every second episode ends with its first turn; with two ranks they are those of rank 0."""
+
+    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Echo:
+        return Echo(1 + 2 * (problem.index % 2), position)
+
+
+def played(engine, experts: bool) -> list[Response]:
+    """Episodes that the ranks share out: rank 0 has more chunks of them, rank 1 more turns."""
+    task, ranks = Uneven(), engine.ranks
+    own = ranks.own([task.problem(0, "train", i) for i in range(5)])
+    with letters_end_turns(engine.policy):
+        groups = play(engine, task, own, 4, Sampling(1.0, 40), (1, "test"), record_experts=experts)
+    return [r for group in ranks.merged(groups) for r in group]
+
+
+@contextmanager
+def letters_end_turns(policy: Policy) -> Iterator[None]:
+    """Within: some letters are stop tokens of the policy, so that its turns are short. With experts vLLM knows no stop
+    strings."""
+    before = policy.stop_ids
+    policy.stop_ids = before | set(policy.tokenizer.convert_tokens_to_ids(list(STOPS)))
+    try:
+        yield
+    finally:
+        policy.stop_ids = before
+
+
 def story(engine, experts: bool = False) -> list[list[list[int]]]:
-    """Tokens before and after the weights change; each time engine and policy are compared."""
+    """Tokens before and after the weights change, and those of episodes at the end; each time engine and policy are
+    compared."""
     found = []
     for step in range(3):
         if step:
@@ -64,7 +117,10 @@ def story(engine, experts: bool = False) -> list[list[list[int]]]:
             found.append([r.token_ids for r in responses])
             if experts:
                 check_routes(responses, MODEL.layers, MODEL.experts_per_token, MODEL.experts)
-    return found
+    episodes = played(engine, experts)
+    if experts:
+        check_routes(episodes, MODEL.layers, MODEL.experts_per_token, MODEL.experts)
+    return [*found, [r.token_ids for r in episodes]]
 
 
 @cache

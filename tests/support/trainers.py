@@ -9,18 +9,19 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GRPO
 from gspo.core.types import Problem, Score
 from gspo.model.value_head import ValueHead
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
+from gspo.tasks.base import Task
 from gspo.train.credit import Algorithm
 from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
 
 
 @dataclass
-class FirstCharacter:
+class FirstCharacter(Task):
     """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a lower-case letter."""
 
     name: str = "first"
@@ -53,30 +54,38 @@ def trainer(
     parts=None,
     old_pass="always",
     eps=1e-15,
+    optimizer="adamw",
     freeze_router=False,
     router_lr_factor=1.0,
     spread=None,
+    lora=None,
+    task=None,
     **settings,
 ) -> Trainer:
     """A trainer of a small policy; `parts` are the algorithm's parts beside the objective, `spread` spreads a policy's
-    weights over ranks."""
+    weights over ranks, `lora` puts an adapter on it."""
     spread = spread or (lambda policy: policy)
     policy = spread(small_policy(model))
+    if lora:
+        policy.adapt(lora, seed)
     algorithm = Algorithm(objective or GRPO(), **parts or {})
     if algorithm.advantage.needs_values:
         policy.value_head = ValueHead.open(policy.model, None)
     rollout = rollout or RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10)
-    source = make_source(LocalEngine(policy), FirstCharacter(), rollout, Uniform(), seed)
+    source = make_source(LocalEngine(policy), task or FirstCharacter(), rollout, Uniform(), seed)
     aggregation = aggregation or Aggregation("seq-mean-token-mean")
+    reference = policy.without_adapter() if lora else spread(small_policy(model))
+    if algorithm.kl.name == "none":
+        reference = None
     return Trainer(
         policy,
         source,
         algorithm,
-        optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor),
+        optim=OptimSettings(optimizer, lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor),
         settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings),
         policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass, freeze_router=freeze_router),
         seed=seed,
-        reference=spread(small_policy(model)) if algorithm.kl.name != "none" else None,
+        reference=reference,
     )
 
 
@@ -100,11 +109,15 @@ def gap_trainer(
     old_pass="auto",
     eps=1e-15,
     spread=None,
+    lora=None,
+    task=None,
     **rollout,
 ) -> Trainer:
     """A trainer of a small policy whose engine may round, lag behind or cut responses."""
     spread = spread or (lambda policy: policy)
     policy = spread(small_policy(model))
+    if lora:
+        policy.adapt(lora, 1)
     settings = RolloutSettings(
         **{"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10, "routes": replay == "r3"} | rollout
     )
@@ -115,7 +128,7 @@ def gap_trainer(
     mean = Aggregation("seq-mean-token-mean")
     return Trainer(
         policy,
-        make_source(engine, FirstCharacter(), settings, Uniform(), 1, keep, policy),
+        make_source(engine, task or FirstCharacter(), settings, Uniform(), 1, keep, policy),
         Algorithm(objective or GRPO(), **parts or {}),
         optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps),
         settings=TrainerSettings(minibatches=minibatches, micro_batch_size=8, aggregation=mean),

@@ -70,7 +70,7 @@ class Long(CustomMetric):
     tokens: int = ranged(4, least=1)
 
     def __call__(self, trained):
-        return sum(len(r.token_ids) >= self.tokens for r in trained.responses) / len(trained.responses)
+        return sum(r.length >= self.tokens for r in trained.responses) / len(trained.responses)
 
 
 @dataclass

@@ -40,6 +40,9 @@ class Server(ThreadingHTTPServer):
         self.unknown, self.scanned = [], []
         self.sweep, self.commands, self.states = {}, [], []  # its configuration; what its agent is told; what it said
         self.artifacts: list[str] = []
+        self.stops = False  # whether runs are asked to stop, as by a sweep's early termination
+        self.made: list[dict] = []  # every artifact that a run has written, and by id what it is
+        self.used: list[tuple[str, str]] = []  # of every use: the run and the artifact's name
 
     @property
     def address(self) -> str:
@@ -186,9 +189,18 @@ class Server(ThreadingHTTPServer):
 
     # artifacts: known to be there, so that nothing is uploaded again
     def on_createartifact(self, variables):
+        if self.refuses:
+            raise PermissionError
+        self.made.append(variables["input"])
         self.artifacts.append(variables["input"]["artifactCollectionName"])
         made = {"id": f"F{len(self.artifacts)}", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": made}}
+
+    def on_useartifact(self, variables):
+        used = variables["input"]
+        name = self.artifacts[int(used["artifactID"].removeprefix("F")) - 1]
+        self.used.append((used["runName"], name))
+        return {"useArtifact": {"artifact": {"id": used["artifactID"]}}}
 
     def on_organizationcoreweaveorganizationid(self, _):
         return {"entity": {"organization": None}}
@@ -218,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
         stream = re.match(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
         if stream:
             self.server.streamed(stream[1], json.loads(body))
-            return self.reply(200, b"{}")
+            return self.reply(200, json.dumps({"stopped": True} if self.server.stops else {}).encode())
         if self.path != "/graphql":
             return self.reply(404, b"{}")
         question = json.loads(body)

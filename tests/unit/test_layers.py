@@ -26,6 +26,7 @@ FLOORS = {
 ONLY_IN = {
     "transformers": ("model", "planning", "rollout"),
     "tokenizers": ("model",),
+    "peft": ("model",),
     "vllm": ("rollout",),
     "wandb": ("tracking",),
     "wandb_workspaces": ("tracking",),
@@ -33,7 +34,15 @@ ONLY_IN = {
     "omegaconf": ("config", "run", "commands"),
     "analysis": ("commands",),
 }
-NO_TORCH = ("tasks", "tracking", "verifiers", "core", "evaluation/estimates.py", "evaluation/elo.py")
+NO_TORCH = (
+    "tasks",
+    "tracking",
+    "verifiers",
+    "core",
+    "evaluation/estimates.py",
+    "evaluation/elo.py",
+    "evaluation/paired.py",
+)
 TENSORS = ("core/batch.py", "core/masked.py", "core/ranks.py")
 
 

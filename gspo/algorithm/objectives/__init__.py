@@ -10,7 +10,7 @@ The formulas differ from those of the papers in one point: log-ratios are bounde
 
 from gspo.algorithm.objectives import sequence, token, weighted
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, log_ratio
-from gspo.algorithm.objectives.sequence import GMPO, GSPO, LUSPO, GSPOToken
+from gspo.algorithm.objectives.sequence import GMPO, GSPO, LUSPO, GSPOAllTokens, GSPOToken
 from gspo.algorithm.objectives.token import DAPO, GRPO, PPO, DrGRPO
 from gspo.algorithm.objectives.weighted import CISPO, DPPO, SAPO, MiniRL, Reinforce
 
@@ -34,6 +34,7 @@ __all__ = [
     "PPO",
     "SAPO",
     "DrGRPO",
+    "GSPOAllTokens",
     "GSPOToken",
     "LossInputs",
     "LossOutputs",

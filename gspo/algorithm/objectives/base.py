@@ -39,6 +39,9 @@ class LossInputs:
     old_values_BT: Tensor | None = None  # the critic's values at the start of the step
     returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
     balance_BT: Tensor | None = None  # what the auxiliary loss of an MoE model is the mean of, with gradient
+    entropy_BT: Tensor | None = None  # -sum_v pi log pi, with gradient where there is an entropy bonus
+    # how many tokens each response has, those of an environment included; None: as many as the mask has
+    lengths_B: Tensor | None = None
 
     def __post_init__(self):
         for name in ("logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"):

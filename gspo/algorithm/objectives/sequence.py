@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs, RatioObjective, log_ratio
 from gspo.core.masked import masked_mean
@@ -35,6 +36,25 @@ class GSPO(Clipped):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
         return self.clipped(ratio_B1.expand_as(inputs.mask_BT), bounded_B1.expand_as(inputs.mask_BT), inputs)
+
+
+@dataclass
+class GSPOAllTokens(GSPO):
+    """GSPO with a mistake: the ratio's length counts the tokens of the environment too.
+
+        s_i = exp( 1/(|y_i| + |o_i|) sum_t log( pi(y_it) / pi_old(y_it) ) )        o_i: what the environment wrote
+
+    The sum is over the policy's tokens, as it must be. A response of which the environment wrote nine tenths so has a
+    log-ratio of a tenth, which the clip hardly ever reaches, and a gradient of a tenth. It is there to measure what
+    that does (docs/environments.md); without an environment it is GSPO.
+    """
+
+    name: str = "gspo_all_tokens"
+
+    def sequence_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        log_B = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT).sum(-1)
+        lengths_B = inputs.mask_BT.sum(-1) if inputs.lengths_B is None else inputs.lengths_B
+        return self.bounded_exp((log_B / lengths_B.clamp(min=1)).unsqueeze(-1))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from gspo.algorithm.objectives import (
     PPO,
     SAPO,
     DrGRPO,
+    GSPOAllTokens,
     GSPOToken,
     LossInputs,
     MiniRL,
@@ -38,7 +39,7 @@ NEVER_CUTS = (Reinforce, SAPO)  # no token ever loses its gradient; CISPO's does
 def test_every_objective_is_tried():
     assert {type(objective) for objective, _ in CASES} == set(OBJECTIVES)
     assert {kind().name for kind in OBJECTIVES} == set(naive.FORMULAS)
-    assert set(DUAL_KINDS) == {GSPO, GSPOToken, LUSPO, GRPO, DrGRPO, DAPO, PPO}
+    assert set(DUAL_KINDS) == {GSPO, GSPOAllTokens, GSPOToken, LUSPO, GRPO, DrGRPO, DAPO, PPO}
 
 
 @cases

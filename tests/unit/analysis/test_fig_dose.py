@@ -57,6 +57,18 @@ def test_arms_doses_and_pairs(study):
     assert sum("6 of 6" in line for line in fig_dose.table(numbers, DOSE, METRIC)) == 2
 
 
+def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study):
+    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, ["optim/lr"])
+    objectives, _ = fig_dose.compared(numbers, "GSPO")
+    assert set(objectives) == {("GRPO", "GSPO")}
+    means = {level: interval.mean for _, level, interval in fig_dose.intervals(objectives["GRPO", "GSPO"])}
+    assert means == pytest.approx({1.0: 0.0, 10.0: -0.05, 60.0: -0.15})
+    head, _, *lines = fig_dose.table(numbers, DOSE, METRIC, ["optim/lr"])
+    assert head.rstrip(" |").endswith("optim/lr") and len(lines) == 10
+    expected = f"{numbers['optim/lr'].mean():.4g}"
+    assert all(line.rstrip(" |").endswith(expected) for line in lines)
+
+
 def test_it_draws(study, tmp_path):
     data = load.load([study])
     numbers = fig_dose.measure(data, DOSE, METRIC, ARMS)

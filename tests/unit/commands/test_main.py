@@ -79,7 +79,7 @@ def test_every_figure_is_listed_with_its_question_and_can_be_called(monkeypatch,
 def test_a_command_gets_the_words_after_its_name(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, text, _ = called(monkeypatch, capsys, "compare", "--help")
-    assert code == 0 and "`gspo compare runs/STUDY/A runs/STUDY/B ...`" in text
+    assert code == 0 and "    gspo compare runs/STUDY/A runs/STUDY/B ...\n" in text
     code, _, said = called(monkeypatch, capsys, "sweep-status", "runs/nowhere")
     assert code == 2 and said == "error: runs/nowhere holds no runs and no manifest.jsonl\n"
 

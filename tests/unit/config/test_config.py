@@ -18,8 +18,9 @@ from omegaconf import OmegaConf, open_dict
 import forked
 from commands import ROOT
 from composing import CONF, options, settings
-from gspo.config.checks import check, check_training_set, warnings, warnings_after
+from gspo.config.checks import check, check_training_set
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
+from gspo.config.remarks import warnings, warnings_after
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, Settings, of_result, run_directory, same_result, settings_hash
 from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
@@ -30,7 +31,11 @@ from gspo.tasks.function_writing import FunctionWriting
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
     "gae": ["objective=ppo"],
+    "turn_normalized": ["objective=gspo_token", "task=guessing"],
     "rows": ["task.reward=gspo.core.seeding:seed_for", "cold_start.steps=0"],
+    "vf": ["task.env=gspo.core.seeding:seed_for", "cold_start.steps=0"],
+    "text_game": ["task.id=Blackjack-v1", "cold_start.steps=0"],
+    "openenv": ["task.url=http://127.0.0.1:8000", "cold_start.steps=0"],
     "grouped": ["rollout.query_set=128"],
 }
 
@@ -64,14 +69,10 @@ def test_paper_clip_ranges_are_what_the_option_files_say():
 
 @pytest.mark.slow
 def test_every_experiment_keeps_every_objectives_own_values():
-    for experiment in options("experiment"):
-        for objective in options("objective"):
-            keeps_its_values(experiment, objective)
-
-
-def keeps_its_values(experiment: str, objective: str) -> None:
-    alone = settings(f"objective={objective}").objective
-    assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone
+    for objective in options("objective"):
+        alone = settings(f"objective={objective}").objective
+        for experiment in options("experiment"):
+            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone, experiment
 
 
 def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
@@ -285,8 +286,36 @@ BAD = [
     ("objective.clip_low=2", "objective.clip_low=2"),
     ("objective.clip_high=-1", "objective.clip_high=-1"),
     ("optim.lr=-1", "optim.lr=-1"),
+    ("optim.name=adam", "optim.name='adam': choose one of adamw, adamw_8bit, paged_adamw_8bit"),
+    ("optim.name=adamw_8bit parallel.mode=shard", "optim.name=adamw_8bit with parallel.mode=shard"),
+    ("trainer.entropy_coef=-.1", "trainer.entropy_coef=-0.1"),
+    (
+        "trainer.entropy_coef=.1 trainer.entropy_coef_max=.5",
+        "trainer.entropy_coef_max=0.5 is not read with trainer.ent",
+    ),
+    (
+        "trainer.entropy_target=.2 trainer.entropy_coef=2",
+        "trainer.entropy_coef=2.0 must lie between .*min=0.0 and .*=1",
+    ),
     ("rollout.temperature=0", "rollout.temperature=0"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0"),
+    ('rollout.stop=[""]', r"rollout.stop=\[''\]: an empty string"),
+    (
+        "rollout=vllm rollout.stop=[x] policy.routing_replay=r3",
+        r"rollout.stop=\['x'\] with rollout=vllm and rollout.ro",
+    ),
+    ("rollout.top_p=0", r"rollout.top_p=0.0 must lie in \(0, 1\]"),
+    ("rollout.top_p=1.5", r"rollout.top_p=1.5 must lie in \(0, 1\]"),
+    ("rollout.top_k=-1", "rollout.top_k=-1 must be a whole number of at least 0"),
+    ("rollout.min_p=1", r"rollout.min_p=1.0 must lie in \[0, 1\)"),
+    ("rollout.top_p=.9 correction=tis", "correction=tis weighs by .* rollout.top_p=0.9, .* use correction=none"),
+    ("rollout.min_p=.1 correction=rejection", "correction=rejection weighs by .* with rollout.min_p=0.1"),
+    ("rollout.top_k=5 objective=dppo", "objective=dppo divides by the engine's whole .* with rollout.top_k=5"),
+    (
+        "rollout=vllm rollout.top_p=.9 rollout.temperature=.8",
+        "rollout.top_p=0.9 with rollout.temperature=0.8 and rollout=vllm: .* rollout.temperature=1",
+    ),
+    ("evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20", "evaluation.top_k=20 is not read with eval"),
     ("evaluation.sets=[nothing]", "evaluation.sets=.*nothing"),
     ("cold_start.wrong_step_rate=1", "cold_start.wrong_step_rate=1"),
     ("steps=0", "steps=0"),
@@ -301,6 +330,54 @@ BAD = [
     ("tracking.wandb=maybe", "tracking.wandb='maybe'"),
     ("model.experts_per_token=99", "model.experts_per_token=99"),
     ("task.math.max_operands=1", "max_operands=1"),
+    ("objective=gspo_token advantage=turn_normalized", "advantage=turn_normalized with task=mixed: its .* one turn"),
+    ("reward.turns=each objective=gspo_token advantage=gae", "reward.turns=each with task=mixed: .* leave it out"),
+    ("reward.turns=some", "reward.turns='some': choose outcome or each"),
+    (
+        "task=guessing reward.turns=each advantage=returns",
+        "objective=gspo has one advantage per response, advantage=returns .* and reward.turns=each gives one per token",
+    ),
+    ("task=guessing reward.turns=each advantage=returns objective=gmpo", "objective=gmpo has one advantage per resp"),
+    (
+        "task=guessing objective=gspo_token advantage=turn_normalized rollout.refill_rounds=2",
+        "rollout.refill_rounds=2 with advantage=turn_normalized: .* although their turns may differ",
+    ),
+    (
+        "task=guessing objective=grpo trainer.aggregation.mode=seq-mean-token-sum-norm trainer.aggregation.length=0",
+        "trainer.aggregation.length=0 with task=guessing: the width .* use trainer.aggregation.length=null",
+    ),
+    (
+        "task=guessing kl=loss kl.coef=.1 kl.aggregation.mode=seq-mean-token-sum-norm kl.aggregation.length=0",
+        "kl.aggregation.length=0 with task=guessing",
+    ),
+    (
+        "task=guessing objective=gspo_token advantage=turn_normalized reward.shift=batch",
+        "reward.shift=batch is not read with advantage=turn_normalized",
+    ),
+    (
+        "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.scale=batch",
+        "reward.scale=batch is not read with advantage=turn_normalized",
+    ),
+    ("task=guessing advantage=turn_normalized", "objective=gspo has one advantage per response, .* use objective=gspo"),
+    (
+        "task=guessing reward.turns=each",
+        "reward.turns=each with advantage=group_normalized, which compares .*gae, ret",
+    ),
+    (
+        "task=guessing reward.turns=each objective=gspo_token advantage=reinforce_pp advantage.baseline=group",
+        "reward.turns=each with advantage=reinforce_pp and advantage.baseline=group, which compares",
+    ),
+    (
+        "task=guessing reward.turns=each objective=gspo_token advantage=returns reward.scale=batch",
+        "reward.scale=batch with reward.turns=each: it acts on whole responses",
+    ),
+    (
+        "task=guessing rollout.token_budget=9 rollout.in_flight=99",
+        "rollout.token_budget=9 with task=guessing: an episode is played to its end",
+    ),
+    ("task=python_tool task.turns=1", "turns=1 leaves no turn for the answer"),
+    ("task=guessing task.step_seconds=0", "task.step_seconds=0.0 must be a finite number above 0"),
+    ("task=guessing task.observation_tokens=0", "task.observation_tokens=0"),
 ]
 
 
@@ -321,6 +398,12 @@ def test_what_cannot_work_is_refused_naming_key_and_value(overrides, message):
         "objective=dppo trainer.minibatches=1",  # its ratio is to the engine's policy, not to pi_old
         "objective=gspo_token advantage=returns advantage.gamma=0.9",
         "objective=drgrpo trainer.aggregation.length=100",  # mode=auto is Dr.GRPO's, which reads it
+        "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",  # both of the whole distribution
+        "rollout=vllm rollout.top_p=.9 evaluation.top_p=.95 evaluation.temperature=.6",
+        "task=guessing reward.turns=each objective=gspo_token advantage=turn_normalized advantage.gamma=.8",
+        "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.shift=batch",
+        "task=guessing reward.turns=each objective=grpo advantage=returns advantage.gamma=.9",
+        "task=python_tool reward.turns=each objective=ppo advantage=gae rollout.staleness=1",
     ],
 )
 def test_settings_that_do_act_are_not_refused(overrides):
@@ -351,29 +434,53 @@ def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
 
 
 LATER = {  # settings that were added after runs had been made and published, each with another value than its default
+    "optim.name": "adamw_8bit",
     "optim.router_lr_factor": 0.5,
     "optim.decay": "linear",
     "optim.decay_updates": 8,
     "optim.final_lr_factor": 0.5,
     "policy.freeze_router": True,
+    "policy.lora": {"rank": 8, "targets": "attention", "alpha": 16},
     "trainer.router_aux_loss_coef": 0.01,
+    "trainer.entropy_coef": 0.01,
+    "trainer.entropy_target": 0.2,
+    "trainer.entropy_coef_delta": 0.01,
+    "trainer.entropy_coef_min": 0.01,
+    "trainer.entropy_coef_max": 0.5,
     "rollout.quantization": "fp8_e4m3",
+    "reward.turns": "each",
+    "rollout.stop": ["x"],
+    "rollout.top_p": 0.9,
+    "rollout.top_k": 20,
+    "rollout.min_p": 0.1,
+    "evaluation.top_p": 0.95,
+    "evaluation.top_k": 20,
+    "evaluation.min_p": 0.1,
     "task.code.variables": "x",
+    "prompt.thinking": False,
 }
 
 
+STARTS = {  # where a setting can be given at all
+    "reward.turns": ["experiment=guessing_moe", "objective=gspo_token", "advantage=returns"],
+}
 BESIDE = {  # what a setting needs beside it
     "optim.decay": ["optim.decay_updates=8"],
     "optim.decay_updates": ["optim.decay=cosine"],
     "optim.final_lr_factor": ["optim.decay=cosine", "optim.decay_updates=8"],
+    "trainer.entropy_coef_delta": ["trainer.entropy_target=0.2"],
+    "trainer.entropy_coef_min": ["trainer.entropy_target=0.2", "trainer.entropy_coef=0.1"],
+    "trainer.entropy_coef_max": ["trainer.entropy_target=0.2"],
 }
 
 
 @pytest.mark.parametrize("key", LATER)
 def test_a_setting_added_later_changes_the_hash_of_no_run_that_leaves_it_alone(key):
     *groups, name = key.split(".")
-    base = settings("experiment=tiny_moe")
-    changed = settings("experiment=tiny_moe", f"{key}={LATER[key]}", *BESIDE.get(key, ()))
+    start = STARTS.get(key, ["experiment=tiny_moe"])
+    base = settings(*start)
+    value = str(LATER[key]).replace("'", "")  # a mapping as Hydra writes it
+    changed = settings(*start, f"{key}={value}", *BESIDE.get(key, ()))
     before, after = (reduce(dict.__getitem__, groups, of_result(each)) for each in (base, changed))
     assert name not in before and after[name] == LATER[key]
     assert settings_hash(base) != settings_hash(changed) and groups[0] in same_result(base, changed)
@@ -475,7 +582,7 @@ UNKNOWN = [  # override, the unknown key, the nearest one
     ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
     ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
     ("+lr=0.1", "lr", "optim.lr"),
-    ("+rollout.top_p=0.9", "rollout.top_p", "rollout.dtype"),
+    ("+rollout.nucleus=0.9", "rollout.nucleus", "rollout.routes"),
     ("+objective.clip=1", "objective.clip", "objective.clip_low"),
     ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
     ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
@@ -542,7 +649,7 @@ def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
 def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
     write_settings(settings("seed=5"), tmp_path)
     assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(tmp_path, ["checkpoint.keep=1"])
-    for override in ("foo=1", "+foo=1", "++rollout.top_p=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
+    for override in ("foo=1", "+foo=1", "++rollout.top_q=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
         key = override.lstrip("+").split("=")[0]
         with pytest.raises(ValueError, match=re.escape(f"{override}: there is no setting {key}: the nearest is ")):
             resumed_settings(tmp_path, [f"resume={tmp_path}", override])
@@ -551,6 +658,8 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
 def test_warnings_name_what_may_not_be_meant():
     assert warnings(settings()) == []
     assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
+    (line,) = warnings(settings("rollout.top_p=.9", "rollout.top_k=20"))
+    assert line.startswith("rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution")
     metrics = {"clip/token_active": 0.0123, "ratio/sequence_log_abs": 4e-4}
     assert warnings_after(settings("objective=gspo"), metrics) == []
     assert warnings_after(settings("objective=grpo"), metrics) == []

@@ -37,6 +37,27 @@ def flat(tree: object, prefix: str = "") -> set[str]:
     return {key for name in fields for key in flat(getattr(tree, name), f"{prefix}{name}.")}
 
 
+def drawn(parameter: dict, draw: random.Random) -> object:
+    """A value as W&B would draw it."""
+    if "distribution" in parameter:
+        assert parameter["distribution"] == "log_uniform_values" and 0 < parameter["min"] < parameter["max"]
+        return draw.uniform(parameter["min"], parameter["max"])
+    return draw.choice(parameter["values"]) if "values" in parameter else parameter["value"]
+
+
+@pytest.mark.parametrize("path", WANDB, ids=lambda path: path.stem)
+def test_a_search_of_wandb_optimises_the_score_that_runs_send(path):
+    """The keys and values that W&B's own schema of sweeps (the package sweeps) has."""
+    sweep = yaml.safe_load(path.read_text())
+    assert set(sweep) <= {"program", "method", "metric", "early_terminate", "parameters", "command"}
+    assert sweep["method"] in ("grid", "bayes")
+    if sweep["method"] == "bayes":
+        assert sweep["metric"] == {"name": "score", "goal": "maximize"}
+        assert sweep["early_terminate"]["type"] == "hyperband" and sweep["early_terminate"]["min_iter"] >= 3
+        seeds = sweep["parameters"]["seed"]
+        assert seeds["value"] > 100, "settings are never chosen on the seeds that are reported"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", WANDB, ids=lambda path: path.stem)
 def test_what_an_agent_of_wandb_would_start_composes(path):
@@ -49,7 +70,7 @@ def test_what_an_agent_of_wandb_would_start_composes(path):
     assert not blocks & set(sweep["parameters"]), "W&B locks the names of a sweep's parameters"
     folders = set()
     for _ in range(8):
-        values = {name: draw.choice(p["values"]) for name, p in sweep["parameters"].items()}
+        values = {name: drawn(parameter, draw) for name, parameter in sweep["parameters"].items()}
         arguments = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
         command = [part for part in sweep["command"] if not part.startswith("${")]
         assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]

@@ -144,6 +144,13 @@ def test_intervals_stay_within_0_and_1():
     assert interval(0.4, 0.01, 2000, 16000) == pytest.approx((0.3804, 0.4196), abs=2e-4)
 
 
+@pytest.mark.parametrize("rewards", [[[5, 3], [4, -2], [1, 1]], [[-1, -1], [-1, 0], [0, -1]], [[2, 2], [2, 2]]])
+def test_rewards_beyond_0_and_1_have_students_interval_around_their_mean(rewards):
+    got, values = average(np.array(rewards, dtype=float)), np.mean(rewards, axis=1)
+    half = student_quantile(0.975, len(rewards) - 1) * values.std(ddof=1) / math.sqrt(len(rewards))
+    assert (got.low, got.high) == pytest.approx((values.mean() - half, values.mean() + half))
+
+
 def test_the_error_is_that_of_the_bootstrap_over_problems():
     rng = np.random.default_rng(3)
     rewards = (rng.random((60, 8)) < rng.beta(1, 2, size=(60, 1))).astype(float)

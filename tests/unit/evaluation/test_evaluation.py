@@ -13,12 +13,14 @@ import pytest
 
 from builders import small_policy
 from demonstrator import Demonstrator
+from games import Echoes
 from gspo.core.types import Problem, Response, Score
 from gspo.evaluation.evaluate import EvaluationSettings, as_metrics, evaluate, load_evaluation_sets, rows, summarise
 from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_speed_settings
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.episode import Seconds
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import Seconds, scored_chunks
+from gspo.rollout.scoring import scored_chunks
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
 from gspo.tasks.math_benchmarks import GSM8K
@@ -138,6 +140,36 @@ def test_the_majority_is_reported_where_there_are_answers():
     assert without["maj"] is None and "eval/rated/maj@2" not in as_metrics("rated", without)
 
 
+# episodes
+
+
+@pytest.fixture
+def echoed(tmp_path) -> dict[str, dict]:
+    """The results of problems that are played in an environment, from the command line's evaluation."""
+    engine, sets = LocalEngine(small_policy()), load_evaluation_sets(Echoes(length=2), [], 6)
+    sampling, folder = Sampling(1.0, max_new_tokens=60, stop=("e", "3", "+")), Folder(tmp_path / "evaluation", {"a": 1})
+    some = {"samples": 2, "sampling": sampling, "seed": 0, "step": 0}
+    results = [evaluate_into(folder, engine, sets, **some, on_progress=lambda *_: None) for _ in range(2)]
+    assert results[0] == results[1], "the second was read from the folder"
+    return results[0]
+
+
+def test_episodes_have_numbers_metrics_and_a_line(echoed):
+    found = echoed["echo"]["episodes"]
+    assert found["finish_stop"] > 0 and found["turns_max"] == 2 and 1 <= found["turns"] <= 2
+    assert 0 < found["environment_tokens"] < 1 and found["told"] > 0
+    metrics = as_metrics("echo", echoed["echo"] | {"samples": 2})
+    assert metrics["eval/echo/episode_turns"] == found["turns"] and metrics["eval/echo/episode_told"] == found["told"]
+    assert {lookup(name).name for name in metrics if "/episode_" in name} == {"eval/*/episode_*"}
+    assert f"echo: episodes: cut {found['cut']:.3g}, " in table(echoed, 2) and "turns_max 2" in table(echoed, 2)
+
+
+def test_no_other_set_has_numbers_of_episodes():
+    result = summarise([rows(group) for group in groups_of(Graded(), 4, 2)], [2])
+    assert "episodes" not in result and not any("episode" in name for name in as_metrics("rated", result))
+    assert "episodes" not in table({"rated": result | {"maj": None}}, 2)
+
+
 # grading beside generation
 
 
@@ -203,7 +235,14 @@ def evaluated(path, engine, settings=None, problems=10, samples=4):
     folder = Folder(path, settings or {"samples": samples})
     sets = load_evaluation_sets(engine.task, ["math_easy", "rated"], problems)
     results = evaluate_into(
-        folder, engine, sets, samples, Sampling(), seed=0, step=7, on_progress=lambda *what: told.append(what)
+        folder,
+        engine,
+        sets,
+        samples,
+        Sampling(),
+        seed=0,
+        step=7,
+        on_progress=lambda name, groups, sampled: told.append((name, len(groups), sampled)),
     )
     return folder.finish(results, {}).read_bytes(), told
 

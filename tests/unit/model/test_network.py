@@ -24,7 +24,7 @@ from builders import batch_of, fed, problems, sample, small_policy
 from gspo.algorithm.objectives import GSPO
 from gspo.model import kernels, network, packed_weights, packing
 from gspo.model.policy import Policy
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from trainers import steps, trainer
 
@@ -231,13 +231,36 @@ def test_log_probs_in_chunks_are_those_of_all_logits_at_once(monkeypatch, temper
     plain = logits.log_softmax(-1)
     logp, entropy = kernels.TokenLogProbs.apply(x, weight, taken, temperature, True)
     torch.testing.assert_close(logp, plain.gather(-1, taken[:, None])[:, 0], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1).detach(), atol=1e-5, rtol=1e-4)
-    assert not entropy.requires_grad
-    slope = torch.randn(9)
-    ours = torch.autograd.grad((logp * slope).sum(), (x, weight))
-    theirs = torch.autograd.grad((plain.gather(-1, taken[:, None])[:, 0] * slope).sum(), (x, weight))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    spread = -(plain.exp() * plain).sum(-1)
+    torch.testing.assert_close(entropy, spread, atol=1e-5, rtol=1e-4)
+    slope, steep = torch.randn(2, 9)
+    at_targets = plain.gather(-1, taken[:, None])[:, 0]
+    for parts in ((1, 0), (0, 1), (1, 1)):  # log-probs alone, the entropy alone, both
+        found = []
+        for of_logp, of_entropy in ((logp, entropy), (at_targets, spread)):
+            loss = sum(
+                (part * s).sum() for part, s, on in zip((of_logp, of_entropy), (slope, steep), parts, strict=True) if on
+            )
+            found.append(torch.autograd.grad(loss, (x, weight), retain_graph=True))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_of_the_entropy_is_its_finite_difference():
+    """In float32, so within the differences' own rounding; a far logit, whose probability is 0, gives no NaN."""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
+    weight[0] *= 200
+
+    def total(x):
+        return kernels.TokenLogProbs.apply(x, weight, torch.tensor([1, 2, 3]), 0.8, True)[1].double().sum()
+
+    (grad,) = torch.autograd.grad(total(x), x)
+    assert grad.isfinite().all()
+    with torch.no_grad():
+        for i, k in ((0, 0), (1, 2), (2, 3)):
+            step = torch.zeros_like(x)
+            step[i, k] = 2e-3
+            assert grad[i, k] == pytest.approx(float(total(x + step) - total(x - step)) / 4e-3, abs=5e-3, rel=2e-2)
 
 
 def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
@@ -255,8 +278,8 @@ def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monk
             return result
 
     with Watch():
-        logp, _ = kernels.TokenLogProbs.apply(x, weight, torch.randint(0, 5000, (2000,)), 1.0, True)
-        logp.sum().backward()
+        logp, entropy = kernels.TokenLogProbs.apply(x, weight, torch.randint(0, 5000, (2000,)), 1.0, True)
+        (logp.sum() + entropy.sum()).backward()
     assert largest <= 1 << 17
 
 

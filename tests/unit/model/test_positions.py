@@ -17,7 +17,7 @@ from gspo.evaluation.evaluate import EvaluationSettings, evaluate, load_evaluati
 from gspo.evaluation.resumable import Folder, evaluate_into, table
 from gspo.model.loading import save
 from gspo.model.policy import Policy
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import REPLACEMENT, Uniform
 from gspo.rollout.requests import Sampling

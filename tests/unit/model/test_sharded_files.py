@@ -1,7 +1,6 @@
 """A model folder is read into shards and written from shards; no rank holds the whole, and every weight is the same."""
 
 import json
-import multiprocessing
 
 import pytest
 import torch
@@ -71,13 +70,13 @@ def test_each_rank_reads_its_rows(folder, count, size, dealt):
 
 @every_model
 @pytest.mark.parametrize(("count", "dealt"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dealt, monkeypatch, tmp_path):
-    monkeypatch.setattr(sharded_files, "FILE_BYTES", 20_000)
+def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dealt, tmp_path):
     written = tmp_path / "written"
     written.mkdir()
     dense = "experts" not in str(json.loads((folder / "config.json").read_text()))
 
     def write(ranks):
+        sharded_files.FILE_BYTES = 20_000
         model, tokenizer = spread(folder, ranks, experts=1 if dense else dealt)
         files, index = sharded_files.own_files(model, ranks)
         sharded_files.write_files(files, written)
@@ -133,10 +132,7 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
     """A model of 1 GB: 260 million weights, of which a layer has 34 million."""
     folder, written = tmp_path / "model", tmp_path / "written"
     written.mkdir()
-    context = multiprocessing.get_context("fork")
-    maker = context.Process(target=make_large, args=(folder,))  # what it holds is not ours
-    maker.start()
-    maker.join()
+    ranked(1, lambda ranks: make_large(folder))  # what it holds is not ours
 
     def read_and_write(ranks):
         with peak() as reading:
@@ -156,7 +152,6 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
 
 
 def make_large(folder) -> None:
-    torch.set_num_threads(1)
     model = TinyMoE(hidden=512, layers=8, heads=8, experts=39, experts_per_token=4, expert_width=544).make()
     save(*model, folder)
 

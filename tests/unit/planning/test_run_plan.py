@@ -1,14 +1,16 @@
 """What `gspo plan` says of a run: numbers worked out by hand, and of a large model as others have measured it."""
 
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from gspo.commands import plan as command
 from gspo.commands.plan import composed_settings, lines_of, with_options
+from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import ACTIVATIONS, TOKENS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, AROUND, TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 
 H100 = hardware("h100")
@@ -18,6 +20,21 @@ LARGE = [
     "trainer.micro_batch_size=1", "rollout.dtype=bfloat16", "rollout.batch_rows=16",
     "rollout.prompts_per_step=512", "rollout.group_size=16", "rollout.max_new_tokens=7680", "parallel.mode=shard",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once():
+    """What has been measured for a model and a rank's work is used again: plans differ in what they make of it."""
+    measured = {}
+
+    def measure(config, work):
+        key = config.to_json_string(), repr(work)
+        if key not in measured:
+            measured[key] = memory.measure(config, work)
+        return measured[key]
+
+    with patch("gspo.planning.plan.measure", measure):
+        yield
 
 
 def planned(*words, gpu=H100, prompt=0):
@@ -30,12 +47,24 @@ def test_what_one_gpu_holds_is_what_one_works_out_by_hand():
     update = made.phases["update"]
     assert update["weights"] == update["gradients"] == weights and update["AdamW's moments"] == 2 * weights
     assert "reference policy" not in update and "engine" not in update and not made.traffic
+    coarse = planned(*SMALL, "rollout.max_new_tokens=80", "optim.name=adamw_8bit", prompt=20).phases["update"]
+    assert coarse["AdamW's moments"] == pytest.approx(weights / 2 * (1 + 4 / 256)), "a byte for each, a scale for 256"
     config = made.settings.model.make()[0].config
     of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert made.phases["rollout"]["keys and values"] == 32 * (20 + 80) * of_a_token
     assert made.fits and advice(made) == [
         f"1 GPU: fits, {made.peak[1] / GB:.0f} GB of 80 in the phase `{made.peak[0]}`."
     ]
+
+
+def test_an_episode_holds_what_the_environment_writes_too_as_far_as_there_are_positions():
+    words = ["task=guessing", *SMALL[1:], "rollout.max_new_tokens=80", "task.turns=5", "task.observation_tokens=10"]
+    config = planned(*words, prompt=20).settings.model.make()[0].config
+    of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    cached = planned(*words, prompt=20).phases["rollout"]["keys and values"]
+    assert cached == 2 * 32 * (20 + 80 + 4 * (10 + AROUND)) * of_a_token, "in the cache, and taken out between turns"
+    most = planned(*words[:-1], "task.observation_tokens=100000", prompt=20).phases["rollout"]["keys and values"]
+    assert most == 2 * 32 * config.max_position_embeddings * of_a_token
 
 
 def test_what_settings_add():
@@ -66,6 +95,25 @@ def test_what_settings_add():
     elsewhere = planned(*SMALL, "rollout=vllm_server")
     assert not [name for held in elsewhere.phases.values() for name in held if "engine" in name]
     assert elsewhere.times["old log-probs: arithmetic"] > 0
+
+
+def test_with_an_adapter_gradients_and_moments_are_its_own_and_the_reference_takes_nothing():
+    dense, kl = planned(*SMALL), ("kl=loss", "kl.coef=0.01")
+    made = planned(*SMALL, *kl, "policy.lora.rank=4")
+    model = made.settings.model.make()[0]
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    adapted = {name: p for name, p in model.named_parameters() if "proj" in name}
+    adapter = sum(4 * 4 * sum(p.shape) for p in adapted.values())
+    update, rollout = made.phases["update"], made.phases["rollout"]
+    assert update["weights"] == weights + adapter
+    assert update["gradients"] == adapter and update["AdamW's moments"] == 2 * adapter
+    assert "reference policy" not in update and "engine" not in update
+    assert rollout["engine's weights"] == 4 * sum(p.numel() for p in adapted.values()), "merged while it samples"
+    assert made.times["update: arithmetic"] == pytest.approx(2 / 3 * dense.times["update: arithmetic"])
+    without_reference = planned(*SMALL, "policy.lora.rank=4")
+    assert without_reference.times["old log-probs: arithmetic"] == 0, "the engine has just computed them"
+    ranks = planned(*SMALL, "policy.lora.rank=4", "parallel.mode=replicate", "parallel.ranks=2")
+    assert list(ranks.traffic.values()) == [2.0 * 4 * adapter], "the adapter's gradients, in each of four updates"
 
 
 def test_what_ranks_exchange():
@@ -128,6 +176,17 @@ def test_an_advice_is_tried_before_it_is_given():
     hopeless, least = hardware("h100,memory=5.000001"), ["policy.checkpointing=true", "rollout.batch_rows=4"]
     assert advice(planned(*words, gpu=hopeless))[1].startswith("It does not fit with rollout.batch_rows=8")
     assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
+
+
+def test_a_share_for_vllm_that_does_not_fit_is_lowered_to_one_that_does():
+    words = [*SMALL, "model.hidden=512", "rollout=vllm", "rollout.sleep=true", "rollout.max_new_tokens=80"]
+    held = planned(*words).phases["rollout"]
+    trainers = sum(held.values()) - held["engine's weights"] - held["keys and values"]
+    card = hardware(f"h100,memory={(trainers / 0.5 + RESERVE * GB / 0.5) / GB}")  # the trainer leaves half of it
+    made = planned(*words, "rollout.gpu_memory=0.8", gpu=card)
+    first, last = advice(made)
+    assert "does not fit" in first and last.startswith("It fits with rollout.gpu_memory=0.5:")
+    assert planned(*words, "rollout.gpu_memory=0.5", gpu=card).fits
 
 
 @pytest.mark.slow
@@ -205,6 +264,7 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
 SHARDS = [*SMALL, "parallel.mode=shard", "parallel.ranks=2", "rollout.max_new_tokens=80", "rollout.batch_rows=4"]
 
 
+@pytest.mark.slow
 def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_out_less():
     """Every rank samples the responses to one prompt, and then to two; what is exchanged does not shrink with ranks."""
     settings = composed_settings(SHARDS)
@@ -252,6 +312,7 @@ def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_wit
     assert many > 1.5 * few
 
 
+@pytest.mark.slow
 def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
     def ended(*words) -> int:
         monkeypatch.setattr(sys, "argv", ["plan", *SHARDS, *words])

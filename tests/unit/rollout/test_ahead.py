@@ -8,7 +8,7 @@ import pytest
 from builders import small_policy
 from gspo.core.batch import pack
 from gspo.core.types import Problem, Response
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import PartialSource, make_source
 from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.problem_sampler import Uniform

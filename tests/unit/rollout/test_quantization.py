@@ -6,7 +6,7 @@ import torch
 from builders import batch_of, perturb, problems, small_policy
 from composing import settings
 from gspo.model.loading import TinyDense
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.quantization import LARGEST, quantize, rounded
 from gspo.rollout.requests import Sampling
 

@@ -14,16 +14,18 @@ pytest.importorskip("vllm")
 
 import psutil
 
-from gspo.core.batch import NOT_RECORDED, pack
+from gspo.core.batch import pack
 from gspo.core.types import Problem, Response
+from gspo.model.adapter import LoraSettings
 from gspo.model.loading import TinyDense, TinyMoE
 from gspo.model.policy import Policy
 from gspo.rollout import vllm as module
 from gspo.rollout import vllm_worker
-from gspo.rollout.engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.requests import Row, Sampling
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm import VLLMEngine
+from outside_engines import agreement, gap
 
 pytestmark = pytest.mark.vllm
 
@@ -60,6 +62,8 @@ def engines():
     started = {}
 
     def start(name: str, kind: str = "", settings: VLLMRollout | None = None) -> VLLMEngine:
+        if name == "dense-in":
+            start("moe-in")  # a process's first engine makes its groups of ranks, for experts only if it has any
         if name not in started:
             kind, settings = (kind, settings) if settings else ENGINES[name]
             started[name] = VLLMEngine(tiny(kind), settings)
@@ -95,30 +99,42 @@ def tokens(responses: list[Response]) -> list[list[int]]:
     return [r.token_ids for r in responses]
 
 
-def gap(policy: Policy, responses: list[Response], temperature: float = 1.0) -> float:
-    """Mean |log-prob of the engine - that of the policy| of the sampled tokens."""
-    policy.temperature = temperature
-    batch = pack(responses, policy.tokenizer.pad_token_id)
-    difference = (batch.engine_logp_BT - policy.score(batch, 32).logp_BT).abs()
-    policy.temperature = 1.0
-    return difference[batch.mask_BT].mean().item()
-
-
-def agreement(policy: Policy, responses: list[Response]) -> float:
-    """Share of positions and layers at which engine and policy choose the same set of experts."""
-    batch = pack(responses, policy.tokenizer.pad_token_id)
-    theirs, own = batch.engine_experts_BSLK, policy.score(batch, 32).experts_BSLK
-    known_BS = theirs[:, :, 0, 0] != NOT_RECORDED
-    assert known_BS.sum() == sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in responses)
-    return (theirs.sort(-1).values == own.sort(-1).values).all(-1)[known_BS].float().mean().item()
-
-
 def assert_in_step(engine: VLLMEngine) -> None:
     """The engine computes what its policy does, also for prompts that it has seen under other weights."""
     greedy = run(engine, Sampling(0.0, 24), long_problems())
     assert min(len(r.prompt_ids) for r in greedy) >= 200
     assert tokens(greedy) == tokens(run(LocalEngine(engine.policy), Sampling(0.0, 24), long_problems()))
     assert gap(engine.policy, greedy) < 1e-5
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(engines, monkeypatch):
+    """By vLLM itself, without our cut; the same as the response without stop strings up to there."""
+    monkeypatch.setattr(Row, "cut_at_stop", lambda *_: None)
+    strings = ("7", "ab", "+")
+    engine = engines("stopping", "dense", VLLMRollout(stop=list(strings), batch_rows=64))
+    plain, stopped = (run(engine, Sampling(1.0, 60, stop=s), group_size=4) for s in ((), strings))
+    ends = 0
+    for a, b in zip(plain, stopped, strict=True):
+        assert b.token_ids == a.token_ids[: len(b.token_ids)] and len(b.logprobs) == len(b.token_ids)
+        text = engine.policy.tokenizer.decode(a.token_ids, skip_special_tokens=True)
+        places = [text.index(s) + len(s) for s in strings if s in text]
+        assert b.text == text[: min(places, default=None)], "a token for every character"
+        ends += bool(places) and b.finish_reason == "stop"
+    assert ends > 5
+
+
+def test_log_probs_are_of_the_whole_distribution_where_tokens_are_left_out(engines):
+    """The same tokens as at the whole distribution where nothing is left out; never one outside of what is kept."""
+    engine = engines("truncated", "dense", VLLMRollout(top_k=3, batch_rows=64))
+    free, few = (run(engine, Sampling(1.0, 40, top_k=k), group_size=4) for k in (0, 3))
+    assert gap(engine.policy, free) < 1e-5 and gap(engine.policy, few) < 1e-5
+    for responses, most in ((free, 1.0), (few, 0.0)):
+        batch = pack(responses, engine.policy.tokenizer.pad_token_id)
+        with torch.no_grad():
+            logits_BSV = engine.policy.model(batch.tokens_BS, attention_mask=batch.attention_BS.long()).logits
+        best_BTK = logits_BSV[:, batch.prompt_width - 1 : -1].topk(3).indices
+        outside_BT = (best_BTK != batch.tokens_BS[:, batch.prompt_width :, None]).all(-1)
+        assert (outside_BT[batch.mask_BT].float().mean() > 0) == (most > 0)
 
 
 def test_greedy_tokens_and_log_probs_are_the_policys(engine):
@@ -129,6 +145,13 @@ def test_greedy_tokens_and_log_probs_are_the_policys(engine):
         sampled = run(engine, Sampling(temperature, 60), group_size=4)
         assert gap(engine.policy, sampled, temperature) < 1e-5
         assert gap(engine.policy, sampled, 0.85) > 0.01, "the measure should see a wrong temperature"
+
+
+def test_a_stream_is_what_is_generated(engine):
+    for sampling in (Sampling(0.0, 12), Sampling(1.0, 12)):
+        groups = [group for new in engine.stream(problems(), 3, sampling, (1, "test")) for group in new]
+        groups.sort(key=lambda group: group[0].problem.index)
+        assert tokens([r for group in groups for r in group]) == tokens(run(engine, sampling, group_size=3))
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit(engine):
@@ -177,6 +200,31 @@ def test_new_weights_are_the_ones_that_sample_next(engine):
         assert gap(engine.policy, before) > 0.01, "the update should make a difference"
         engine.load_weights(engine.policy.named_tensors())
         assert_in_step(engine)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_an_adapter_is_merged_when_vllm_starts_and_in_every_hand_over(kind):
+    policy = tiny(kind)
+    policy.adapt(LoraSettings(rank=4, alpha=8), seed=1)
+    generator = torch.Generator().manual_seed(5)
+
+    def learn() -> None:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    learn()
+    engine = VLLMEngine(policy, VLLMRollout(routes=kind == "moe", batch_rows=64))
+    try:
+        for _ in range(2):
+            found = run(engine, Sampling(0.0, 24), experts=kind == "moe")
+            assert gap(policy, found) < 1e-5 < 0.01 < gap(policy.without_adapter(), found)
+            assert kind == "dense" or agreement(policy, found) > 0.999
+            learn()
+            assert gap(policy, found) > 0.01, "the update should make a difference"
+            engine.load_weights(policy.named_tensors())
+    finally:
+        engine.close()
 
 
 def test_weights_of_another_model_are_refused(engine):

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from gspo.rollout import outside_engine
-from gspo.rollout.engine import LocalEngine
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.vllm import VLLMEngine
 from outside_engines import (
     GREEDY,
@@ -34,13 +34,13 @@ CASES = {  # whether the weights are spread, how many ranks share a vLLM, whethe
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_sample_what_one_process_does(case, monkeypatch):
+def test_two_ranks_sample_what_one_process_does(case):
     spread, together, routes = CASES[case]
-    monkeypatch.setattr(outside_engine, "PIECE_BYTES", 20_000)  # the weights come in many pieces, layers in several
 
     def told(ranks):
-        for name, value in {"RANK": ranks.index, "WORLD_SIZE": 2, "LOCAL_RANK": ranks.index, "MASTER_PORT": 1}.items():
-            monkeypatch.setenv(name, str(value))
+        outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
+        launched = {"RANK": ranks.index, "WORLD_SIZE": 2, "LOCAL_RANK": ranks.index, "MASTER_PORT": 1}
+        os.environ |= {name: str(value) for name, value in launched.items()}
         policy = spread_policy(ranks) if spread else whole_policy()
         chosen = settings(tensor_parallel_size=together, routes=routes)
         engine = VLLMEngine(policy, chosen, ranks)
@@ -53,6 +53,7 @@ def test_two_ranks_sample_what_one_process_does(case, monkeypatch):
     one = of_one_process()
     assert one[0] != one[2] != one[4], "the weights change what is sampled"
     assert len({str(tokens) for tokens in one[1]}) > 15, "each response has a seed of its own"
+    assert len({str(tokens) for tokens in one[-1]}) > 10, "episodes too"
     for found in ranked(2, told, SECONDS):
         assert found == one
 

@@ -7,13 +7,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+from builders import problems
 from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
 from gspo.rollout import outside_engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm_server import VLLMServerEngine
-from outside_engines import GREEDY, MODEL, SECONDS, of_one_process, sampled, spread_policy, story, whole_policy
+from outside_engines import GREEDY, MODEL, SAMPLED, SECONDS, of_one_process, sampled, spread_policy, story, whole_policy
 from ranked import ranked
 from served import free_url, served
 
@@ -38,11 +39,12 @@ def settings(url: str, **changed) -> VLLMServerRollout:
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
-def test_two_ranks_sample_what_one_process_does(server, spread, monkeypatch):
-    monkeypatch.setattr(outside_engine, "PIECE_BYTES", 20_000)  # the weights come in many pieces
+def test_two_ranks_sample_what_one_process_does(server, spread):
+    url, _ = server
 
     def told(ranks):
-        engine = VLLMServerEngine(spread_policy(ranks) if spread else whole_policy(), settings(server[0]), ranks)
+        outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces
+        engine = VLLMServerEngine(spread_policy(ranks) if spread else whole_policy(), settings(url), ranks)
         assert bool(engine.folder) == (ranks.index == 0)
         try:
             return story(engine, experts=True)
@@ -52,6 +54,23 @@ def test_two_ranks_sample_what_one_process_does(server, spread, monkeypatch):
     one = of_one_process()
     for found in ranked(2, told, SECONDS):
         assert found == one
+
+
+def test_a_stream_is_what_is_generated(server):
+    engine = VLLMServerEngine(whole_policy(), settings(server[0], batch_rows=2))
+    try:
+        for sampling in (GREEDY, SAMPLED):
+            expected = [[r.token_ids for r in group] for group in engine.generate(problems(), 3, sampling, (1, "x"))]
+            groups = [group for new in engine.stream(problems(), 3, sampling, (1, "x")) for group in new]
+            groups.sort(key=lambda group: group[0].problem.index)
+            assert [[r.token_ids for r in group] for group in groups] == expected
+        broken_off = engine.stream(problems(), 3, SAMPLED, (1, "x"))
+        next(broken_off)
+    finally:
+        engine.close()
+    later = VLLMServerEngine(whole_policy(), settings(server[0]))  # what was broken off is in nobody's way
+    assert sampled(later, GREEDY, True)
+    later.close()
 
 
 def test_what_does_not_fit_is_one_line(server):
@@ -65,6 +84,7 @@ def test_what_does_not_fit_is_one_line(server):
             (other, settings(url), r"has another model: model\.layers\.0\.\S+ is \[.*\], in this run \["),
             (policy, settings(url, routes=False), r"rollout\.routes=False: the server at \S+ was started with True"),
             (policy, settings(url, dtype="bfloat16"), r"rollout\.dtype=bfloat16: .* was started with float32"),
+            (policy, settings(url, top_p=0.9), r"was started without rollout\.top_p, top_k or min_p, this run has \{'"),
             (policy, settings(url, max_model_len=300), r"rollout\.max_model_len=300: .* was started with 256"),
             (policy, settings(nowhere), r"does not answer: .*refused; start one by `gspo serve`, with the words of"),
         ]:
@@ -81,12 +101,13 @@ def test_all_ranks_hear_the_same_when_the_server_ends(tmp_path):
     """The last thing that is asked of a server of its own."""
     url = free_url()
     with served(tmp_path, url, *WORDS) as process:
+        pid = process.pid
 
         def hear(ranks):
             engine = VLLMServerEngine(whole_policy(), settings(url), ranks)
             ranks.gathered(None)
             if ranks.index == 0:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             ranks.gathered(None)
             with pytest.raises(EngineEnded) as caught:
                 sampled(engine, GREEDY, True)

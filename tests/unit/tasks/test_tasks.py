@@ -210,7 +210,7 @@ def test_answers_are_judged_strictly():
     assert verdict(task, problem, "#" + "9" * 1_000_000) == "wrong"
     votes = [score.answer for score in task.score([(problem, text, True) for text in ("7+5=12;#16", "#x", "16")])]
     assert votes == ["16", "", ""]
-    assert verdict(task, problem, "7+5=12;17") == verdict(task, problem, "") == "no_answer"
+    assert verdict(task, problem, "7+5=12;17") == verdict(task, problem, "") == "no-answer"
     hedges = ["#17#17", "#16#17", "##17", "#17;", "#17 ", "# 17", "#17\n", "#17.0", "#17 or 16", "#17,16", "#"]
     spellings = ["#017", "#+17", "#１７", "#1_7", "#1e1", "#0x11", "#17\0", "#--17", "#٠"]
     for text in hedges + spellings:

@@ -111,6 +111,40 @@ def test_responses_of_different_problems_are_shown(tmp_path):
         assert (text.count('class="good"'), text.count('class="bad"')) == (good, bad)
 
 
+def turn(author: str, text: str, reward: float = 0.0) -> dict:
+    return {"author": author, "tokens": 7, "text": text, "reward": reward}
+
+
+def test_an_episode_is_shown_as_a_conversation(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    turns = [turn("policy", "<py>1"), turn("environment", "</pre><b>1\x1b\u202e"), turn("policy", "so 1", 0.5)]
+    damaged = [*turns, turn('policy"><b>', "x")]
+    lines = [GOOD | {"turns": turns}, ODD | {"response": "one text", "turns": damaged}]
+    (folder / "rollouts" / "step_000090.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = run_report.page(folder)
+    page = Page(text)
+    assert [value for name, value in page.attributes if name == "class" and value in ("policy", "environment")] == [
+        "policy", "environment", "policy",
+    ]  # fmt: skip
+    words = " ".join(" ".join(page.words).split())
+    said = r"policy, 7 tokens <py>1 environment, 7 tokens </pre><b>1\x1b\u202e policy (reward 0.5), 7 tokens so 1"
+    assert said in words and "<b>2</b>&#2" not in words, "the turns stand in place of the text of all of them"
+    assert "one text" in words and "<b>" not in text.replace("<b>1.0</b>", "").replace("<b>0.0</b>", "")
+
+
+def test_the_numbers_of_episodes_are_a_table(tmp_path):
+    folder = run(tmp_path, HEALTHY)
+    assert "Episodes" not in Page(run_report.page(folder)).words
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        row |= {"episode/turns": float(row["step"]), "episode/tool_errors": None if row["step"] > 1 else 0.25}
+    rows[-1]["time/environment_s"] = 1.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = " ".join(" ".join(Page(run_report.page(folder)).words).split())
+    assert f"Episodes first 5 batches last 10 tool_errors 0.25 0.25 turns 3 {sum(range(81, 91)) / 10:.3g}" in words
+    assert "environments, a part of sampling 1.5 s" in words
+
+
 def test_metrics_of_ones_own_have_curves_with_their_unit_and_meaning(tmp_path):
     folder = run(tmp_path, HEALTHY)
     rows = [

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT, SMALL, environment, only_run, train
+import forked
+from commands import ROOT, SMALL, command, environment, only_run, train
 from gspo.run.rollback import Rollbacks
 from gspo.tracking.wandb_run import own_arguments
 from recorded_wandb import log, pause, rows, steps
@@ -56,6 +57,23 @@ def test_an_agents_run_that_is_rolled_back_goes_on_as_a_run_of_its_own(tmp_path)
         first, second = server.runs.values()
         assert first.name == "agent001" and steps(first) == list(range(26))
         assert steps(second) == list(range(41)) and second.about["project"] == "sweeps"
+
+
+@pytest.mark.slow
+def test_a_run_that_early_termination_stops_ends_its_step_and_is_not_taken_up_again(tmp_path):
+    """W&B's client asks the server every 15 s whether to stop."""
+    with serving() as server:
+        server.stops = True
+        fixed = [o for o in SMALL if not o.startswith(("steps=", "evaluation.every="))]
+        call = command(*fixed, "steps=100000", "evaluation.every=0")
+        done = forked.run(call, tmp_path, environment() | server.environment | AGENT, seconds=150)
+        run, folder = server.runs["agent001"], only_run(tmp_path)
+        assert done.returncode == 0 and json.loads((folder / "status.json").read_text())["how"] == "stopped", (
+            done.stderr
+        )
+        last = steps(run)[-1]
+        assert (folder / "checkpoints" / "latest").read_text() == f"step_{last:06d}"
+        assert run.ended and not run.preempting and "score" in run.summary
 
 
 def told(kind: str, arguments: dict) -> dict:

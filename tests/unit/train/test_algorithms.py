@@ -12,7 +12,7 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken, LossInputs
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.rollout.engine import LocalEngine
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.settings import RolloutSettings

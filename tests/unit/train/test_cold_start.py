@@ -1,7 +1,9 @@
 """The cold start: learns, is cached by its settings, is made once also when two want it, survives a kill."""
 
+import hashlib
 import json
 import multiprocessing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,18 @@ import torch
 
 from builders import assert_same_sums, recorded_gradients
 from gspo.core.masked import masked_sum
+from gspo.core.types import Problem
 from gspo.model.loading import TinyMoE, load
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
+from gspo.model.stand_in import StandIn
+from gspo.rollout.episodes import play
+from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.requests import Sampling
 from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
+from gspo.tasks.guessing import Guessing
+from gspo.tasks.python_tool import PythonTool
 from gspo.train.cold_start import ColdStartSettings, cold_start, demonstrations
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
@@ -97,3 +107,86 @@ def test_demonstrations_end_and_hold_wrong_answers_at_the_set_rate():
             prompt, answer = policy.tokenizer.decode(ids, skip_special_tokens=True).split("=?")
             right.append(answer.split("#")[1] == str(eval(prompt)))
     assert 0.45 < sum(right) / len(right) < 0.75  # (0.7 + 0.49) / 2 = 0.595, 320 draws
+
+
+TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class Told(EnvironmentTask):
+    """A demonstrated task that has everything of its own: first messages, tools, a role and what is said."""
+
+    name: str = "told"
+    role: str = "user"
+    said: str = "日本 ☃ né ok"
+    messages: list = field(
+        default_factory=lambda: [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Go?"}]
+    )
+
+    def evaluation_sets(self):
+        return ["told"]
+
+    def problem(self, seed, split, index):
+        return Problem(self.name, index, "What nobody reads.", None)
+
+    def environment(self, problem, position):
+        parts = {
+            "reset": lambda _, problem: self.messages,
+            "step": lambda _, text: Outcome(self.said),
+            "role": self.role,
+        }
+        return type("Teller", (Environment,), parts | {"tools": ({"type": "function", "function": {"name": "f"}},)})()
+
+    def demonstrated_turns(self, problem, wrong_step_rate, rng):
+        return ["ask", self.said, "end"]
+
+
+def chat_policy() -> Policy:
+    model, tokenizer = StandIn(path="Qwen/Qwen3-0.6B").make()
+    tokenizer.chat_template = TOOLS
+    return Policy(model, tokenizer)
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_demonstrated_episode_is_the_one_that_is_played(role):
+    policy, task = chat_policy(), Told(role=role)
+    batch = demonstrations(policy, task, ColdStartSettings(steps=1, batch_size=2), 0)
+    ids = batch.tokens_BS[0][batch.attention_BS[0]].tolist()
+    said = task.said if role == "user" else f"<tool_response>\n{task.said}\n</tool_response>"
+    assert policy.tokenizer.decode(ids) == (
+        "[f]<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nGo?<|im_end|>\n<|im_start|>assistant\n"
+        f"ask<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\nend<|im_end|>"
+    )
+    own = policy.tokenizer.decode(batch.tokens_BS[0][-batch.mask_BT.shape[1] :][batch.mask_BT[0]])
+    assert own == "ask<|im_end|>end<|im_end|>"
+    [[played]] = play(LocalEngine(policy), task, [task.problem(0, "train", 0)], 1, Sampling(1.0, 2), (0, "rollout"))
+    assert ids[: len(played.prompt_ids)] == played.prompt_ids
+
+
+def test_a_demonstrated_observation_is_cut_where_a_played_one_is():
+    policy, task = chat_policy(), Told(said="☃" * 50, observation_tokens=7)
+    batch = demonstrations(policy, task, ColdStartSettings(steps=1, batch_size=1), 0)
+    snow = policy.tokenizer("☃" * 50)["input_ids"]
+    assert [i for i in batch.tokens_BS[0].tolist() if i in snow] == snow[:7]
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "x" * 10_000_000}]], ids=["nothing", "much"])
+def test_a_demonstration_that_does_not_begin_is_refused_in_words(messages):
+    with pytest.raises(ValueError, match=r"cold_start.steps=1: problem 0 of task 'told' does not begin: "):
+        demonstrations(chat_policy(), Told(messages=messages), ColdStartSettings(steps=1, batch_size=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "digest"),
+    [(Guessing(), "f587c9af68d13d45"), (PythonTool(), "65828b6e57809c88"), (PythonTool(log=290), "05cee4e0a5737429")],
+    ids=str,
+)
+def test_the_demonstrations_of_the_own_tasks_are_those_that_their_cold_starts_were_made_of(task, digest):
+    batch = demonstrations(Policy(*MODEL.make()), task, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), 7)
+    found = hashlib.sha256(batch.tokens_BS.numpy().tobytes() + batch.mask_BT.numpy().tobytes())
+    assert found.hexdigest()[:16] == digest

@@ -7,7 +7,8 @@ import torch
 
 from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.core.batch import TrainBatch
-from gspo.core.types import Problem, Response, Score
+from gspo.core.types import Problem, Response, Score, Turn
+from gspo.tracking.metrics import lookup
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 
@@ -18,6 +19,7 @@ def batch(adv, mask, old=None) -> TrainBatch:
     old = zeros if old is None else torch.tensor(old)
     return TrainBatch(
         mask.long(),
+        mask,
         mask,
         mask,
         zeros,
@@ -134,6 +136,54 @@ def test_rewards_and_lengths_by_hand():
     )
     assert result["length/mean"] == pytest.approx(40 / 6) and result["length/truncated"] == pytest.approx(1 / 6)
     assert result["length/repetition"] == 0
+
+
+def test_an_environment_cannot_make_a_metric_with_every_response():
+    groups = [[respond(0, 2, task="game", verdict=f"v{i}-{j}") for j in range(8)] for i in range(8)]
+    accumulator = MetricAccumulator()
+    diagnostics.rewards([*groups, [respond(1, 2)] * 4], accumulator)
+    shares = {name: value for name, value in accumulator.result().items() if name.startswith("verdict/")}
+    assert len(shares) == 22 and shares["verdict/math_correct"] == 4 / 68
+    assert shares["verdict/game_other"] == 44 / 68 and shares["verdict/game_v0-0"] == 1 / 68
+
+
+def test_episodes_without_room_are_measured():
+    full, played = respond(0, 0, "context", "tool"), respond(1, 1, task="tool")
+    full.score, played.turns = Score(None, "no-room"), [Turn("policy", 1, "")]
+    accumulator = MetricAccumulator()
+    diagnostics.rollout([[played]], [full, respond(0, 5, "context")], {}, 10, accumulator)
+    found = accumulator.result()
+    assert found["episode/finish_context"] == found["episode/finish_stop"] == 1 / 2
+
+
+def test_episodes_are_measured_where_there_are_some():
+    """Those whose environment failed are counted beside the groups; a step without episodes has no metric of theirs."""
+    played, failed = respond(1, 6, task="tool"), respond(0, 2, "environment", "tool")
+    played.turns = [Turn("policy", 2, ""), Turn("environment", 3, ""), Turn("policy", 1, "")]
+    played.measures, failed.score = {"tool_calls": 1.0}, Score(None, "environment-error")
+    for groups, ungraded, expected in (
+        ([[respond(1, 2)]], [], {}),
+        (
+            [[respond(0, 2), played]],
+            [failed],
+            {
+                "episode/turns": 2,
+                "episode/turns_max": 2,
+                "episode/environment_tokens": 1 / 2,
+                "episode/reward_turns_2": 1,
+                "episode/tool_calls": 1,
+                "episode/finish_stop": 1 / 2,
+                "episode/finish_length": 0,
+                "episode/finish_turns": 0,
+                "episode/finish_context": 0,
+                "episode/finish_environment": 1 / 2,
+            },
+        ),
+    ):
+        accumulator = MetricAccumulator()
+        diagnostics.rollout(groups, ungraded, {}, 10, accumulator)
+        found = {name: value for name, value in accumulator.result().items() if name.startswith("episode/")}
+        assert found == expected and all(lookup(name) for name in found)
 
 
 def test_entropy_weighs_tokens():

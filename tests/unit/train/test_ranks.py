@@ -32,6 +32,10 @@ CASES = {  # how the trainer is made, and on how many ranks
     "r2": (partial(trainer, GRPO(), replay="r2", **SMOOTH), 2),
     "r3": (partial(gap_trainer, GRPO(), replay="r3", staleness=1, **SMOOTH), 2),
     "load balance": (partial(trainer, GSPO(), router_aux_loss_coef=0.1, **SMOOTH), 3),
+    "entropy held": (
+        partial(trainer, GSPO(), entropy_coef=0.3, entropy_target=99.0, entropy_coef_delta=0.1, **SMOOTH),
+        3,
+    ),
     "kl in the loss": (
         partial(trainer, GRPO(), parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)}, **SMOOTH),
         2,

@@ -12,7 +12,8 @@ from gspo.core.ranks import Ranks
 from gspo.model.loading import TinyDense, TinyMoE
 from gspo.train.accumulator import MetricAccumulator, load_max
 from gspo.train.loss_terms import BalanceTerm, loss_inputs
-from gspo.train.trainer import old_loads, parameter_groups
+from gspo.train.optimizer import parameter_groups
+from gspo.train.trainer import old_loads
 from trainers import steps, trainer, weights
 
 

@@ -2,18 +2,23 @@
 
 import math
 import re
+import time
 
 import pytest
 import torch
 
 from builders import SMOOTH, assert_same_sums, recorded_gradients
+from games import Echo, Echoes
 from gspo.algorithm.advantages import GroupMean
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken
 from gspo.core.batch import pack
 from gspo.core.types import Score
 from gspo.model.loading import TinyDense
-from gspo.rollout.problem_sampler import REFILL
+from gspo.rollout.off_policy import make_source
+from gspo.rollout.pending import load_pending, save_pending
+from gspo.rollout.problem_sampler import REFILL, Uniform
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.source import PendingRollouts
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import OptimSettings
@@ -291,3 +296,30 @@ def test_gradients_that_are_never_finite_end_the_run_before_the_weights():
     with pytest.raises(RuntimeError, match=r"6 updates in a row .*optim.max_skipped=5"):
         steps(t, 3)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))
+
+
+class Slow(Echo):
+    def reset(self, problem):
+        time.sleep(0.2)
+        return super().reset(problem)
+
+
+class SlowEchoes(Echoes):
+    def environment(self, problem, position):
+        return Slow(self.length, position)
+
+
+def test_seconds_of_environments_are_a_part_of_sampling_in_every_round_and_after_a_pause(tmp_path):
+    settings = RolloutSettings(prompts_per_step=2, group_size=2, max_new_tokens=4, refill_rounds=1)
+    t = trainer(rollout=settings, minibatches=1)
+    (without,) = steps(t, 1)
+    assert not any("environment" in name or "episode" in name for name in without)
+    task = SlowEchoes()
+    t.source = make_source(t.source.engine, task, settings, Uniform(), 1)
+    rollout = t.source.next(2)
+    assert rollout.filtered["refill_rounds"] == 1 and 0.3 < rollout.environment_s < rollout.rollout_s
+    save_pending(PendingRollouts({2: rollout}), tmp_path)
+    read = load_pending(tmp_path, lambda index: task.problem(1, "train", index)).rollouts[2]
+    metrics = t.train_step(2, read)
+    assert metrics["time/environment_s"] == rollout.environment_s and metrics["episode/turns"] >= 1
+    assert all(lookup(name) for name in metrics)

@@ -1,0 +1,148 @@
+"""Turns what an environment says into the tokens that follow a turn of the policy.
+
+For example, after the policy's `4 8 * 7 3 <|im_end|>` a chat goes on with the tokens of
+
+    \\n<|im_start|>user\\n        from the chat template
+    3504                        what the environment said
+    <|im_end|>\\n<|im_start|>assistant\\n
+
+The policy's tokens stay as they were sampled. What the environment said is tokenized by itself and stays a text: the
+markers of the template, of all roles' turns, and the tokenizer's added tokens are broken up in it, so that it can
+neither end its own turn nor begin one of another.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from dataclasses import dataclass
+
+import jinja2
+import transformers
+
+from gspo.model.prompts import CHARACTERS, PromptFormat
+
+# Words that stand for the texts of turns; no template changes a plain word.
+ANSWER, SAID = "zqanswerqz", "zqobservationqz"
+WORDS = {"system": "zqsystemqz", "user": "zquserqz", "assistant": ANSWER, "tool": SAID}
+# Chats in which every role has a turn; templates refuse some of them.
+CHATS = (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool", "assistant", "user"))
+ROUNDS = 4  # a text in which the tokenizer makes markers again and again is left out after so many
+BLANKS = string.whitespace + "\u2581"  # the last is how SentencePiece writes a space
+MARKER = re.compile(r"<[|/]?[\w|:-]{1,40}>|\[/?[A-Z_]{2,20}\]")  # <|user|>, </tool_response>, [INST], ...
+
+
+@dataclass
+class Reply:
+    """The tokens of an environment's turn, and what had to be done to its text."""
+
+    token_ids: list[int]
+    text: str  # what the policy can read of what the environment said
+    escaped: int  # markers that were broken up
+    cut: bool  # whether the text was longer than allowed
+
+
+class Conversation:
+    """Writes the turns of environments for one tokenizer and prompt format."""
+
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, prompts: PromptFormat, stop_ids: set[int], role: str
+    ):
+        """`role` is whose turn an observation is: "user", or "tool", which is the user's where the template knows no
+        tools."""
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        # Some tokenizers have runs of blanks among their added tokens, which are text like any other.
+        self.added = {
+            i: token.content
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special or token.content.strip(BLANKS)
+        }
+        self.before, self.after, self.markers = [], [], set(self.added.values())
+        if prompts.used(tokenizer) == "chat":
+            self._read_template(prompts, role)
+        # One of words counts as it is read back, too, which is with blanks in it where the tokenizer has no decoder.
+        tokens = [tokenizer(marker, add_special_tokens=False)["input_ids"] for marker in self.markers]
+        read = {self._read(ids) for ids in tokens if not self.added.keys() & set(ids)}
+        # Without blanks around them: a space behind a marker's own first blank would break up nothing.
+        markers = {marker.strip(BLANKS) for marker in self.markers | read}
+        self.markers = sorted((m for m in markers if len(m) > 1), key=len, reverse=True)
+
+    def reply(self, text: str, last: int, most: int) -> Reply:
+        """Return the tokens of an environment's turn after a turn of the policy that ended with the token `last`. Of
+        the text at most `most` tokens are kept, the first."""
+        before = self.before[1:] if self.before[:1] == [last] or self._both_end(last) else self.before
+        head = text[: CHARACTERS * most]  # 10 MB need not be tokenized
+        ids, escaped = self._tokens(head)
+        kept = ids[:most]
+        cut = len(kept) < len(ids) or len(head) < len(text)
+        return Reply([*before, *kept, *self.after], self._read(kept), escaped, cut)
+
+    def _tokens(self, text: str) -> tuple[list[int], int]:
+        """Return the tokens of a text, in which no marker can be read, and how many were broken up or left out. The
+        tokenizer itself may make a marker, of look-alikes or by leaving out what stood between its parts: then what is
+        read is broken up, and tokenized again."""
+        text, escaped = self._escape(text)
+        for _ in range(ROUNDS):
+            ids, left_out = self._plain(text)
+            text, more = self._escape(self._read(ids))
+            escaped += left_out + more
+            if not more:
+                return ids, escaped
+        return [], escaped
+
+    def _plain(self, text: str) -> tuple[list[int], int]:
+        """Return a text's tokens without added ones, and how many were left out, unknown characters not counted."""
+        # Without split_special_tokens, which would change a tokenizer that other threads encode prompts with.
+        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = [i for i in found if i not in self.added]  # what normalizes to a marker is none either
+        return ids, sum(i in self.added and i != self.tokenizer.unk_token_id for i in found)
+
+    def _read(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def _both_end(self, last: int) -> bool:
+        """Return whether the policy has ended its turn by another token than the template does."""
+        return last in self.stop_ids and bool(self.before) and self.before[0] in self.stop_ids
+
+    def _read_template(self, prompts: PromptFormat, role: str) -> None:
+        """Find the tokens that the template puts around an environment's turn, and its markers."""
+        rendered = self._rendered(prompts, "tool") if role == "tool" else None
+        rendered = rendered or self._rendered(prompts, "user")
+        if rendered is None:
+            raise ValueError("the chat template refuses a second turn of the user, so no environment can answer")
+        between = rendered[rendered.rindex(ANSWER) + len(ANSWER) :]
+        before, after = between.split(SAID)
+        self.before, self.after = (
+            self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
+        )
+        chats = [self._written(prompts, [{"role": role, "content": WORDS[role]} for role in chat]) for chat in CHATS]
+        written = "\n".join([before, after, *(chat for chat in chats if chat)])
+        self.markers |= set(MARKER.findall(str(self.tokenizer.chat_template) + rendered + written))
+        # what the template itself has written, line by line
+        lines = {line.strip() for line in re.sub("|".join(WORDS.values()), "\n", written).splitlines()}
+        self.markers |= {line for line in lines if re.search(r"[^\w\s]", line)}  # such as "### Response:"
+
+    def _rendered(self, prompts: PromptFormat, role: str) -> str | None:
+        """Render a chat with one turn of the environment; None if the template does not know the role."""
+        if role == "tool" and "tool" not in str(self.tokenizer.chat_template):
+            return None
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+        return self._written(prompts, [*turns, {"role": role, "content": SAID}])
+
+    def _written(self, prompts: PromptFormat, turns: list[dict[str, str]]) -> str | None:
+        """Render a chat; None if the template refuses it."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False, **prompts.variables
+            )
+        except jinja2.TemplateError:  # some want the call's number beside its result, some know no system turn
+            return None
+
+    def _escape(self, text: str) -> tuple[str, int]:
+        """Break up the markers in a text by a space after their first character, and count them."""
+        count = 0
+        while found := [marker for marker in self.markers if marker in text]:
+            for marker in found:
+                count += text.count(marker)
+                text = text.replace(marker, f"{marker[0]} {marker[1:]}")
+        return text, count

@@ -1,0 +1,43 @@
+"""Small environments, for tests of what plays them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from gspo.core.seeding import generator
+from gspo.core.types import Problem
+from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
+
+
+class Echo(Environment):
+    """Answers with random letters beside the number of characters it was told; ends after `turns` turns."""
+
+    def __init__(self, turns: int, position: tuple):
+        self.left, self.rng, self.told = turns, generator(*position), 0
+
+    async def step(self, text: str) -> Outcome:
+        await asyncio.sleep(0)
+        self.left, self.told = self.left - 1, self.told + len(text)
+        said = "".join(self.rng.choices("abcdefgh", k=self.rng.randint(1, 9))) + str(self.told)
+        reward = float(text[:1].isdigit() or text[:1].islower())
+        return Outcome(said, reward, not self.left, "over", measures={"told": len(text)})
+
+
+@dataclass
+class Echoes(EnvironmentTask):
+    """Problems that `Echo` plays for `length` turns; with `silent` none has an environment."""
+
+    name: str = "echo"
+    length: int = 3
+    replays: int = 0
+    made: list = field(default_factory=list)
+
+    def evaluation_sets(self) -> list[str]:
+        return ["echo"]
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        return Problem(self.name, index, f"{index + 3}+{'5' * (index % 3 + 1)}=?", None)
+
+    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+        return Echo(self.length, position)

@@ -1,0 +1,61 @@
+"""What a job returns to Hydra: its score as a number, and why it did not finish."""
+
+import math
+import pickle
+
+import cloudpickle
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from gspo.run.cli import Failed, Outcome, one_line
+from gspo.run.directory import RunDirectory
+from gspo.run.sweeps import is_search
+
+
+@pytest.mark.parametrize("library", [pickle, cloudpickle])
+def test_an_outcome_comes_through_the_pickles_of_launchers(library):
+    for made in (Outcome(0.25), Outcome(reason="why")):
+        back = pickle.loads(library.dumps(made))
+        assert type(back) is Outcome and back.unfinished == made.unfinished
+        assert back == made or (math.isnan(back) and math.isnan(made))
+    assert float(Outcome(0.25)) == 0.25 and math.isnan(Outcome())
+
+
+@pytest.fixture
+def in_sweep(monkeypatch):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN}}))
+
+
+def raising(error: Exception):
+    def job(config):
+        raise error
+
+    return one_line(job)
+
+
+def test_a_job_of_a_sweep_returns_its_score_or_why_it_has_none(in_sweep):
+    whole = one_line(lambda config: 0.5)(OmegaConf.create({}))
+    assert whole == 0.5 and whole.unfinished == {}
+    wrong = raising(ValueError("seed=-1"))(OmegaConf.create({}))
+    assert math.isnan(wrong) and wrong.unfinished == {"reason": "seed=-1"}
+    broken = raising(Failed("it failed"))(OmegaConf.create({}))
+    assert math.isnan(broken) and broken.unfinished == {"reason": "it failed"}
+
+
+def test_the_score_of_a_directory_is_that_of_its_rows_if_the_run_has_ended(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/x/avg@2": 0.5}\n{"step": 9, "eval/x/avg@2": 0.1}\n')
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("".join(f'{{"step": {step}, "reward/mean": 0.9}}\n' for step in range(10, 41)))
+    directory = RunDirectory(tmp_path)
+    assert directory.score("finished") == 0.1 and directory.score("collapsed") == 0.1
+    assert math.isnan(directory.score("stopped")) and math.isnan(directory.score("failed"))
+
+
+def test_a_sweeper_that_is_not_hydras_own_is_a_search():
+    def config(target: str):
+        return OmegaConf.create({"hydra": {"sweeper": {"_target_": target}}})
+
+    assert not is_search(config("hydra._internal.core_plugins.basic_sweeper.BasicSweeper"))
+    assert is_search(config("hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"))

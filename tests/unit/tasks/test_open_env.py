@@ -1,0 +1,123 @@
+"""Environments behind a server of OpenEnv, which `make test-environments` starts: a process, without a container."""
+
+import asyncio
+import random
+import sys
+
+import pytest
+
+from gspo.tasks.open_env import OpenEnv
+
+URL = "http://127.0.0.1:1"
+needs_openenv = pytest.mark.environments
+
+
+@pytest.mark.parametrize(
+    "settings, refusal",
+    [
+        ({}, r"task\.url='': say where the server is"),
+        ({"url": "127.0.0.1:8000"}, r"task\.url='127\.0\.0\.1:8000': say where"),
+        ({"url": URL, "options": {"seed": 3}}, r"task\.options\.seed: set by the harness"),
+        ({"url": URL, "action": "a", "values": {"a": 1}}, r"task\.values\.a: it is what the policy writes"),
+        ({"url": URL, "evaluation_size": 0}, "evaluation_size=0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        OpenEnv(**settings)
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openenv", None)
+    with pytest.raises(ValueError, match=r'task=openenv needs the package openenv: pip install "gspo\[openenv\]"'):
+        OpenEnv(url=URL).problem(1, "train", 0)
+
+
+# --- with the library
+
+
+@pytest.fixture(scope="module")
+def url():
+    from openenv_server import serving
+
+    with serving() as address:
+        yield address
+
+
+def played(task: OpenEnv, problem, *texts: str):
+    """What the policy reads first, and the outcomes of what it writes."""
+
+    async def play():
+        session = task.environment(problem, (1, 2))
+        try:
+            return await session.reset(problem), [await session.step(text) for text in texts]
+        finally:
+            await session.close()
+
+    return asyncio.run(play())
+
+
+def secret(problem, most: int = 9) -> int:
+    return random.Random(problem.answer).randint(1, most)
+
+
+@needs_openenv
+def test_a_game_by_hand(url):
+    task = OpenEnv(url=url, text="prompt", action="message", options={"most": 5}, instruction="Play.")
+    problem = task.problem(1, "train", 0)
+    number = secret(problem, 5)
+    messages, (wrong, right) = played(task, problem, "0", f" {number}\n")
+    assert messages == [{"role": "user", "content": problem.prompt}]
+    assert problem.prompt == "Play.\n\nGuess a number from 1 to 5."
+    assert (wrong.observation, wrong.reward, wrong.done) == ("wrong", 0.0, False)
+    assert (right.reward, right.done, right.measures) == (1.0, True, {"invalid_actions": 0.0})
+
+
+@needs_openenv
+def test_whole_observations_and_actions_are_json(url):
+    task = OpenEnv(url=url)
+    problem = task.problem(1, "train", 1)
+    assert problem.prompt == '{"prompt": "Guess a number from 1 to 9.", "tries": 0}'
+    texts = ["0", "[0]", '{"massage": "0"}', '{"message": "0"}']
+    _, outcomes = played(task, problem, *texts)
+    assert [o.measures["invalid_actions"] for o in outcomes] == [1, 1, 1, 0]
+    assert outcomes[0].observation == "Invalid action: write it as a JSON object, and nothing else."
+    assert "VALIDATION_ERROR" in outcomes[2].observation  # in the server's words; the session goes on
+    assert outcomes[3].observation == '{"prompt": "wrong", "tries": 1}'
+
+
+@needs_openenv
+def test_problems_are_seeds_by_position(url):
+    task = OpenEnv(url=url, text="prompt", action="message")
+    seeds = [task.problem(1, "train", i).answer for i in range(5)]
+    assert seeds == [OpenEnv(url=url).problem(1, "train", i).answer for i in range(5)]
+    assert len({*seeds, *(task.problem(1, "openenv", i).answer for i in range(5))}) == 10
+
+
+@needs_openenv
+def test_many_sessions_at_once(url):
+    task = OpenEnv(url=url, text="prompt", action="message")
+    problems = [task.problem(1, "train", i) for i in range(16)]
+
+    async def play(problem):
+        session = task.environment(problem, ())
+        await session.reset(problem)
+        outcome = await session.step(str(secret(problem)))
+        await session.close()
+        return outcome.reward
+
+    async def together():
+        return await asyncio.gather(*map(play, problems))
+
+    assert asyncio.run(together()) == [1.0] * 16
+
+
+@needs_openenv
+def test_a_failure_of_the_server_is_no_reward(url):
+    task = OpenEnv(url=url, text="prompt", action="message")
+    with pytest.raises(RuntimeError, match="EXECUTION_ERROR"):
+        played(task, task.problem(1, "train", 0), "crash")
+    with pytest.raises(ValueError, match=r"task\.text=said: the observation has metadata, prompt, tries"):
+        OpenEnv(url=url, text="said").problem(1, "train", 0)
+    with pytest.raises(ValueError, match=r"task\.url=http://127\.0\.0\.1:1: ConnectionError"):
+        OpenEnv(url=URL).problem(1, "train", 0)
