@@ -80,9 +80,10 @@ def _rank(folder: Path, index: int, count: int, seconds: float) -> None:
         try:
             patience = timedelta(seconds=seconds / 2)  # who waits for a rank that hangs says so, and is not killed too
             dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=patience)
+            ranks = Processes(patience)
             dist.barrier()  # one that ended now would be missed by those who have yet to connect with all others
             sys.path[:], function = pickle.loads((folder / "asked").read_bytes())
-            result = True, cloudpickle.loads(function)(Processes(patience))
+            result = True, cloudpickle.loads(function)(ranks)
         except Exception:  # whatever it is, the test shows it
             result = False, f"fails:\n{traceback.format_exc()}"
         (folder / f"{index}.result").write_bytes(pickle.dumps(result))
