@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from commands import ROOT, SMALL, environment
 
 CHECK = """
@@ -56,11 +57,10 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder.mkdir()
 
     def called(cwd: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / script), *arguments]
-        return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, check=False)
+        return forked.run([sys.executable, str(ROOT / script), *arguments], cwd=cwd, env=environment())
 
     done = called(folder, "experiments/train.py", *SMALL, "steps=2", "task=code")
-    assert done.returncode == 0, done.stderr.decode(errors="replace")[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (folder / "runs" / "small").glob("*-seed*")
     for script, *arguments in (
         ("experiments/report.py", f"run={run}"),
@@ -69,9 +69,9 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
         ("analysis/study_report.py", str(run.parent), "--out", str(folder / "figures")),
     ):
         done = called(tmp_path, script, *arguments)
-        assert done.returncode == 0, (script, done.stderr.decode(errors="replace")[-3000:])
+        assert done.returncode == 0, (script, done.stderr[-3000:])
     done = called(tmp_path, "experiments/sample.py", f"run={run}")  # Hydra's grammar knows characters alone
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"is not UTF-8, and a setting" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is not UTF-8, and a setting" in done.stderr
     assert called(run, "experiments/sample.py", "run=.").returncode == 0
 
 

@@ -203,5 +203,5 @@ def test_everything_works_without_a_home_directory(home, tmp_path):
     assert ("there is no home directory for the key" in said) == (home is not None)
     ended("experiments", "evaluate", f"run={run}", "problems=1", "k=1", imported=True)
     ended("experiments", "sample", f"run={run}", "problems=1", "samples=1", imported=True)
-    ended("experiments", "report", f"run={run}")
+    ended("experiments", "report", f"run={run}", imported=True)
     ended("analysis", "fig_curves", run)

@@ -171,13 +171,13 @@ def test_without_an_account_one_line_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_five_thousand_steps_of_sixty_metrics_are_read_in_seconds(tmp_path):
+def test_two_thousand_steps_of_sixty_metrics_are_read_in_seconds(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: F401, W&B's own import is not what is timed
 
     folder, names = tmp_path / "gspo-seed1-long", [metric.name.replace("*", "7") for metric in METRICS[1:61]]
     log(
         folder,
-        [{"step": i} | {name: (i * 7919 % 1000) / 1000 + n for n, name in enumerate(names)} for i in range(5000)],
+        [{"step": i} | {name: (i * 7919 % 1000) / 1000 + n for n, name in enumerate(names)} for i in range(2000)],
     )
     shutil.copytree(folder / "wandb", tmp_path / "elsewhere", symlinks=True)
     seconds = {}
@@ -186,7 +186,7 @@ def test_five_thousand_steps_of_sixty_metrics_are_read_in_seconds(tmp_path):
             started = time.process_time()  # of the processor: a busy machine fails no test
             (record,) = sources.records(source)
             seconds[name, kind] = time.process_time() - started
-            assert record.rows.shape == (5000, 61)
+            assert record.rows.shape == (2000, 61)
     print({" ".join(key): round(value, 3) for key, value in seconds.items()})
-    assert seconds["offline", "first"] < 10 and seconds["directory", "first"] < 10
+    assert seconds["offline", "first"] < 4 and seconds["directory", "first"] < 4
     assert seconds["offline", "cached"] < seconds["offline", "first"] / 4

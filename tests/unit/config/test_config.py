@@ -68,8 +68,9 @@ def test_paper_clip_ranges_are_what_the_option_files_say():
 
 
 @pytest.mark.slow
-def test_every_experiment_keeps_every_objectives_own_values():
-    for objective in options("objective"):
+def test_every_experiment_keeps_an_objectives_own_values():
+    """Of every objective: the next test says that no file can name a value of one."""
+    for objective in ("gspo", "grpo", "sapo"):
         alone = settings(f"objective={objective}").objective
         for experiment in options("experiment"):
             assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone, experiment

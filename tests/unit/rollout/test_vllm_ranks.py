@@ -26,8 +26,7 @@ from ranked import ranked
 pytestmark = pytest.mark.vllm
 
 CASES = {  # whether the weights are spread, how many ranks share a vLLM, whether it records experts
-    "whole": (False, 1, True),
-    "spread": (True, 1, True),
+    "spread": (True, 1, True),  # test_vllm_runs.py has a vLLM for each rank with whole weights
     "whole, shared": (False, 2, False),
     "spread, shared": (True, 2, True),
 }
@@ -67,14 +66,14 @@ def test_the_greedy_tokens_are_the_policys_own():
         assert [r.token_ids for r in sampled(LocalEngine(policy), GREEDY, False)] == of_one_process()[2 * step]
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_all_ranks_hear_the_same_when_the_engine_of_one_ends(together):
+def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
+    """test_vllm_runs.py kills the one of a rank that has its own."""
+
     def hear(ranks):
-        engine = VLLMEngine(whole_policy(), settings(tensor_parallel_size=together), ranks)
-        last = 2 // together - 1  # the number of the last vLLM
+        engine = VLLMEngine(whole_policy(), settings(tensor_parallel_size=2), ranks)
         said = []
         try:
-            if ranks.index == last:
+            if ranks.index == 0:
                 engine.host.process.kill()
             for call in (
                 lambda: sampled(engine, GREEDY, False),
@@ -89,7 +88,7 @@ def test_all_ranks_hear_the_same_when_the_engine_of_one_ends(together):
 
     first, second = ranked(2, hear, SECONDS)
     assert first == second and first[0] == first[1]
-    assert f"vLLM's process of rank {2 // together - 1} (process " in first[0] and "was killed by SIGKILL" in first[0]
+    assert "vLLM's process of rank 0 (process " in first[0] and "was killed by SIGKILL" in first[0]
 
 
 def test_vllms_process_does_not_take_itself_for_a_rank(monkeypatch):
