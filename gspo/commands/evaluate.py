@@ -29,6 +29,7 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import RolloutSettings, engine_record
+from gspo.rollout.stop_strings import check_readable
 from gspo.rollout.vllm import installed_version
 from gspo.run.build import (
     check_engine_start,
@@ -260,6 +261,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if command.rollout:
         check_engine_start(rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
+    check_readable(command.stop, policy.tokenizer, "stop")
     step = read_state(checkpoint)["step"] if checkpoint else 0
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
@@ -269,7 +271,7 @@ def of_run(command: EvaluateCommand) -> Subject:
         place.entity, place.project = entity or settings.tracking.entity, project or settings.tracking.project
     about = asdict(settings), settings.study, settings.tags(), place, checkpoint
     if command.rollout:
-        return Subject(*with_engine(policy, rollout, identity), sets, step, name, folder, *about)
+        return Subject(*with_engine(policy, rollout, command.stop, identity), sets, step, name, folder, *about)
     why = " as during training (rollout.dtype)"
     if rollout.name != "local":
         why = f" (rollout.dtype); during training by {rollout.name}, whose sums round otherwise"
@@ -283,20 +285,21 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     if rollout:
         check_engine_start(rollout, command.model)
     model, tokenizer = command.model.make()
+    check_readable(command.stop, tokenizer, "stop")
     policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
     identity = {"model": asdict(command.model), "dtype": rollout.dtype if rollout else "float32"}
     name = getattr(command.model, "path", command.model.name)
     folder = f"runs/evaluations/{Path(name).name}"
     about = {"config": {"model": asdict(command.model)}, "tags": [command.model.name]}
     if rollout:
-        return Subject(*with_engine(policy, rollout, identity), sets, 0, name, folder, **about)
+        return Subject(*with_engine(policy, rollout, command.stop, identity), sets, 0, name, folder, **about)
     return Subject(LocalEngine(policy, command.batch_rows or 256), identity, "", sets, 0, name, folder, **about)
 
 
-def with_engine(policy: Policy, rollout: RolloutSettings, identity: dict) -> tuple[Engine, dict, str]:
-    """Start the engine that rollout=... names. Returns it, the identity with what is recorded of it, and the words for
-    it."""
-    engine = make_engine(policy, rollout)
+def with_engine(policy: Policy, rollout: RolloutSettings, stop: list[str], identity: dict) -> tuple[Engine, dict, str]:
+    """Start the engine that rollout=... names; it is told of the stop strings, so that it can end responses itself.
+    Returns it, the identity with what is recorded of it, and the words for it."""
+    engine = make_engine(policy, replace(rollout, stop=stop))
     return engine, identity | {"engine": engine_record(rollout, engine.positions)}, f" by {rollout.name}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from dataclasses import replace
 
 from omegaconf import DictConfig
 
@@ -42,7 +43,10 @@ def job(config: DictConfig) -> None:
     if command.rollout:
         check_engine_start(command.rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
-    engine = make_engine(policy, command.rollout) if command.rollout else local_engine(policy, settings.rollout)
+    if command.rollout:  # it is told of the stop strings, so that it can end responses itself
+        engine = make_engine(policy, replace(command.rollout, stop=settings.rollout.stop))
+    else:
+        engine = local_engine(policy, settings.rollout)
     with closing(engine), closing(settings.task):
         show(command, settings, engine)
 

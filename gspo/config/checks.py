@@ -168,6 +168,12 @@ def check_lora(s: Settings) -> None:
         f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": (s.trainer.router_aux_loss_coef, routers),
         "parallel.mode=shard": (s.parallel.mode == "shard", "weights that are spread take no adapter; use replicate"),
     }
+    if s.policy.old_logprobs == "behaviour" and s.policy.precision == "bfloat16":
+        copied = (
+            "policy.old_logprobs=behaviour are then computed by the copy that samples, into which the adapter is "
+            "merged: in policy.precision=bfloat16 these are not the trainer's; use rollout.overlap=false"
+        )
+        impossible["rollout.overlap=true"] = (s.rollout.overlap, copied)
     if s.kl.needs_reference:
         same = "the reference is the model with its adapter off, which does not change; use kl.refresh_every=0"
         impossible[f"kl.refresh_every={s.kl.refresh_every}"] = (s.kl.refresh_every, same)

@@ -62,10 +62,16 @@ def read_rows(path: Path):
                 row = parse_json(line)
                 if not (isinstance(row["problem"], int) and isinstance(row["prompt"], str)):
                     raise ValueError("its problem is no number, or its prompt no text")
-                if not (row["reward"] is None or 0 <= row["reward"] <= 1) or not isinstance(row["verdict"], str):
+                beyond = row["reward"] is not None and not 0 <= row["reward"] <= 1
+                if (beyond and "turns" not in row) or not isinstance(row["verdict"], str):
                     raise ValueError("its reward is not in [0, 1], or its verdict no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged in line {number} ({error})") from None
+            if beyond:  # an environment gives what rewards it likes
+                raise ValueError(
+                    f"{path}: an episode has the reward {row['reward']:g}; only rewards from 0 to 1 can be compared as "
+                    "accuracies, so give the command without a comparison"
+                )
             yield row
 
 

@@ -46,6 +46,17 @@ class StopWatch:
         return any(string in text for string in self.strings)
 
 
+def check_readable(strings: Iterable[str], tokenizer: transformers.PreTrainedTokenizerBase, key: str) -> None:
+    """Raise ValueError for a stop string that holds a special token, which has no text in a response."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    for string in strings:
+        if found := sorted(token for token in special | set(tokenizer.all_special_tokens) if token and token in string):
+            raise ValueError(
+                f"{key}={list(strings)}: {found[0]} is a special token of this model's tokenizer and has no text in a "
+                "response, so it would never be found; end-of-sequence tokens end a response by themselves"
+            )
+
+
 def check_stop(strings: Iterable[str], key: str) -> None:
     """Raise ValueError for an empty stop string, which every text holds."""
     if "" in strings:

@@ -29,6 +29,7 @@ from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import RolloutSource
+from gspo.rollout.stop_strings import check_readable
 from gspo.rollout.vllm_server import VLLMServerEngine, check_server
 from gspo.run.cli import stop_signal
 from gspo.run.event_files import check_event_files
@@ -156,6 +157,7 @@ def open_policy(
     folder = whole or starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
     check_positions(settings, positions(model))
+    check_readable(settings.rollout.stop, tokenizer, "rollout.stop")
     if folder and not checkpoint:
         reward = recorded_reward(folder)
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")

@@ -149,9 +149,11 @@ class EntropyTerm:
         return -alpha * self.aggregation(inputs.entropy_BT, inputs.mask_BT, totals)
 
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
-        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has passed a share."""
-        total, self.passed = torch.tensor(float(self.passed), dtype=torch.float64), 0.0
-        if totals.tokens:
+        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has passed a share. A fixed
+        one reads no number, for which a GPU would have to be waited for."""
+        passed, self.passed = self.passed, 0.0
+        if totals.tokens and self.coefficient.target is not None:
+            total = torch.tensor(float(passed), dtype=torch.float64)
             self.coefficient.update(float(ranks.sums(total)) / totals.tokens)
 
 

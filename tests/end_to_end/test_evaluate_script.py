@@ -19,6 +19,7 @@ from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
 from gspo.evaluation.evaluate import EvaluationSet
 from gspo.model.loading import TinyDense, save
+from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.settings import OF_THE_ENGINE, RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting
@@ -95,6 +96,20 @@ def test_an_engine_is_chosen_with_its_own_settings():
     assert command("run=x", "rollout=local", "rollout.quantization=int4").rollout.quantization == "int4"
     kinds = (RolloutSettings, VLLMRollout, VLLMServerRollout)
     assert {field.name for kind in kinds for field in fields(kind)} >= OF_THE_ENGINE, "none of these is mistyped"
+
+
+def test_the_engine_is_told_of_the_stop_strings(monkeypatch):
+    """Else vLLM would sample every response to its limit, and what follows the string would be thrown away."""
+    told = []
+
+    def started(policy, rollout):
+        told.append(rollout.stop)
+        return LocalEngine(policy)
+
+    monkeypatch.setattr(evaluate, "make_engine", started)
+    monkeypatch.setattr(evaluate, "check_engine_start", lambda *_: None)
+    evaluate.of_model(command("model=tiny_dense", "benchmark=math", "rollout=vllm", "stop=['7']"), "cpu")
+    assert told == [["7"]]
 
 
 def test_sets_are_chosen_by_name_and_never_mixed_up():

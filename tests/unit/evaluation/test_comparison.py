@@ -97,6 +97,11 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
         file.write_text("".join([*lines[:2], wrong]))
         with pytest.raises(ValueError, match=r"rated\.jsonl is damaged in line 3"):
             read_finished(base)
+    # what an environment gave is not damaged, and no accuracy either
+    episode = lines[2].replace('"reward": ', '"turns": [], "reward": -2, "was": ')
+    file.write_text("".join([*lines[:2], episode]))
+    with pytest.raises(ValueError, match=r"rated\.jsonl: an episode has the reward -2; only rewards from 0 to 1"):
+        read_finished(base)
     file.unlink()
     file.symlink_to(base / "responses" / "math_easy.jsonl")
     with pytest.raises(ValueError, match="is a link"):

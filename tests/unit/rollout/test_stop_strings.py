@@ -8,13 +8,15 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from builders import problems, small_policy
+from composing import settings
 from gspo.core.types import Problem
 from gspo.evaluation.evaluate import EvaluationSettings
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Row, Sampling, to_response
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.stop_strings import StopWatch
+from gspo.rollout.stop_strings import StopWatch, check_readable
+from gspo.run.build import open_policy
 
 CORPUS = ["<answer>12</answer> so the end", "Grüße, 漢字 und mehr. ###\n\nNext: </answer></s>", "stop! stop? </stop>"]
 
@@ -115,6 +117,19 @@ def test_what_an_engine_sampled_past_a_string_is_left_out():
     row = Row(Problem("math", 0, "", ""), 0, [5], 0, 9, list(ids[:4]), [0.0] * 4, [np.zeros((9, 1, 1))])
     response = to_response(policy, row, sampling, 0, None)
     assert (response.finish_reason, response.text) == ("stop", "12ab")
+
+
+def test_a_special_token_is_refused_because_it_has_no_text_in_a_response():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a<|tool|>b")["input_ids"]
+    watch = StopWatch(tokenizer, ["<|tool|>"])
+    assert not any(watch.completes(token) for token in ids), "it is never found"
+    for string in ("<|tool|>", "\n<|end|>"):
+        with pytest.raises(ValueError, match=r"rollout.stop=\['a', .*is a special token .* no text"):
+            check_readable(["a", string], tokenizer, "rollout.stop")
+    check_readable(["</tool>", "\n"], tokenizer, "rollout.stop")
+    with pytest.raises(ValueError, match=r"rollout.stop=\['<\|im_start\|>'\]: <\|im_start\|> is a special token"):
+        open_policy(settings("model=stand_in", "cold_start.steps=0", "rollout.stop=['<|im_start|>']"), None, print)
 
 
 def test_settings_reach_the_sampling_and_an_empty_string_is_refused():

@@ -174,6 +174,16 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
             ["policy.lora.rank=8", "kl=loss", "kl.refresh_every=5"],
             r"kl.refresh_every=5 with policy.lora.rank=8: the reference is the model with its adapter off",
         ),
+        (
+            [
+                "policy.lora.rank=8",
+                "policy.precision=bfloat16",
+                "policy.old_logprobs=behaviour",
+                "rollout.staleness=1",
+                "rollout.overlap=true",
+            ],
+            r"rollout.overlap=true with policy.lora.rank=8: policy.old_logprobs=behaviour are .* not the",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(overrides, message):

@@ -24,21 +24,25 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(accumulators, "_kept", lambda value: value.detach() if torch.is_tensor(value) else float(value))
 
 
-def prepared(model, replay="none"):
+def prepared(model, replay="none", **settings):
     """A trainer that has rolled out a batch, remembered its old policy and assigned credit."""
     made = trainer(
         GSPO(clip_low=3e-3, clip_high=4e-3),
         model=model,
         replay=replay,
+        **settings,
     )
     rollout = made.source.next(1)
     return made, rollout
 
 
-@pytest.mark.parametrize(("model", "replay"), [(DENSE, "none"), (None, "none"), (None, "r2")])
-def test_an_update_waits_once(model, replay):
+@pytest.mark.parametrize(
+    ("model", "replay", "entropy_coef"),
+    [(DENSE, "none", 0.0), (None, "none", 0.0), (None, "r2", 0.0), (DENSE, "none", 0.01)],
+)
+def test_an_update_waits_once(model, replay, entropy_coef):
     """For the norm of the gradient: whether it is finite. However many micro-batches there are."""
-    made, rollout = prepared(model, replay)
+    made, rollout = prepared(model, replay, entropy_coef=entropy_coef)
     seen = []
     update = made.update
 
