@@ -73,12 +73,14 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     print(
         f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {engine.policy.prompt_format_used}):"
     )
+    # vLLM, which is not told of the rules when it starts, reports them after tokens were left out
+    among = " among the tokens that were left in" if command.rules and command.rollout else ""
     for group in groups:
         problem = group[0].problem
         print(f"--- {problem.task} {problem.index} ({problem.family})\n{group[0].rendered.rstrip()}")
         for r in group:
             mean_logp = r.logprobs[r.own_tokens].mean() if r.length else math.nan
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"
-            print(f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob {mean_logp:.2f}]")
+            print(f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob{among} {mean_logp:.2f}]")
             text = conversation([vars(turn) for turn in r.turns]) if r.turns else r.text
             print("  | " + text.replace("\n", "\n  | "))

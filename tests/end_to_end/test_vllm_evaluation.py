@@ -2,6 +2,7 @@
 a real Ctrl-C. In an environment with vLLM: `make test-vllm`."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +79,10 @@ def test_samples_are_printed_as_by_the_engine_of_this_process(run, tmp_path):
     local, vllm = (call("experiments/sample.py", tmp_path, *greedy, *more) for more in ([], VLLM))
     assert (local.returncode, vllm.returncode) == (0, 0), local.stderr[-2000:] + vllm.stderr[-3000:]
     assert vllm.stdout == local.stdout and "mean log-prob" in vllm.stdout
+    likeliest = [f"run={run}", "set=rated", "samples=1", "problems=1", "top_k=1"]
+    local, vllm = (call("experiments/sample.py", tmp_path, *likeliest, *more) for more in ([], VLLM))
+    assert "mean log-prob among the tokens that were left in 0.00]" in vllm.stdout, "of one token a place"
+    assert re.search(r"mean log-prob -\d", local.stdout)
 
 
 def test_killed_and_stopped_it_goes_on_and_ends_the_same(run, tmp_path):
