@@ -37,6 +37,8 @@ from analysis.style import View
 REFUSED = script.DOTS | script.NO_CURVES
 WORDS = {  # what a setting of --arms is called in an arm's name; "" for the value that needs no word
     "policy.freeze_router": {False: "", True: "frozen router"},
+    "policy.precision": {"float32": "", "bfloat16": "bfloat16"},
+    "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
     "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
     "correction.name": {"none": "", "tis": "TIS"},
 }
@@ -218,7 +220,7 @@ def draw(
     last = "mean of all batches" if more else "difference, same objective"
     paired = "difference, paired by seed" if more else "difference, same remedy"
     labels = "last fifth of the batches", "share of the seeds", paired, last
-    ticks = [tick(level, cell["got"].mean()) for (_, level), cell in grouped(numbers)]
+    ticks = [tick(level, cell.groupby("arm")["got"].mean()) for (_, level), cell in grouped(numbers)]
     for ax, title, label in zip((upper, shares, *lower), titles, labels, strict=True):
         ax.set(title=title, ylabel=label, xlabel=f"{' and '.join(dose)}; below it\n{metric}")
         ax.set_xticks(range(len(ticks)), ticks)
@@ -236,10 +238,16 @@ def along(ax: Axes, points: list[tuple[float, Interval]], look: Look) -> None:
     ax.errorbar(places, means, yerr=spans.T, lw=1.6, ms=5, elinewidth=1, **look.plot())
 
 
-def tick(level: object, got: float) -> str:
-    """Return the label of a level: its words, and below them what was measured there."""
+def tick(level: object, got: pd.Series) -> str:
+    """Return the label of a level: its words, and below them what was measured there. That is the mean over the arms,
+    or the least and the largest arm where one is more than twice the other."""
     word = f"{level:g}" if isinstance(level, Real) else str(level)
-    return word if np.isnan(got) else f"{word}\n{got:.3g}"
+    got = got.dropna()
+    if got.empty:
+        return word
+    if got.min() > 0 and got.max() > 2 * got.min():
+        return f"{word}\n{got.min():.2g} to {got.max():.2g}"
+    return f"{word}\n{got.mean():.3g}"
 
 
 def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
@@ -250,7 +258,8 @@ def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
     batches = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under each dose stands "
-        f"{metric}, the mean of the first fifth of the batches over all arms. Bars: 95 % intervals over seeds; "
+        f"{metric} in the first fifth of the batches: the mean over the arms, or its least and largest arm. Bars: 95 % "
+        "intervals over seeds; "
         "collapse by the registered rule. Differences are paired by seed."
     )
 

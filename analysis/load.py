@@ -58,6 +58,7 @@ NOT_THE_ARM = (
     "dry_run",
     "threads",
     "prompt_used",
+    "inputs",
 )
 # Arms differ in these on purpose; any other difference between compared arms is stated in the caption.
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")

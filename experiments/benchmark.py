@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
@@ -86,7 +87,7 @@ def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Pee
         if command.set or {"micro_batch_size", "batch_rows"} & command.size.keys():
             raise ValueError("peer=trl: set... and size.micro_batch_size, batch_rows would change our side alone")
         record = {"rounds": []}
-        for measured in compare(settings, own_overrides("peer"), command.rounds, command.batches):
+        for measured in compare(settings, own_overrides("peer"), command.rounds, command.batches, command.arms):
             record["rounds"].append(measured)
             write(record | {"threads": command.threads}, out)
         print(Pairs(record["rounds"]).table())
@@ -98,7 +99,7 @@ def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Pee
 
 def own_overrides(key: str) -> list[str]:
     """Return this command's arguments without the one that makes it start others, and without what only it needs."""
-    return [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in (key, "rounds", "out")]
+    return [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in (key, "rounds", "out", "arms")]
 
 
 def write(record: dict, out: Path) -> None:
@@ -120,7 +121,8 @@ def draw_curves(command: BenchmarkCommand) -> None:
 def composed(command: BenchmarkCommand) -> Settings:
     """Return the workload as the settings of a run, which does not yet say from which folder it starts."""
     workload = WORKLOADS[command.workload].resized(command.size)
-    own = [f"threads={command.threads}", f"runs={command.runs}", "tracking.wandb=offline", f"study={command.workload}"]
+    wandb = "offline" if find_spec("wandb") else "disabled"
+    own = [f"threads={command.threads}", f"runs={command.runs}", f"tracking.wandb={wandb}", f"study={command.workload}"]
     return to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
 
 

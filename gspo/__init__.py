@@ -4,6 +4,7 @@ The rooms, from the top. A room imports rooms below it and never above; no two r
 imports one that imports it (tests/unit/test_layers.py).
 
     commands/      what `gspo train ...` and its like call; the only room that uses the package analysis
+    checking/      what `gspo check` looks at: kernels, engine against trainer, resume, speed
     run/           one run from outside: its directory, building its trainer, the loop around the steps, rollback,
                    signals and exit codes, devices, sweeps
     planning/      what a run needs of its GPUs before it starts: memory, traffic, time

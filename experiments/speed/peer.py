@@ -1,6 +1,7 @@
 """TRL beside us: the same checkpoint, prompts, lengths and optimizer settings, in alternation, pair by pair.
 
-TRL has an environment of its own (`make setup-peer`). Every measurement is a process of its own on the same cores.
+TRL has an environment of its own (`make setup-peer`); without one it is looked for in this process's. Every measurement
+is a process of its own on the same cores.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 from tqdm import tqdm
 
 from gspo.config.settings import Settings
+from gspo.run.build import training_device
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peer" / "bin" / "python"
@@ -48,7 +51,7 @@ class Pairs:
                     f"{number:<7}{arm:<15}{record['total_s']:>9.3f}{record['rollout_s']:>9.3f}{record['train_s']:>9.3f}"
                     f"{record['tokens']:>9,.0f}{record['peak_memory_mib']:>9,.0f}{ratio:>9}"
                 )
-        for arm in list(ARMS)[1:]:
+        for arm in [arm for arm in self.rounds[0] if arm != "trl"]:
             for key in COMPARED:
                 found = self.ratios(arm, key)
                 lines.append(
@@ -57,24 +60,36 @@ class Pairs:
         return "\n".join(lines)
 
 
-def compare(settings: Settings, arguments: list[str], rounds: int, batches: int) -> Iterator[dict[str, dict]]:
+def compare(
+    settings: Settings, arguments: list[str], rounds: int, batches: int, arms: list[str]
+) -> Iterator[dict[str, dict]]:
     """Run the arms in turn, `rounds` times, and yield the measurements of every round as soon as they are there.
-    `arguments` are this command's, without its peer. Raises ValueError if the peer's environment is not there."""
-    if not PYTHON.exists():
-        raise ValueError("peer=trl: its environment is not there; make it with `make setup-peer`")
+    `arguments` are this command's, without its peer. Raises ValueError if there is no TRL."""
+    peers_python()
     os.environ |= {"OMP_NUM_THREADS": str(settings.threads or os.cpu_count())}
     if hasattr(os, "sched_setaffinity") and settings.threads:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-settings.threads :])
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(ARMS), disable=None) as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=rounds * len(arms), disable=None) as bar:
         for _ in range(rounds):
             measured = {}
-            for arm, override in ARMS.items():
+            for arm in arms:
                 bar.set_description(arm)
                 out = Path(folder) / "record.json"
                 peer = trl(settings, batches, Path(folder), out)
-                measured[arm] = record_of(peer if override is None else ours(arguments, override, out), arm, out)
+                command = peer if ARMS[arm] is None else ours(arguments, ARMS[arm], out)
+                measured[arm] = record_of(command, arm, out)
                 bar.update()
             yield measured
+
+
+def peers_python() -> str:
+    """Return the interpreter that has TRL: that of its own environment, else this one. Raises ValueError if neither
+    has it."""
+    if PYTHON.exists():
+        return str(PYTHON)
+    if find_spec("trl") is None:
+        raise ValueError("peer=trl: there is no TRL; make its environment with `make setup-peer`")
+    return sys.executable
 
 
 def record_of(command: list[str], arm: str, out: Path) -> dict:
@@ -95,6 +110,8 @@ def trl(settings: Settings, batches: int, folder: Path, out: Path) -> list[str]:
     rollout, optim, objective = settings.rollout, settings.optim, settings.objective
     count = rollout.prompts_per_step * (batches + 1)
     problems = [settings.task.problem(settings.seed, "train", i) for i in range(count)]
+    device = training_device(settings).partition(":")[0]
+    responses = rollout.prompts_per_step * rollout.group_size // settings.trainer.minibatches  # of one update
     spec = {
         "checkpoint": str(Path(settings.model.path).resolve()),
         "prompts": [p.prompt for p in problems],
@@ -107,10 +124,13 @@ def trl(settings: Settings, batches: int, folder: Path, out: Path) -> list[str]:
         "minibatches": settings.trainer.minibatches,
         "clip": [objective.clip_low, objective.clip_high],
         "optim": asdict(optim),
+        "device": device,
+        "precision": settings.policy.precision if device == "cuda" else "float32",
+        "micro_batch_size": settings.trainer.micro_batch_size if device == "cuda" else responses,
         "threads": settings.threads,
         "seed": settings.seed,
         "out": str(out),
     }
     path = folder / "spec.json"
     path.write_text(json.dumps(spec), encoding="utf-8")
-    return [str(PYTHON), str(ROOT / "experiments" / "benchmark_trl.py"), str(path)]
+    return [peers_python(), str(ROOT / "experiments" / "benchmark_trl.py"), str(path)]

@@ -26,7 +26,8 @@ from gspo.tasks.chain_arithmetic import ChainArithmetic
 TESTBED = ("experiment=tiny_moe", "task=math", "task.max_operands=6", "task.largest=5", "model.layers=6")
 RANDOM = ("model=hf", "task=math", "objective=gspo_tiny")
 OF_BATCH = ("prompts", "group_size", "new_tokens", "micro_batch_size", "batch_rows")
-MIXED = (*RANDOM, "policy.precision=bfloat16", "policy.checkpointing=true", "rollout.dtype=bfloat16")
+BFLOAT16 = (*RANDOM, "policy.precision=bfloat16", "rollout.dtype=bfloat16")
+MIXED = (*BFLOAT16, "policy.checkpointing=true")
 
 
 @dataclass
@@ -42,16 +43,19 @@ class Shape(Ranged, key="size"):
     experts_per_token: int = ranged(0, least=0)
     vocabulary: int = ranged(0, least=0)  # 0 takes the tokenizer's
     tied: bool = False  # off by default, since tied random weights repeat one token
-    mean_length: int = ranged(
-        250, least=1
-    )  # tokens after which a response ends on average, beyond the vocabulary's size
+    # tokens after which a response ends on average, beyond the vocabulary's size
+    mean_length: int = ranged(250, least=1)
+    head_dim: int = ranged(0, least=0)  # of one attention head; 0 takes hidden / heads
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % self.key_value_heads:
+        divided = self.hidden % self.heads == 0 and self.hidden // self.heads % 2 == 0
+        fits = self.head_dim % 2 == 0 if self.head_dim else divided
+        if not fits or self.heads % self.key_value_heads:
             raise ValueError(
-                f"size.hidden={self.hidden} divided by size.heads={self.heads} must be an even whole number, and "
-                f"size.key_value_heads={self.key_value_heads} must divide size.heads"
+                f"size.head_dim={self.head_dim}, or with 0 size.hidden={self.hidden} divided by size.heads="
+                f"{self.heads}, must be an even whole number, and size.key_value_heads={self.key_value_heads} must "
+                "divide size.heads"
             )
         if self.experts_per_token > self.experts or (self.experts and not self.experts_per_token):
             raise ValueError(
@@ -106,6 +110,9 @@ SMALL_MOE = Shape(512, 8, 8, 8, width=256, experts=32, experts_per_token=4, mean
 # These have the sizes of Qwen2.5-1.5B, and of OLMoE-1B-7B (6.9 B parameters, 1.3 B active).
 DENSE = Shape(1536, 28, 12, 2, width=8960, vocabulary=151_936, tied=True)
 MOE = Shape(2048, 16, 16, 16, width=1024, experts=64, experts_per_token=8, vocabulary=50_304)
+# These have the sizes of Qwen3-0.6B, and of an MoE of 100 M parameters.
+QWEN3_0P6B = Shape(1024, 28, 16, 8, width=3072, vocabulary=151_936, tied=True, head_dim=128)
+MOE_100M = Shape(512, 8, 8, 8, width=256, experts=32, experts_per_token=4, vocabulary=16_384)
 
 WORKLOADS = {
     "tiny": Workload(None, 32, 8, 90, settings=TESTBED),
@@ -114,6 +121,8 @@ WORKLOADS = {
     "small_dense": Workload(SMALL, 8, 8, 256, micro_batch_size=16),
     "gpu": Workload(DENSE, 32, 8, 2048, 8, 256, MIXED, peer=False),
     "gpu_moe": Workload(MOE, 32, 8, 2048, 8, 256, MIXED, peer=False),
+    "qwen3_0p6b": Workload(QWEN3_0P6B, 16, 8, 256, 16, 256, BFLOAT16),
+    "moe_100m": Workload(MOE_100M, 32, 8, 256, 64, 256, BFLOAT16),
 }
 
 
@@ -141,7 +150,7 @@ def made(shape: Shape) -> PreTrainedModel:
     common = {
         "vocab_size": shape.vocabulary or len(tokenizer), "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads, "head_dim": shape.hidden // shape.heads,
+        "num_key_value_heads": shape.key_value_heads, "head_dim": shape.head_dim or shape.hidden // shape.heads,
         "max_position_embeddings": 4096, "tie_word_embeddings": shape.tied, "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
     }  # fmt: skip

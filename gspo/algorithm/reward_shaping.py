@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gspo.algorithm.advantages import Groups, deviation
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, ranged
+from gspo.core.types import LARGEST_REWARD
 
 OVER = ("none", "batch", "group", "running")
 
@@ -65,6 +66,8 @@ class RewardShaping(Ranged, key="reward"):
     eps: float = ranged(1e-6, least=0)
     overlong_cache: int = ranged(0, least=0)  # C in tokens; 0: no penalty
     overlong_penalty: float = ranged(1.0, above=0)
+    # what a response earns that was cut off at its limit; null: verifiers and reward functions are asked about it
+    truncated: float | None = ranged(0.0, least=-LARGEST_REWARD, most=LARGEST_REWARD, metadata=HASHED_IF_CHANGED)
     turns: str = field(default="outcome", metadata=HASHED_IF_CHANGED)  # outcome | each
 
     def __post_init__(self):

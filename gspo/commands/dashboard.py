@@ -30,9 +30,8 @@ from analysis.sources import Record
 from gspo.core.arguments import key_values, typed
 from gspo.core.escaping import line
 from gspo.run.cli import command_line
-from gspo.tracking.dashboard import GROUP_BY, home, publish, workspace, write
-from gspo.tracking.views import LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
-from gspo.tracking.wandb_run import default_project
+from gspo.tracking.views import GROUP_BY, LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
+from gspo.tracking.wandb_choice import check_installed, default_project
 
 DEFAULTS = {
     "project": default_project(),
@@ -57,6 +56,9 @@ def make() -> None:
         print(__doc__)
         return
     chosen = options(arguments)
+    check_installed("gspo dashboard")
+    from gspo.tracking.dashboard import home, publish, workspace, write  # it imports W&B
+
     views, notes = arranged(chosen["runs"], chosen["by"], chosen["study"])
     entity = home(chosen["entity"]) if chosen["publish"] == "yes" else None
     place = entity or chosen["entity"], chosen["project"]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob
 from omegaconf import DictConfig
 
 from gspo.commands.option_files import CONF, composed
@@ -29,7 +29,6 @@ from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import RolloutSettings, engine_record
-from gspo.rollout.stop_strings import check_readable
 from gspo.rollout.vllm import installed_version
 from gspo.run.build import (
     check_engine_start,
@@ -42,9 +41,8 @@ from gspo.run.build import (
 from gspo.run.cli import Ended, command_line, one_line
 from gspo.run.directory import SETTINGS, code_state, exclusive, settings_and_checkpoint
 from gspo.tasks.base import Task
-from gspo.tracking.artifacts import EVALUATION, OF_WANDB
 from gspo.tracking.settings import TrackingSettings
-from gspo.tracking.wandb_run import About, WandbRun, chosen_mode, server_run
+from gspo.tracking.wandb_choice import EVALUATION, OF_WANDB, About, chosen_mode, server_run
 from gspo.train.checkpoint import read_state
 
 LONGEST = 2048  # tokens of a response where neither the command nor the benchmark nor a run says how many
@@ -176,6 +174,8 @@ def track(
         id=f"eval-{digest([subject.study, settings])}",
         record={"commit": code["commit"]},
     )
+    from gspo.tracking.wandb_run import WandbRun  # it imports W&B
+
     tracked = WandbRun(folder, subject.place, mode, about)
     if subject.checkpoint:
         tracked.lineage.used(subject.checkpoint, what, (subject.checkpoint.name,))
@@ -261,7 +261,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if command.rollout:
         check_engine_start(rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
-    check_readable(command.stop, policy.tokenizer, "stop")
+    policy.stop_at(command.stop, "stop")
     step = read_state(checkpoint)["step"] if checkpoint else 0
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
@@ -285,8 +285,8 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     if rollout:
         check_engine_start(rollout, command.model)
     model, tokenizer = command.model.make()
-    check_readable(command.stop, tokenizer, "stop")
     policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
+    policy.stop_at(command.stop, "stop")
     identity = {"model": asdict(command.model), "dtype": rollout.dtype if rollout else "float32"}
     name = getattr(command.model, "path", command.model.name)
     folder = f"runs/evaluations/{Path(name).name}"
@@ -323,6 +323,8 @@ def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONG
             own = command.max_new_tokens or task.max_new_tokens or limit
             found = load_evaluation_sets(task, names, command.problems or None, command.seed)
             sets += [replace(evaluation_set, limit=own) for evaluation_set in found]
+        if words := task.left_out_of_evaluation():
+            print(words)
     return sets
 
 
@@ -339,7 +341,12 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
             result.append(argument)
             continue
         value = OverridesParser.create().parse_override(argument).value()
-        names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+        if isinstance(value, Glob):
+            names = value.filter(options)
+        elif isinstance(value, ChoiceSweep):
+            names = value.list
+        else:
+            names = value if isinstance(value, list) else [value]
         for name in names:
             if name not in options and not is_path(name):
                 raise ValueError(f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}")

@@ -5,7 +5,9 @@ A command's module is imported only when that command is called, so that `gspo -
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
@@ -30,6 +32,7 @@ COMMANDS = {
     "plan": Command(
         "gspo.commands.plan", "Say what a run needs of its GPUs, and how long a step takes.", "parallel.ranks=16 ..."
     ),
+    "check": Command("gspo.commands.check", "Check what this machine computes, and how fast.", "--seconds 150"),
     "serve": Command(
         "gspo.commands.serve", "Start a vLLM server that runs sample with.", "experiment=tiny_moe rollout=vllm_server"
     ),
@@ -53,6 +56,18 @@ COMMANDS = {
 
 def main() -> None:
     """Call the command that the first word of the command line names; the other words are its arguments."""
+    try:
+        try:
+            dispatch()
+        finally:
+            sys.stdout.flush()  # at the end of the process an error of it could not be caught
+    except BrokenPipeError:  # what read the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def dispatch() -> None:
+    """Call the command that the command line names."""
     name, words = choice("command", "gspo", sys.argv[1:], COMMANDS, commands_help)
     if name != "figure":
         call(COMMANDS[name].module, f"gspo {name}", words)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.settings import Settings
+from gspo.core.untrusted import HALVES
 
 
 def folder_of(name: str) -> Path:
@@ -40,14 +44,47 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
 
     `job` is a function of a module, decorated with `one_line`, so that a sweep's worker processes import it."""
     register_schemas()
-    return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
+    main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
+
+    def command() -> object:
+        sys.argv[1:] = map(quoted, sys.argv[1:])
+        return main()
+
+    return command
+
+
+def quoted(word: str) -> str:
+    """Return a word of the command line as Hydra's grammar can read it.
+
+    Values such as paths with `=`, `~`, `#` or letters of other alphabets are put into quotes, which the shell has taken
+    away if the user wrote them. The carriage return that a script from Windows leaves at the end of a line is dropped.
+
+    >>> quoted("model.path=checkpoints/epoch=9")
+    "model.path='checkpoints/epoch=9'"
+    """
+    word = word.rstrip("\r")
+    key, sign, value = word.partition("=")
+    if word.startswith("-") or not sign or not value or HALVES.search(word):
+        return word  # of a word that is not UTF-8 the program says so
+    parser = OverridesParser.create()
+    try:
+        parser.parse_override(word)
+        return word
+    except HydraException:
+        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+        in_quotes = f"{key}='{escaped}'"
+    try:
+        parser.parse_override(in_quotes)
+        return in_quotes
+    except HydraException:
+        return word  # Hydra says what is wrong with it
 
 
 def composed_settings(words: list[str]) -> Settings:
     """Return the settings of the run that `gspo train` would make of these words."""
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=words, return_hydra_config=True)
+        config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)
         choices = config.hydra.runtime.choices
         with open_dict(config):
             del config["hydra"]

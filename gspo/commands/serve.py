@@ -86,6 +86,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "folder": str(folder.path),
         "on_cpu": on_cpu,
         "dtype": rollout.dtype,
+        "head_dtype": settings.policy.head_dtype,
         "routes": rollout.routes,
         "logprobs_mode": logprobs_mode(rollout),
         "max_model_len": longest,
@@ -93,7 +94,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     }
     (folder.path / "description.json").write_text(json.dumps(description), encoding="utf-8")
     place = urlsplit(rollout.url)
-    return vllm_options(rollout, longest, on_cpu) | {
+    return vllm_options(rollout, settings.policy.head_dtype, longest, on_cpu) | {
         "load_format": "dummy",
         "tokens_only": True,
         "disable_uvicorn_access_log": True,
@@ -107,7 +108,9 @@ def as_words(options: dict[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         dashed = name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, dict):
+            words.append(f"--{dashed}={json.dumps(value)}")
+        elif isinstance(value, bool):
             words.append(f"--{dashed}" if value else f"--no-{dashed}")
         else:
             words.append(f"--{dashed}={value}")

@@ -24,7 +24,7 @@ from gspo.run.lifecycle import run
 from gspo.run.processes import as_rank, is_follower, join, join_scheduler, launched, part, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
-from gspo.tracking.wandb_run import own_arguments, under_agent
+from gspo.tracking.wandb_choice import own_arguments, under_agent
 
 SWEEP = "a sweep, with several processes: they share one run; start each run by a torchrun of its own"
 

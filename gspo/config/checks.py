@@ -26,6 +26,7 @@ def check(s: Settings) -> None:
     check_stop_strings(s)
     check_router(s)
     check_lora(s)
+    check_head(s)
     check_objective(s)
     check_truncation(s)
     check_credit(s)
@@ -146,6 +147,15 @@ def check_router(s: Settings) -> None:
     if s.policy.freeze_router and len(chosen) > 1:
         raise ValueError(
             f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as they are"
+        )
+
+
+def check_head(s: Settings) -> None:
+    """Refuse a head in bfloat16 where nothing else is: the setting would be ignored."""
+    if s.policy.head_dtype == "bfloat16" and s.policy.precision == s.rollout.dtype == "float32":
+        raise ValueError(
+            "policy.head_dtype=bfloat16 is not read with policy.precision=float32 and rollout.dtype=float32; set "
+            "policy.precision=bfloat16, or leave it out"
         )
 
 

@@ -76,13 +76,19 @@ class EvaluateCommand(Truncation):
             raise ValueError("a model needs benchmark=[...]: it has no task of its own")
 
 
+ARMS = ("trl", "like for like", "best")
+
+
 @dataclass
 class BenchmarkCommand(Ranged):
     """The settings of experiments/benchmark.py."""
 
-    workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe
+    workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe | qwen3_0p6b | moe_100m
     # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its `generate` is timed too
     peer: str = "none"
+    # with peer=trl: TRL and which of our sides. "like for like" computes old log-probs as TRL does, "best" leaves that
+    # pass out where it is exact
+    arms: list[str] = field(default_factory=lambda: list(ARMS))
     batches: int = ranged(5, least=1)  # rollout batches that are timed, after one to warm up; their medians are shown
     rounds: int = ranged(5, least=1)  # with peer or scaling: how often each is measured, in alternation
     threads: int = ranged(1, least=1)
@@ -102,6 +108,8 @@ class BenchmarkCommand(Ranged):
         super().__post_init__()
         if self.peer not in ("none", "trl", "transformers"):
             raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
+        if "trl" not in self.arms or len(set(self.arms)) < 2 or set(self.arms) - set(ARMS):
+            raise ValueError(f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}")
         if self.scaling == 1:
             raise ValueError("scaling=1: one process is what the others are compared with; say scaling=2 or more")
         if self.scaling and (self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set):

@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gspo.config.checks import changed, samples_ahead
+from gspo.tracking.rounding import LARGEST_MISMATCH, ROUNDING_SHARE, floor_in_words, mismatch_in_words
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
+    from gspo.core.types import Response
 
 NEARLY_ALL = 0.9  # the share of responses that are cut off from which on a warning is given
 WIDE_FOR_A_SEQUENCE = 0.05  # a wider clip range is meant for the ratio of a token, not for that of a response
@@ -83,6 +85,55 @@ def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
             "had no gradient: raise it, or choose problems that the model solves sometimes"
         )
     return found
+
+
+def rounding_floor(s: Settings, metrics: dict[str, float]) -> list[str]:
+    """Say that rounding moves the sequence ratios by a good part of their clip range, if a step's metrics show that,
+    and what to change."""
+    share = metrics.get("ratio/floor_of_range", 0.0)
+    if share <= ROUNDING_SHARE:
+        return []
+    if s.policy.head_dtype == "bfloat16":
+        remedy = f"policy.head_dtype={s.policy.head_dtype} rounds the logits: use policy.head_dtype=float32"
+    elif s.policy.old_logprobs == "engine":
+        remedy = "policy.old_logprobs=engine divides by the engine's rounding: use policy.old_logprobs=step_start"
+    elif s.policy.precision == "bfloat16":
+        remedy = f"policy.precision={s.policy.precision} rounds the layers: use float32, or a wider clip range"
+    else:
+        remedy = "engine and trainer round differently: use policy.old_pass=always, or a wider clip range"
+    return [f"{floor_in_words(share, metrics['ratio/floor_outside'])}. {remedy}"]
+
+
+def cut_off_pays(s: Settings, responses: list[Response]) -> list[str]:
+    """Say that a response which ended by itself earned less than one that was cut off, if that is so."""
+    truncated = s.reward.truncated
+    if truncated is None or not any(r.score.verdict == "truncated" for r in responses):
+        return []
+    ended = [r.score.reward for r in responses if r.score.verdict != "truncated"]
+    if not ended or min(ended) >= truncated:
+        return []
+    return [
+        f"a response that is cut off earns reward.truncated={truncated:g}, which is more than the {min(ended):g} of "
+        "one that ended, so being cut off is learned: set reward.truncated to the lowest reward, or to null to have "
+        "the reward function asked"
+    ]
+
+
+def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
+    """Say that the engine computes something else than the trainer, if a step's metrics show that, and what to
+    change."""
+    off = metrics.get("mismatch/logp_abs", 0.0)
+    if off <= LARGEST_MISMATCH:
+        return []
+    if samples_ahead(s):
+        remedy = f"responses wait for rollout.staleness={s.rollout.staleness} steps: lower it, or lower optim.lr"
+    elif s.rollout.quantization != "none":
+        remedy = f"rollout.quantization={s.rollout.quantization} rounds the engine's weights: use none"
+    elif s.rollout.dtype != "float32":
+        remedy = f"rollout.dtype={s.rollout.dtype} rounds in the engine: use float32, or correction=tis"
+    else:
+        remedy = "the engine does not compute what the model computes: use rollout=local, and report it"
+    return [f"{mismatch_in_words(off)}. {remedy}"]
 
 
 def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:

@@ -39,6 +39,7 @@ from gspo.model.prompts import PromptFormat
 from gspo.model.stand_in import StandIn
 from gspo.rollout.problem_sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.tasks.base import Task
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.function_writing import FunctionWriting
@@ -100,6 +101,9 @@ class Settings(Ranged):
     prompt: PromptFormat = field(default_factory=PromptFormat)
     # chat or plain: what prompt.format became with this model; the program writes it
     prompt_used: str = field(default="", metadata=OUTSIDE_RESULT)
+    # what the run was made from: digests of its problems and of the weights it started from, and how many problems were
+    # left out; the program writes it, and compares it when the run is resumed
+    inputs: dict[str, Any] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
     rollout: Any = MISSING
@@ -137,6 +141,8 @@ class Settings(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.task, Task):
+            self.task.truncated_reward = self.reward.truncated
         if self.on_existing not in ("auto", "refuse", "resume"):
             raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
         if not self.study or "/" in self.study or self.study.startswith("."):

@@ -15,6 +15,7 @@ Shape suffixes: B responses, T response tokens, S = prompt_width + T all tokens,
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -49,7 +50,9 @@ class TrainBatch:
     turns_BT: Tensor | None = None  # int64, the number of the policy's turn from 0 on; None where there are no episodes
     turn_rewards_BT: Tensor | None = None  # float64, the reward of every turn, at its last token
 
-    _brought: ClassVar[tuple[Tensor, Tensor] | None] = None  # see `_places`; `to` sets it on its copy alone
+    # The places of the tokens in `mask_BT` and in `sampled_BT`. `to` sets them on its copy alone.
+    _brought: ClassVar[tuple[Tensor, Tensor] | None] = None
+    _brought_sampled: ClassVar[tuple[Tensor, Tensor] | None] = None
 
     @property
     def prompt_width(self) -> int:
@@ -70,17 +73,24 @@ class TrainBatch:
     def _places(self) -> tuple[Tensor, Tensor]:
         """Return the places of the response tokens in a flattened [B, T], and the numbers of the rows that have some:
         those that came along from another device, else found anew, as `mask_BT` may have changed."""
-        if self._brought:
-            return self._brought
-        return self.mask_BT.flatten().nonzero().squeeze(-1), self.mask_BT.any(-1).nonzero().squeeze(-1)
+        return self._brought or _places_in(self.mask_BT)
 
     def to(self, device: torch.device) -> TrainBatch:
         """Copy all tensors to a device, and the places of the response tokens with them: finding these on a GPU would
         wait for all the work that it has."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        there = replace(self, **{name: value.to(device, non_blocking=True) for name, value in present.items()})
-        there._brought = tuple(places.to(device, non_blocking=True) for places in self._places())
-        return there
+        copied = replace(self, **{name: to_device(value, device) for name, value in present.items()})
+        copied._brought = tuple(to_device(places, device) for places in self._places())
+        copied._brought_sampled = copied._brought
+        if not torch.equal(self.mask_BT, self.sampled_BT):
+            copied._brought_sampled = tuple(to_device(places, device) for places in _places_in(self.sampled_BT))
+        return copied
+
+    def with_all_sampled(self) -> TrainBatch:
+        """Return the batch with all tokens of the policy in `mask_BT`, also those that are not trained on."""
+        batch = replace(self, mask_BT=self.sampled_BT)
+        batch._brought = self._brought_sampled
+        return batch
 
     def rows(self, rows: Tensor) -> TrainBatch:
         """Select rows in the order given, and cut away the columns that are padding in all of them."""
@@ -120,6 +130,37 @@ class TrainBatch:
         return (key_B if last_B is None else key_B + last_B * (1 + key_B.max())).argsort(stable=True)
 
 
+def _places_in(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of the marked tokens in a flattened [B, T], and the numbers of the rows that have some."""
+    return mask_BT.flatten().nonzero().squeeze(-1), mask_BT.any(-1).nonzero().squeeze(-1)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Return whether the CPU hands work to a device without waiting for it, as to a GPU."""
+    return device.type not in ("cpu", "mps")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. The CPU does not wait for a copy to a GPU, because it is made from pinned
+    memory."""
+    if runs_ahead(device):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def to_cpu(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors of one device on the CPU, with one wait for all of them."""
+    copied = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    wait_for_copies(tensors[0].device)
+    return copied
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until the copies from a device that were begun before are complete."""
+    if runs_ahead(device):
+        torch.get_device_module(device).current_stream().synchronize()
+
+
 def pack(responses: list[Response], pad_id: int) -> TrainBatch:
     """Pack responses into a batch with the layout above and the engine's log-probs. Advantages are still 0.
 
@@ -133,15 +174,12 @@ def pack(responses: list[Response], pad_id: int) -> TrainBatch:
                 f"response {r.sample}, problem {r.problem.index}: {len(r.token_ids)} tokens, {len(r.logprobs)} logprobs"
             )
     batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id)
-    for i, r in enumerate(responses):
-        batch.engine_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.logprobs)
+    batch.engine_logp_BT = _logprobs([r.logprobs for r in responses], batch)
     if any(r.turns for r in responses):
         _lay_out_turns(batch, responses)
     batch.engine_experts_BSLK = _experts([(len(r.prompt_ids), r.experts) for r in responses], batch)
     if all(r.old_logprobs is not None and len(r.old_logprobs) == len(r.token_ids) for r in responses):
-        batch.old_logp_BT = torch.zeros_like(batch.engine_logp_BT)
-        for i, r in enumerate(responses):
-            batch.old_logp_BT[i, : len(r.token_ids)] = torch.from_numpy(r.old_logprobs)
+        batch.old_logp_BT = _logprobs([r.old_logprobs for r in responses], batch)
         batch.experts_BSLK = _experts([(len(r.prompt_ids), r.old_experts) for r in responses], batch)
     return batch
 
@@ -165,32 +203,54 @@ def _lay_out_turns(batch: TrainBatch, responses: list[Response]) -> None:
     batch.sampled_BT = batch.mask_BT.clone()
 
 
+def _logprobs(rows: list[np.ndarray], batch: TrainBatch) -> Tensor:
+    """Pack one number for each response token, 0 at padding: [B, T], float32."""
+    packed_BT = np.zeros(batch.mask_BT.shape, dtype=np.float32)
+    packed_BT[batch.attention_BS[:, batch.prompt_width :].numpy()] = np.concatenate(rows)
+    return torch.from_numpy(packed_BT)
+
+
 def _experts(rows: list[tuple[int, np.ndarray | None]], batch: TrainBatch) -> Tensor | None:
-    """Pack the experts of all rows into one tensor; None if a row has none.
+    """Pack the experts of all rows into one tensor [B, S, L, K], int16. Returns None if a row has none.
 
     A row is (number of prompt tokens, experts of the positions from the first prompt token on).
     """
     if any(experts is None for _, experts in rows):
         return None
-    packed_BSLK = torch.full((*batch.tokens_BS.shape, *rows[0][1].shape[1:]), NOT_RECORDED, dtype=torch.int16)
-    for i, (prompt, experts) in enumerate(rows):
-        start = batch.prompt_width - prompt
-        packed_BSLK[i, start : start + len(experts)] = torch.from_numpy(experts.astype(np.int16))
-    return packed_BSLK
+    packed_BSLK = np.full((*batch.tokens_BS.shape, *rows[0][1].shape[1:]), NOT_RECORDED, dtype=np.int16)
+    prompts_B = np.array([prompt for prompt, _ in rows])
+    recorded_B = np.array([len(experts) for _, experts in rows])
+    packed_BSLK[_columns(batch.prompt_width - prompts_B, recorded_B, packed_BSLK.shape[1])] = np.concatenate(
+        [experts for _, experts in rows]
+    )
+    return torch.from_numpy(packed_BSLK)
 
 
 def layout(rows: list[tuple[list[int], list[int]]], pad_id: int) -> TrainBatch:
     """Lay out rows of (prompt tokens, response tokens) as a batch. Advantages and log-probs are still 0."""
-    prompt_width = max(len(prompt) for prompt, _ in rows)
-    width = max(len(response) for _, response in rows)
-    tokens_BS = torch.full((len(rows), prompt_width + width), pad_id, dtype=torch.int64)
-    attention_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
-    for i, (prompt, response) in enumerate(rows):
-        columns = slice(prompt_width - len(prompt), prompt_width + len(response))
-        tokens_BS[i, columns] = torch.tensor(prompt + response)
-        attention_BS[i, columns] = True
+    prompts_B = np.array([len(prompt) for prompt, _ in rows])
+    responses_B = np.array([len(response) for _, response in rows])
+    prompt_width = int(prompts_B.max())
+    width = int(responses_B.max())
+    attention_BS = _columns(prompt_width - prompts_B, prompts_B + responses_B, prompt_width + width)
+    tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
+    tokens_BS[attention_BS] = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64)
     zeros_BT = torch.zeros(len(rows), width)
-    mask_BT = attention_BS[:, prompt_width:].clone()
+    mask_BT = torch.from_numpy(attention_BS[:, prompt_width:].copy())
     numbers = {}
-    prompts_B = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt, _ in rows])
-    return TrainBatch(tokens_BS, attention_BS, mask_BT, mask_BT.clone(), zeros_BT, zeros_BT.clone(), prompts_B)
+    group_B = torch.tensor([numbers.setdefault(tuple(prompt), len(numbers)) for prompt, _ in rows])
+    return TrainBatch(
+        torch.from_numpy(tokens_BS),
+        torch.from_numpy(attention_BS),
+        mask_BT,
+        mask_BT.clone(),
+        zeros_BT,
+        zeros_BT.clone(),
+        group_B,
+    )
+
+
+def _columns(starts_B: np.ndarray, lengths_B: np.ndarray, width: int) -> np.ndarray:
+    """Mark `lengths_B` columns of each row from column `starts_B` on: bool [B, width]."""
+    columns = np.arange(width)
+    return (columns >= starts_B[:, None]) & (columns < (starts_B + lengths_B)[:, None])

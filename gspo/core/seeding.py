@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,7 +33,22 @@ def generator(*position: int | str) -> random.Random:
 
 def uniforms(count: int, *position: int | str) -> np.ndarray:
     """Draw `count` float64 numbers in [0, 1) for a position; the i-th does not depend on `count`."""
-    return np.random.Generator(np.random.Philox(key=seed_for(*position))).random(count)
+    return uniform_rows(count, [position])[0]
+
+
+def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> np.ndarray:
+    """Draw `count` float64 numbers in [0, 1) for each position. Shape [positions, count]."""
+    rows = np.empty((len(positions), count))
+    bits = np.random.Philox(key=0)
+    generator = np.random.Generator(bits)
+    # A new key starts the same generator anew. Making a generator takes several times as long, as NumPy asks the
+    # system for random bits that the key then replaces.
+    start = bits.state
+    for row, position in zip(rows, positions, strict=True):
+        start["state"]["key"][0] = seed_for(*position)
+        bits.state = start
+        generator.random(out=row)
+    return rows
 
 
 def permutation(count: int, *position: int | str) -> np.ndarray:

@@ -29,6 +29,35 @@ class Problem:
 NO_ANSWER = frozenset(["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"])
 
 
+class ChatPrompt(str):
+    """A prompt of several messages, such as a system turn and a question. As a text it is their contents, one below the
+    other; `messages` is what a chat template writes."""
+
+    messages: list[dict[str, str]]
+
+    def __new__(cls, messages: list[dict[str, str]]) -> ChatPrompt:
+        made = super().__new__(cls, "\n\n".join(message["content"] for message in messages))
+        made.messages = messages
+        return made
+
+    def __reduce__(self) -> tuple[type[ChatPrompt], tuple]:
+        return ChatPrompt, (self.messages,)
+
+
+LARGEST_REWARD = 1e9  # a larger one is a mistake, and its square overflows where deviations are computed
+SAME_REWARD = 1e-6  # rewards of a group that differ by less, as a share of the largest, differ by rounding alone
+
+
+def all_same(rewards: list[float]) -> bool:
+    """Return whether rewards are the same but for rounding: sums of the same numbers in another order are.
+
+    >>> all_same([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])
+    True
+    """
+    largest = max(map(abs, rewards))
+    return max(rewards) - min(rewards) <= SAME_REWARD * max(largest, SAME_REWARD)
+
+
 @dataclass(frozen=True)
 class Score:
     """A verifier's judgement of one response."""
@@ -95,3 +124,10 @@ class Response:
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)
         return np.repeat([turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns])
+
+
+def rewards_of(group: list[Response]) -> list[float]:
+    """Return the rewards of a group's responses. Rewards that are the same but for rounding become the first of them,
+    so that no advantage is made of rounding."""
+    rewards = [response.score.reward for response in group]
+    return rewards[:1] * len(rewards) if all_same(rewards) else rewards

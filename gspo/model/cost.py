@@ -17,8 +17,11 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "t
 def active_parameters(model: transformers.PreTrainedModel) -> int | None:
     """Return the number of parameters that one token passes through, None if it cannot be determined.
 
-    Of E routed experts K count; shared experts count in full; the look-up in the input embedding does not count."""
+    Of E routed experts K count; shared experts count in full; the look-up in the input embedding does not count. It is
+    None for models with recurrent layers too, which compute with their states beside the parameters."""
     config = model.config.get_text_config()
+    if model._is_stateful:
+        return None
     total = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
         total -= model.get_input_embeddings().weight.numel()
@@ -45,7 +48,9 @@ def forward_flops(config: transformers.PretrainedConfig, active: int, lengths: T
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scores = getattr(config, "qk_head_dim", None) or head_dim  # latent attention: keys are wider than values
     values = getattr(config, "v_head_dim", None) or head_dim
-    attention = 1.0 * config.num_hidden_layers * config.num_attention_heads * (scores + values)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind.endswith("attention") for kind in kinds)  # others, such as convolutions, see no pairs
+    attention = 1.0 * layers * config.num_attention_heads * (scores + values)
     lengths = lengths.double()
     return float(2.0 * active * lengths.sum() + attention * lengths.square().sum())
 

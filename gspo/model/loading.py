@@ -5,6 +5,9 @@ Both give a transformers AutoModelForCausalLM and a tokenizer. `save` writes the
 
 from __future__ import annotations
 
+import copy
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.gathered import architecture
 from gspo.model.tokenizer import character_tokenizer
 
+UNPACKED_WHEN_LOADED = ("mxfp4",)  # methods whose weights transformers turns into 16 bits where it has no kernels
+SMALL = 2**28  # bytes of weights that are written once before a run, as a trial
+SAMPLE = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."  # a text to compare tokenizers on
 POSITIONS = 2048  # how many tokens of prompt and response the tiny models can take
 # In quotes: transformers imports a class, and with it much else, when its name is first read.
 Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
@@ -139,7 +145,7 @@ class HFModel(ModelSettings):
     def source(self) -> str:
         if not self.path:
             raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
-        return self.path
+        return os.path.expanduser(self.path)
 
     def make(self) -> Loaded:
         return load(self.source(), self.attention)
@@ -149,8 +155,9 @@ class HFModel(ModelSettings):
         with one_line(path):
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             config = load_config(path, self.attention)
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_not_quantized(config, path)
+        with one_line(path), torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model, usable(tokenizer, path)
 
     def open(self, folder: Path) -> Loaded:
@@ -162,20 +169,92 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = load_config(path, attention)
+    check_not_quantized(config, path)
+    with one_line(path):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
-            attn_implementation=attention,
             trust_remote_code=False,
             use_safetensors=True,  # other weight files are pickles, which can run code
         )
+    check_not_quantized(model.config, path, among=())
+    model.generation_config = writable(model.generation_config)
     return model, usable(tokenizer, path)
 
 
+def check_not_quantized(
+    config: transformers.PretrainedConfig, path: str, among: tuple[str, ...] = UNPACKED_WHEN_LOADED
+) -> None:
+    """Raise ValueError if a model's weights are quantized, unless transformers unpacks the method, one of `among`."""
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return
+    as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = getattr(as_dict.get("quant_method"), "value", as_dict.get("quant_method"))
+    if method not in among:
+        raise ValueError(
+            f"model.path={path!r}: its weights are quantized ({method}), and such weights cannot be trained, not with "
+            "policy.lora either; use the folder of 16 or 32 bits that it was made from"
+        )
+
+
+def writable(found: transformers.GenerationConfig | None) -> transformers.GenerationConfig | None:
+    """Return a generation configuration that transformers writes, from one that it has read.
+
+    Some public models say `do_sample: false` beside a temperature, which can be read and not written: there `do_sample`
+    becomes true, and the other values stay. Where that does not help, the ids of tokens are all that is kept."""
+    if found is None:
+        return None
+    mended = copy.deepcopy(found)
+    for change in ({}, {"do_sample": True}):
+        try:
+            mended.update(**change)
+            mended.validate(strict=True)
+        except ValueError:
+            continue
+        return mended
+    ids = {name: getattr(found, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return transformers.GenerationConfig(**ids)
+
+
+def check_can_be_written(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Write and read again what a checkpoint of a model has beside its weights, and the weights too if they are small.
+
+    Raises ValueError if that fails, or if the tokenizer that was written gives other tokens. Else a run would end at
+    its first checkpoint, with nothing saved."""
+    kind = architecture(model)
+    small = sum(p.numel() * p.element_size() for p in model.parameters()) <= SMALL
+    with tempfile.TemporaryDirectory(prefix="gspo-checkpoint-") as folder:
+        try:
+            save_configuration(model, tokenizer, Path(folder))
+            transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            again = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            if small:
+                model.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # transformers raises exceptions of many types
+            first_line = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"{kind}: a checkpoint of it cannot be written ({type(error).__name__}: {first_line}); mend the "
+                "model's folder first"
+            ) from None
+    if again(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"] or again.chat_template != tokenizer.chat_template:
+        raise ValueError(
+            f"{kind}: its tokenizer gives other tokens once it is written and read again, so a checkpoint would not be "
+            "what was trained; mend the model's folder first"
+        )
+
+
 def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
-    """Load a model's configuration, with our choice of attention: config.json may name code on the hub."""
+    """Load a model's configuration, with our choice of attention: config.json may name code on the hub.
+
+    Models that PyTorch's own attention (sdpa) is not there for, such as Mamba, have their own instead."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if attention == "sdpa" and kind is not None and not kind._supports_sdpa:
+        attention = "eager"
     config._attn_implementation = attention
     return config
 

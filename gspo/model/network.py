@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gspo.core.batch import NOT_RECORDED
 from gspo.model.gathered import architecture, expert_ranks, held, is_spread, run_in, whole
-from gspo.model.kernels import FromExperts, ToExperts, rms_norm, rotate, swiglu
+from gspo.model.grouped import Groups, KeptCasts, Way, into_blocks, is_aligned, multiply_in_blocks, way_to_multiply
+from gspo.model.kernels import FromExperts, ToExperts, float32_product, rms_norm, rotate, swiglu
 from gspo.model.low_rank import Factors, factors_of_experts, unwrapped
 from gspo.model.packed_weights import LayerWeights, Product, prepare_layer
 from gspo.model.packing import attention
@@ -51,10 +52,18 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_NHD, k_NJD
 class Network:
     """Our forward over the layers of a model for which `is_supported` is true."""
 
-    def __init__(self, model: transformers.PreTrainedModel, checkpointing: bool = False):
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        checkpointing: bool = False,
+        head_dtype: torch.dtype = torch.float32,
+    ):
         self.body, self.output = model.model, model.lm_head
+        self.head_dtype = head_dtype  # of the product that makes logits; bfloat16: that of the layers
         self.checkpointing = checkpointing  # keep only the layers' inputs, and compute the rest again in the backward
         self._frozen: list[LayerWeights] | None = None  # set within `frozen`
+        self._casts: KeptCasts | None = None  # set within `casts_kept`
+        self._float32_head: Tensor | None = None  # set within `frozen` where a CPU needs a copy of the head
         self._rotation_table = torch.empty(0, 0)
 
     @property
@@ -70,10 +79,34 @@ class Network:
         with torch.no_grad():
             before = self._frozen
             self._frozen = [prepare_layer(layer, True, copy_experts) for layer in self.body.layers]
+            if copy_experts and self.head_dtype == torch.float32 and not self.head.is_cuda:
+                self._float32_head = self.head.float()
             try:
                 yield
             finally:
                 self._frozen = before
+                self._float32_head = None
+
+    @contextmanager
+    def casts_kept(self) -> Iterator[None]:
+        """Within this context, in which no optimizer may step, the experts' weights are rounded to the precision of the
+        products once instead of in every pass.
+
+        That takes no more memory than a pass that learns, which keeps them too. With checkpointing it would, and there
+        every pass rounds for itself."""
+        before = self._casts
+        self._casts = None if self.checkpointing else before or KeptCasts()
+        try:
+            yield
+        finally:
+            self._casts = before
+
+    def logits(self, hidden_NW: Tensor) -> Tensor:
+        """Return the head's logits of hidden states [N, V], without gradient: float32 if `head_dtype` is."""
+        if self.head_dtype != torch.float32 or hidden_NW.dtype == torch.float32:
+            return F.linear(hidden_NW, self.head)
+        head = self.head if self._float32_head is None else self._float32_head
+        return float32_product(hidden_NW, head.t())
 
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, longest: int, attend: Attend, replay_NLK: Tensor | None = None
@@ -108,7 +141,7 @@ class Network:
             return x_NW + weights.down(swiglu(weights.gate_up(h_NW))), None
         weights_NK, experts_NK, own_NK = route(layer.mlp.gate, h_NW, replay_NK)
         own = layer.mlp.experts
-        return x_NW + run_in(own, experts, own, h_NW, weights_NK, experts_NK, weights), own_NK
+        return x_NW + run_in(own, experts, own, h_NW, weights_NK, experts_NK, weights, self._casts), own_NK
 
     @torch.no_grad()
     def _rotations(self, longest: int, device: torch.device) -> Tensor:
@@ -150,7 +183,12 @@ def route(router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Te
 
 
 def experts(
-    own: nn.Module, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor, layer_weights: LayerWeights | None = None
+    own: nn.Module,
+    h_NW: Tensor,
+    weights_NK: Tensor,
+    experts_NK: Tensor,
+    layer_weights: LayerWeights | None = None,
+    casts: KeptCasts | None = None,
 ) -> Tensor:
     """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the token's k-th expert.
 
@@ -160,18 +198,24 @@ def experts(
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else h_NW.dtype
     h_NW, weights_NK = h_NW.to(kind), weights_NK.to(kind)
     merged = layer_weights.merged if layer_weights else None
-    up, down = (held(x).to(kind) for x in merged or (own.gate_up_proj, own.down_proj))
+    # What is gathered from ranks, or merged with an adapter, is only there for a moment.
+    cast = casts if casts and not merged and not is_spread(own) else Tensor.to
+    up, down = (cast(held(x), kind) for x in merged or (own.gate_up_proj, own.down_proj))
     if layer_weights and len(h_NW) < layer_weights.all_experts_below:
         return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
+    adapters = [None if merged else factors_of_experts(wrappers, name) for name in ("gate_up_proj", "down_proj")]
+    ranks = expert_ranks(own)
+    matrices = [up, down, *(matrix for pair in adapters if pair for matrix in pair)]
+    way = way_to_multiply(h_NW, matrices, top_k)
+    if way == "all" and not ranks and not any(adapters):
+        return _all_experts(up, down.transpose(1, 2).flatten(0, 1), h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(
         0, flat, torch.ones_like(flat)
     )  # bincount would wait for a GPU
-    adapters = [None if merged else factors_of_experts(wrappers, name) for name in ("gate_up_proj", "down_proj")]
-    apply_experts = partial(_each_expert, up, down, adapters, layer_weights)
-    ranks = expert_ranks(own)
+    apply_experts = partial(_each_expert, up, down, adapters, layer_weights, way)
     rows = ToExperts.apply(h_NW, order, places, top_k)
     out = ranks.compute(rows, counts_E, apply_experts) if ranks else apply_experts(rows, counts_E)
     return FromExperts.apply(out, weights_NK, order, places)
@@ -182,6 +226,7 @@ def _each_expert(
     down: Tensor,
     adapters: list[Factors | None],
     layer_weights: LayerWeights | None,
+    way: Way,
     rows: Tensor,
     counts_E: Tensor,
 ) -> Tensor:
@@ -189,26 +234,27 @@ def _each_expert(
     if layer_weights and layer_weights.experts is not None:
         return _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    inner = swiglu(_adapted(rows, up, adapters[0], ends_E))
-    return _adapted(inner, down, adapters[1], ends_E)
+    groups = Groups(ends_E, None if way == "grouped" else into_blocks(ends_E, len(rows)))
+    inner = swiglu(_adapted(rows, up, adapters[0], groups))
+    return _adapted(inner, down, adapters[1], groups)
 
 
-def _adapted(rows: Tensor, weight: Tensor, adapter: Factors | None, ends_E: Tensor) -> Tensor:
+def _adapted(rows: Tensor, weight: Tensor, adapter: Factors | None, groups: Groups) -> Tensor:
     """Multiply each expert's rows by the transpose of its own matrix, and of its adapter's two where there is one."""
-    out = _grouped(rows, weight, ends_E)
+    out = _grouped(rows, weight, groups)
     if adapter is None:
         return out
     b, a = (x.to(rows.dtype) for x in adapter)
-    return out + _grouped(_grouped(rows, a, ends_E), b, ends_E)
+    return out + _grouped(_grouped(rows, a, groups), b, groups)
 
 
-def _grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by the transpose of its own matrix; `weight` is [E, out, in].
-
-    The kernel for this needs rows whose bytes are a multiple of 16; others are multiplied expert by expert."""
-    if all(x.shape[-1] * x.element_size() % 16 == 0 for x in (rows, weight.transpose(1, 2))):
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends_E)
-    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+def _grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """Multiply each expert's rows by the transpose of its own matrix; `weight` is [E, out, in]."""
+    if groups.blocks:
+        return multiply_in_blocks(rows, weight, groups.blocks)
+    if is_aligned(rows.dtype, weight):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.ends_E)
+    counts = groups.ends_E.diff(prepend=groups.ends_E.new_zeros(1)).tolist()
     return torch.cat([F.linear(some, own) for some, own in zip(rows.split(counts), weight, strict=True)])
 
 
@@ -222,7 +268,9 @@ def _all_experts(up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor,
     """Compute what `experts` does for a handful of tokens: every expert sees all of them, which costs less than
     sorting them."""
     gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
-    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1))).mul_(gates_NE.unsqueeze(-1))
+    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1)))
+    gates_NE1 = gates_NE.unsqueeze(-1)
+    inner_NEI = inner_NEI * gates_NE1 if torch.is_grad_enabled() else inner_NEI.mul_(gates_NE1)
     return inner_NEI.flatten(1) @ all_down
 
 

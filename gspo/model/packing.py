@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.core.batch import NOT_RECORDED, TrainBatch
+from gspo.core.batch import NOT_RECORDED, TrainBatch, to_device
+from gspo.model.variable_lengths import VariableLengths
 
 BUCKET_TOKENS = 512  # tokens per bucket: fewer waste less on padding, more need fewer calls
 WORTH_SHARING = 0.1  # the least share of tokens that sharing prompts must save, since it copies keys and values
@@ -60,6 +61,7 @@ class Sequences:
         self.at_BS = torch.full_like(batch.tokens_BS, -1)
         self.rectangles: list[tuple[int, int]] = []  # (rows, columns) of each, in the order of the list
         self.filled, self.longest = 0, 1
+        self.lengths: VariableLengths | None = None  # set by `by_lengths`
         self._index: list[Tensor] = []
         self._positions: list[Tensor] = []
         self._place()
@@ -93,14 +95,27 @@ class Sequences:
         self.longest = max(self.longest, int(positions.max()) + longest)
         return begin
 
+    def by_lengths(self) -> Sequences:
+        """Have attention computed by variable lengths instead of in rectangles, and return the layout, which must not
+        have been moved yet."""
+        self.lengths = VariableLengths(*self._places(), self.filled)
+        return self
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the places of the queries and of the keys of every sequence that attends, -1 at padding."""
+        return self.at_BS, self.at_BS
+
     def to(self, device: torch.device) -> Sequences:
         """Move what a forward pass reads to a device, and return the layout. Sizes have been read before."""
+        self.lengths = self.lengths and self.lengths.to(device)
         for name in ("at_BS", "index_N", "positions_N", "tokens_N", "rows_M", "columns_M", "predicting_M", "target_M"):
-            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+            setattr(self, name, to_device(getattr(self, name), device))
         return self
 
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Compute causal attention within every row. What is computed at padding, right of its end, is never used."""
+        if self.lengths:
+            return self.lengths.attend(layer, q_NHD, k_NJD, v_NJD)
         sizes = [rows * columns for rows, columns in self.rectangles]
         pieces = zip(self.rectangles, q_NHD.split(sizes), k_NJD.split(sizes), v_NJD.split(sizes), strict=True)
         mixed = [attention(*(x.unflatten(0, shape) for x in (q, k, v))) for shape, q, k, v in pieces]
@@ -127,10 +142,14 @@ class SharedPrompts(Sequences):
 
     def __init__(self, batch: TrainBatch, first_G: Tensor, group_B: Tensor):
         self.first_G, self.group_B = first_G, group_B
-        self.buckets: list[tuple[tuple[int, int], Tensor]] = []  # (rows, columns) of the keys, and the mask
+        self.buckets: list[tuple[int, int, int]] = []  # rows, columns of the queries, and columns of the prompts
         self._keys: list[Tensor] = []
+        self._in_prompt: list[Tensor] = []
+        self._masks: list[Tensor] = []
         super().__init__(batch)
         self.keys = torch.cat(self._keys) if self._keys else None
+        # Whether there is a token at each column before a bucket's responses: of all buckets in one list.
+        self.in_prompt = torch.cat(self._in_prompt) if self._in_prompt else None
 
     def _place(self) -> None:
         """Append all rectangles to the list: that of the prompts first."""
@@ -154,31 +173,60 @@ class SharedPrompts(Sequences):
         own = begin + torch.arange(len(rows) * longest, device=self.device).view(len(rows), longest)
         prompt = self.at_BS[rows, self.prompt_width - before : self.prompt_width]
         self._keys.append(torch.cat([prompt.clamp(min=0), own], 1).flatten())
-        causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
-        seen = torch.cat([(prompt >= 0).unsqueeze(1).expand(-1, longest, -1), causal], 2).unsqueeze(1)
-        mask = torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, -torch.inf)
-        self.buckets.append(((len(rows), before + longest), mask))
+        self._in_prompt.append((prompt >= 0).flatten())
+        self.buckets.append((len(rows), longest, before))
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        prompts, responses = self.at_BS[self.first_G], self.at_BS[self.responses_B > 1]
+        prompts[:, self.prompt_width :] = -1
+        queries = responses.clone()
+        queries[:, : self.prompt_width] = -1
+        return torch.cat([prompts, queries]), torch.cat([prompts, responses])
 
     def to(self, device: torch.device) -> SharedPrompts:
         super().to(device)
-        self.keys = None if self.keys is None else self.keys.to(device, non_blocking=True)
-        self.buckets = [(shape, mask.to(device, non_blocking=True)) for shape, mask in self.buckets]
+        if self.keys is not None:
+            self.keys, self.in_prompt = to_device(self.keys, device), to_device(self.in_prompt, device)
         return self
+
+    def masks(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return 0 where a bucket's responses may attend to and -inf elsewhere, [rows, 1, queries, keys] each.
+        They are made on the layout's device, once for all layers."""
+        if not self._masks or self._masks[0].dtype != dtype:
+            in_prompt = self.in_prompt.split([rows * before for rows, _, before in self.buckets])
+            self._masks = [
+                response_mask(x.view(rows, before), columns, dtype)
+                for x, (rows, columns, before) in zip(in_prompt, self.buckets, strict=True)
+            ]
+        return self._masks
 
     def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Compute attention: prompts attend within themselves, responses to their prompt and to themselves."""
+        if self.lengths:
+            return self.lengths.attend(layer, q_NHD, k_NJD, v_NJD)
         q_pieces = q_NHD.split([rows * columns for rows, columns in self.rectangles])
         prompts, count = self.rectangles[0], len(q_pieces[0])
         own = (x.unflatten(0, prompts) for x in (q_pieces[0], k_NJD[:count], v_NJD[:count]))
         mixed = [attention(*own)]
         if self.keys is not None:
-            sizes = [rows * columns for (rows, columns), _ in self.buckets]
+            shapes = [(rows, before + columns) for rows, columns, before in self.buckets]
+            sizes = [rows * columns for rows, columns in shapes]
             keys, values = (x.index_select(0, self.keys).split(sizes) for x in (k_NJD, v_NJD))
-            for (shape, mask), queries, q, k, v in zip(
-                self.buckets, self.rectangles[1:], q_pieces[1:], keys, values, strict=True
+            masks, queries = self.masks(q_NHD.dtype), self.rectangles[1:]
+            for q, k, v, query_shape, shape, mask in zip(
+                q_pieces[1:], keys, values, queries, shapes, masks, strict=True
             ):
-                mixed.append(attention(q.unflatten(0, queries), k.unflatten(0, shape), v.unflatten(0, shape), mask))
+                mixed.append(attention(q.unflatten(0, query_shape), k.unflatten(0, shape), v.unflatten(0, shape), mask))
         return torch.cat(mixed)
+
+
+def response_mask(in_prompt: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return 0 where responses may attend to and -inf elsewhere, [rows, 1, queries, keys]: to the prompt's tokens, of
+    which `in_prompt` [rows, columns] says where they are, and to themselves, causally."""
+    rows, device = len(in_prompt), in_prompt.device
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+    seen = torch.cat([in_prompt.unsqueeze(1).expand(-1, columns, -1), causal], 2).unsqueeze(1)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
 def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:

@@ -87,7 +87,8 @@ class Routing:
     @contextmanager
     def balancing(self, loads_LE: Tensor | None) -> Iterator[None]:
         """Within this context every forward computes E sum_e load_e p_e of each token and MoE layer, where p is the
-        softmax of the router's logits and has a gradient. Without loads nothing is computed.
+        softmax of the router's logits and has a gradient. The loads lie on the model's device. Without them nothing is
+        computed.
 
         The backward pass belongs into the context too: with checkpointing it repeats the forward."""
         self._loads_LE = loads_LE
@@ -113,8 +114,8 @@ class Routing:
         """Record a router's choice; during a replay, return weights and experts that replace its output."""
         logits_NE, weights_NK, own_NK = output
         if self._loads_LE is not None:
-            loads_E = self._loads_LE[layer].to(logits_NE.device)
-            self._balances.append(self.experts * (logits_NE.softmax(-1, dtype=torch.float32) @ loads_E))
+            p_NE = logits_NE.softmax(-1, dtype=torch.float32)
+            self._balances.append(self.experts * (p_NE @ self._loads_LE[layer]))
         if self._own_LNK is None:
             return None
         self._own_LNK[layer] = own_NK.detach()

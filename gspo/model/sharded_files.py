@@ -27,7 +27,7 @@ from gspo.core.files import errors_of_the_disk
 from gspo.core.ranks import Ranks
 from gspo.core.untrusted import opened
 from gspo.model.gathered import architecture, whole
-from gspo.model.loading import Loaded, load_config, one_line, save_configuration, usable
+from gspo.model.loading import Loaded, load_config, one_line, save_configuration, usable, writable
 from gspo.model.network import FAMILIES
 from gspo.model.sharding import Shards, own_rows
 
@@ -76,7 +76,7 @@ def load_spread(path: str, attention: str, shards: Shards, device: str, precisio
         # buffers are in no file: they follow from the configuration
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
         if (folder / "generation_config.json").exists():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+            model.generation_config = writable(transformers.GenerationConfig.from_pretrained(folder))
         read_weights(model, folder)
     return model, usable(tokenizer, path)
 

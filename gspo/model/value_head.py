@@ -3,7 +3,7 @@
 V(x, y_<t) is computed from the hidden state that predicts token t, so a value costs no forward pass of its own. The
 value loss trains the trunk too. The head starts at 0: every value is 0 before the first update, whatever the seed.
 
-Shape suffixes: B responses, T response tokens, H hidden size.
+Shape suffixes: B responses, T response tokens, C tokens of which logits are computed, H hidden size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ValueHead(torch.nn.Module):
         self.linear = torch.nn.Linear(hidden, 1, dtype=torch.float32)
         torch.nn.init.zeros_(self.linear.weight)
         torch.nn.init.zeros_(self.linear.bias)
-        self._hidden_BTH: Tensor | None = None
+        self._hidden_BCH: Tensor | None = None
 
     @contextmanager
     def recording(self, model: transformers.PreTrainedModel) -> Iterator[None]:
         """Within this context the model's forward pass leaves its last hidden states here."""
 
         def keep(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
-            self._hidden_BTH = inputs[0]
+            self._hidden_BCH = inputs[0]
 
         handle = model.get_output_embeddings().register_forward_pre_hook(keep)
         try:
@@ -46,11 +46,10 @@ class ValueHead(torch.nn.Module):
         """Return V [...] of hidden states [..., H] that predict a response token."""
         return self.linear(hidden.float()).squeeze(-1)
 
-    def values_of_last_forward(self) -> Tensor:
-        """Return V [B, T] at every position of the last forward pass except its last: one value before each response
-        token."""
-        hidden_BTH, self._hidden_BTH = self._hidden_BTH, None
-        return self(hidden_BTH[:, :-1])
+    def hidden_of_last_forward(self) -> Tensor:
+        """Return the hidden states [B, C, H] that the last forward pass within `recording` made logits of."""
+        hidden_BCH, self._hidden_BCH = self._hidden_BCH, None
+        return hidden_BCH
 
     @staticmethod
     def open(model: transformers.PreTrainedModel, folder: Path | None) -> ValueHead:

@@ -35,6 +35,7 @@ from gspo.model.adapter import Adapter, LoraSettings
 from gspo.model.cost import active_parameters
 from gspo.model.expert_parallel import ExpertRanks
 from gspo.model.gathered import run_in
+from gspo.model.grouped import Groups
 from gspo.model.network import FAMILIES, Network
 from gspo.model.packing import Sequences, lay_out
 from gspo.model.policy import through_network
@@ -59,6 +60,7 @@ class Work:
     checkpointing: bool
     cuda: bool = True  # whether it is a GPU, which takes larger chunks of logits than a CPU
     lora: LoraSettings = field(default_factory=LoraSettings)
+    head_dtype: torch.dtype = torch.float32
 
 
 @dataclass
@@ -178,10 +180,12 @@ def measure(config: PretrainedConfig, work: Work) -> Measured:
     kind = (config.architectures or [""])[0]
     if kind not in FAMILIES:
         raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}")
-    chunk = kernels.CHUNK["cuda" if work.cuda else "cpu"]
+    device = "cuda" if work.cuda else "cpu"
     with (
         absent_ranks(work.ranks),
-        patch.dict(kernels.CHUNK, cpu=chunk),
+        patch.dict(kernels.CHUNK, cpu=kernels.CHUNK[device]),
+        patch.dict(kernels.SPLITS, cpu=kernels.SPLITS[device]),
+        patch.object(kernels, "float32_product", product_shape),
         patch.object(network, "_grouped", grouped),
         patch.object(ExpertRanks, "numbers", alike),
     ):
@@ -196,9 +200,14 @@ def alike(ranks: ExpertRanks, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, l
     return torch.empty_like(counts_E).view(count, -1), each, each
 
 
-def grouped(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+def grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """Stand in for the network's grouped product."""
     return Grouped.apply(rows, weight)
+
+
+def product_shape(a: Tensor, b: Tensor) -> Tensor:
+    """Stand in for a float32 product of bfloat16 matrices, of which a CPU would make float32 copies first."""
+    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
 
 
 def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
@@ -210,14 +219,14 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
                 setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
         weights = sum(p.nbytes for p in locals_of(model))
         trained = sum(p.nbytes for p in adapter.parameters()) if adapter else weights
-        forward = Network(model, work.checkpointing)
+        forward = Network(model, work.checkpointing, work.head_dtype)
 
         def one_pass(sequences: Sequences) -> Tensor:
             return run_in(model, through_network, forward, sequences, None, work.precision, 1.0, True)[0]
 
         allocations = Allocations()
         allocations.known(iter([*model.parameters(), *model.buffers()]))
-        with allocations.counting():
+        with allocations.counting(), forward.casts_kept():
             with torch.no_grad():
                 one_pass(scored)
                 if shards:

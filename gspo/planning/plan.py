@@ -82,6 +82,7 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
         precision=getattr(torch, settings.policy.precision),
         checkpointing=settings.policy.checkpointing,
         lora=settings.policy.lora,
+        head_dtype=getattr(torch, settings.policy.head_dtype),
     )
     measured = known.measured if known and known.work == work else measure(config, work)
     engine = Engine.of(settings, config, measured, work, each, hardware)

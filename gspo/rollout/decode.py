@@ -2,7 +2,7 @@
 
 `Decoder` runs a model that gspo.model.network supports over a static key/value cache: each prompt is prefilled once for
 its group, keys and values are written in place, query heads that share a key head read it without copies, and rows that
-have ended are dropped. `PlainDecoder` does the same through the model's own forward, for every other architecture.
+have ended are dropped. Every other architecture is decoded by gspo.rollout.plain_decode.
 
 Shape suffixes: P prompts, G rows per prompt, R live rows (P * G at first), S cached positions, V vocabulary, H query
 heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
+from gspo.core.batch import to_device
 from gspo.model.packing import attention
 from gspo.model.policy import Policy
 
@@ -29,25 +29,28 @@ class Decoder:
     """Decodes with our own forward over the transformers weights. Its log-probs equal those of the model's own forward
     up to rounding."""
 
+    live_share = 0.9  # finished rows are dropped once at most this share of the rows is unfinished
+
     def __init__(self, policy: Policy):
         self.network = policy.network
+        self.spare = GROWTH  # columns that the cache has beyond the prompts
         self.keys: list[Tensor] = []  # per layer [R, J, S, D]
         self.values: list[Tensor] = []
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
         device, lengths = self.network.head.device, [len(p) for p in prompts]
-        self.lengths_R = torch.tensor(lengths, device=device)
+        self.lengths_R = to_device(torch.tensor(lengths), device)
         self.prompt, self.group_size = max(lengths), group_size
-        self.filled, self.room = self.prompt, self.prompt + GROWTH
-        tokens_PS = torch.tensor([p + [0] * (self.prompt - len(p)) for p in prompts], device=device)
+        self.filled, self.room = self.prompt, self.prompt + self.spare
+        tokens_PS = to_device(torch.tensor([p + [0] * (self.prompt - len(p)) for p in prompts]), device)
         positions_PS = torch.arange(self.prompt, device=device).expand_as(tokens_PS)
         self.shape = tokens_PS.shape
         hidden_NW, own_NLK = self.network(
             tokens_PS.flatten(), positions_PS.flatten(), self.prompt, self._attend_prompts
         )
         last_P = torch.arange(len(prompts), device=device) * self.prompt + self.lengths_R - 1
-        logits_RV = F.linear(hidden_NW[last_P], self.network.head).repeat_interleave(group_size, 0)
+        logits_RV = self.network.logits(hidden_NW[last_P]).repeat_interleave(group_size, 0)
         self.mask_RS = None
         if min(lengths) < self.prompt:  # after a shorter prompt the cache has columns without a token
             empty_PS = torch.arange(self.prompt, device=device) >= self.lengths_R[:, None]
@@ -65,7 +68,7 @@ class Decoder:
             self.mask_RS = F.pad(self.mask_RS, (0, 1))
         hidden_RW, own_RLK = self.network(tokens_R, self.lengths_R, self.filled, self._attend_cache)
         self.lengths_R = self.lengths_R + 1
-        return F.linear(hidden_RW, self.network.head), None if own_RLK is None else own_RLK.unsqueeze(1)
+        return self.network.logits(hidden_RW), None if own_RLK is None else own_RLK.unsqueeze(1)
 
     def feed(self, tokens: list[list[int]]) -> Step:
         """Feed further tokens to each row, and return the next step's logits and experts."""
@@ -85,7 +88,7 @@ class Decoder:
             positions = (self.lengths_R[rows, None] + columns_W).flatten()
             hidden_NW, own_NLK = self.network(fed_RW[rows].flatten(), positions, self.filled, self._attend_further)
             last_R = torch.arange(len(rows), device=device) * width + new_R[rows] - 1
-            logits.append(F.linear(hidden_NW[last_R], self.network.head))
+            logits.append(self.network.logits(hidden_NW[last_R]))
             experts.append(None if own_NLK is None else own_NLK.unflatten(0, (len(rows), width)))
         if self.mask_RS is not None or min(lengths) < width:
             self.mask_RS = torch.cat([before_RS, empty_RW], 1)
@@ -197,53 +200,3 @@ class CachedRows:
 def masked(empty: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to the attention's scores: -inf where a column is empty, else 0."""
     return torch.zeros(empty.shape, dtype=dtype, device=empty.device).masked_fill_(empty, -torch.inf)
-
-
-class PlainDecoder:
-    """Decodes with the model's own forward and a growing cache. Prompts are padded on the left; hooks record the
-    routing."""
-
-    def __init__(self, policy: Policy):
-        self.model, self.routing = policy.model, policy.routing
-        self.pad_id = policy.tokenizer.pad_token_id
-        self.cache = transformers.DynamicCache(config=policy.model.config)
-
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
-        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
-        width = max(map(len, prompts))
-        device = self.model.device
-        tokens = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in prompts], device=device)
-        self.attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        logits, experts = self._forward(tokens, (self.attention.cumsum(-1) - 1).clamp(min=0))
-        if experts is not None:  # move them to the first column, where `Decoder` has them
-            starts = width - self.attention.sum(1)
-            columns = (torch.arange(width, device=device) + starts[:, None]).clamp(max=width - 1)
-            experts = experts[torch.arange(len(prompts), device=device)[:, None], columns].repeat_interleave(
-                group_size, 0
-            )
-        self.cache.batch_repeat_interleave(group_size)
-        self.attention = self.attention.repeat_interleave(group_size, 0)
-        return logits.repeat_interleave(group_size, 0), experts
-
-    def step(self, tokens_R: Tensor) -> Step:
-        """Feed one token per row, and return the next step's logits and experts."""
-        self.attention = F.pad(self.attention, (0, 1), value=1)
-        return self._forward(tokens_R[:, None], self.attention.sum(-1, keepdim=True) - 1)
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these rows and drop the others."""
-        self.cache.batch_select_indices(rows)
-        self.attention = self.attention[rows]
-
-    def _forward(self, tokens: Tensor, positions: Tensor) -> Step:
-        """Feed tokens to the model, and return the last logits of each row and the experts that were used."""
-        with self.routing.recording():
-            logits = self.model(
-                input_ids=tokens,
-                attention_mask=self.attention,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            return logits, self.routing.recorded(len(tokens)) if self.routing.layers else None

@@ -195,7 +195,7 @@ class Play:
             episode.logprobs += [float("nan")] * added
 
     def _text(self, token_ids: list[int]) -> str:
-        return self.policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.policy.text(token_ids)
 
     def _replay(self) -> None:
         """Play some episodes a second time with the policy's words, and note whether the environment answers alike."""

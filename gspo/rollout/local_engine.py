@@ -7,22 +7,31 @@ Shape suffixes: R live rows (responses still being sampled), V vocabulary, L MoE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.core.seeding import uniforms
+from gspo.core.batch import runs_ahead, to_cpu, to_device
+from gspo.core.seeding import uniform_rows
 from gspo.model.policy import Policy
-from gspo.rollout.decode import CachedRows, Decoder, PlainDecoder, Step
+from gspo.rollout.decode import CachedRows, Decoder, Step
 from gspo.rollout.engine import Engine
+from gspo.rollout.plain_decode import CachedDecoder, UncachedDecoder, plain_decoder
 from gspo.rollout.quantization import quantize
 from gspo.rollout.requests import Row, Sampling
+from gspo.rollout.static_decode import StaticDecoder
 from gspo.rollout.truncation import Truncation, kept_tokens
 
-LIVE_SHARE = 0.9  # finished rows are dropped from the cache once at most this share of its rows is unfinished
+# After how many tokens the engine asks a GPU which rows have ended: it must finish all its work to answer. A CPU is
+# asked after every token.
+ASK_EVERY = 8
+AnyDecoder = Decoder | CachedDecoder | UncachedDecoder
 
 
 class LocalEngine(Engine):
@@ -40,13 +49,22 @@ class LocalEngine(Engine):
         batch_rows: int = 512,
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
+        cuda_graphs: bool = True,
     ):
         self.policy = policy
         self.batch_rows = batch_rows
         self.quantization = quantization
+        self.cuda_graphs = cuda_graphs
         self.shares_weights = dtype == policy.model.dtype and quantization == "none" and not policy.shards
         self.sampler = policy if self.shares_weights else policy.copy(dtype)
         self._quantize()
+        if not self.sampler.network:
+            _ = self.plain_decoder  # what it has to say is said before the first rollout
+
+    @cached_property
+    def plain_decoder(self) -> type[CachedDecoder] | type[UncachedDecoder]:
+        """What decodes through the model's own forward."""
+        return plain_decoder(self.sampler)
 
     def _quantize(self) -> None:
         if self.quantization != "none":
@@ -73,11 +91,20 @@ class LocalEngine(Engine):
     ) -> None:
         """Prefill each prompt once, then decode all rows together, and drop the finished ones from time to time."""
         with self.sampler.network.frozen(copy_experts=True) if self.sampler.network else nullcontext():
-            decoder = Decoder(self.sampler) if self.sampler.network else PlainDecoder(self.sampler)
+            decoder = self._decoder(rows)
             first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
             sampled = self._sampled(rows, record_experts)
             for running_R in self._decode(decoder, first, sampled, sampling, seed):
                 ended(sampled.fill_ended_rows(running_R))
+
+    def _decoder(self, rows: list[Row]) -> AnyDecoder:
+        """Return what decodes these rows: on a GPU, unless `cuda_graphs` is false, with tensors of fixed shapes."""
+        if not self.sampler.network:
+            return self.plain_decoder(self.sampler)
+        device = self.sampler.device
+        if not self.cuda_graphs or not runs_ahead(device):
+            return Decoder(self.sampler)
+        return StaticDecoder(self.sampler, max(row.limit for row in rows), records=device.type == "cuda")
 
     @torch.no_grad()
     def converse(
@@ -111,7 +138,7 @@ class LocalEngine(Engine):
 
     def _decode(
         self,
-        decoder: Decoder | PlainDecoder,
+        decoder: AnyDecoder,
         first: Step,
         sampled: SampledTokens,
         sampling: Sampling,
@@ -119,36 +146,58 @@ class LocalEngine(Engine):
         taken: TakenRows | None = None,
     ) -> Iterator[Tensor]:
         """Sample all rows, beginning with the logits of `first`. Yields, from time to time and at the end, the numbers
-        of the rows that are unfinished. What the cache has of the others goes to `taken`."""
+        of the rows that are unfinished, on the CPU. What the cache has of the others goes to `taken`."""
         rows = sampled.rows
         device, longest = self.sampler.device, max(row.limit for row in rows)
-        stop_ids = torch.tensor(sorted(self.policy.stop_ids), device=device)
-        limits_R = torch.tensor([row.limit for row in rows], device=device)
-        noise = [uniforms(r.done + longest, *seed, r.problem.task, r.problem.index, r.sample)[r.done :] for r in rows]
-        uniforms_RT = torch.from_numpy(np.stack(noise)).to(device)
+        stop_ids = to_device(torch.tensor(sorted(self.policy.stop_ids)), device)
+        limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
+        uniforms_RT = to_device(torch.from_numpy(row_uniforms(rows, longest, seed)), device)
         logits_RV, experts = first
         watches = [row.watch(self.policy, sampling) for row in rows] if sampling.stop else []
-        live_R = torch.arange(len(rows), device=device)  # the rows that the cache holds; some of them are finished
+        # The numbers of the rows that the cache holds, some of which are finished, on the CPU and on the device.
+        numbers_R = torch.arange(len(rows))
+        live_R = to_device(numbers_R, device)
         running_R = torch.ones_like(live_R, dtype=torch.bool)
+        asks_often = watches or not runs_ahead(device)  # stop strings are read on the CPU after each token
+        every = 1 if asks_often else ASK_EVERY
         for t in range(longest):
             tokens_R, logp_R = draw(logits_RV, uniforms_RT[live_R, t], sampling.temperature, sampling)
             sampled.add(t, live_R, running_R, tokens_R, logp_R, experts)
             running_R &= ~torch.isin(tokens_R, stop_ids) & (t + 1 < limits_R[live_R])
+            if (t + 1) % every and t + 1 < longest:
+                logits_RV, experts = decoder.step(tokens_R)
+                continue
+            on_cpu, read_R = to_cpu(running_R, tokens_R)
             if watches:
-                read = zip(live_R.tolist(), tokens_R.tolist(), strict=True)
-                running_R &= ~torch.tensor([watches[r].completes(token) for r, token in read], device=device)
-            left = int(running_R.sum())
-            if taken and left <= LIVE_SHARE * len(live_R):
-                taken.take(live_R, ~running_R, sampled.lengths_R)
+                read = zip(numbers_R.tolist(), read_R.tolist(), strict=True)
+                on_cpu = on_cpu & ~torch.tensor([watches[r].completes(token) for r, token in read])
+                running_R = to_device(on_cpu, device)
+            left = int(on_cpu.sum())
+            if taken and left <= decoder.live_share * len(live_R):
+                taken.take(numbers_R, ~on_cpu, sampled.lengths_R)
             if not left:
                 break
-            if left <= LIVE_SHARE * len(live_R):
-                keep = running_R.nonzero().squeeze(-1)
+            if left <= decoder.live_share * len(live_R):
+                kept = on_cpu.nonzero().squeeze(-1)
+                numbers_R = numbers_R[kept]
+                keep = to_device(kept, device)
                 decoder.keep(keep)
                 live_R, running_R, tokens_R = live_R[keep], running_R[keep], tokens_R[keep]
-                yield live_R
+                yield numbers_R
             logits_RV, experts = decoder.step(tokens_R)
-        yield live_R[:0]
+        yield numbers_R[:0]
+
+
+def row_uniforms(rows: list[Row], count: int, seed: tuple[int | str, ...]) -> np.ndarray:
+    """Draw the numbers in [0, 1) that choose the next `count` tokens of each row. Shape [R, count].
+
+    A number depends on the seed, the problem, the sample and the token's place in the response alone."""
+    positions = [(*seed, row.problem.task, row.problem.index, row.sample) for row in rows]
+    most_done = max(row.done for row in rows)
+    drawn = uniform_rows(most_done + count, positions)
+    if not most_done:
+        return drawn
+    return np.stack([numbers[row.done : row.done + count] for row, numbers in zip(rows, drawn, strict=True)])
 
 
 class TakenRows:
@@ -159,14 +208,16 @@ class TakenRows:
         self.pieces: list[CachedRows] = []
         self.places: dict[int, int] = {}  # by the row's place: its number in all pieces together
 
-    def take(self, live_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
-        """Take the rows that have ended out of those that the cache holds, whose numbers are `live_R`."""
+    def take(self, numbers_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
+        """Take the rows that have ended out of those that the cache holds. `numbers_R` are the numbers of the latter
+        and `ended_R` says which have ended, both on the CPU; `lengths_R` are the lengths of all rows."""
         at = ended_R.nonzero().squeeze(-1)
-        numbers = live_R[at]
+        numbers = numbers_R[at].tolist()
+        (lengths,) = to_cpu(lengths_R)
         # the last token that was sampled was not fed
-        sampled = zip(numbers.tolist(), lengths_R[numbers].tolist(), strict=True)
-        self.pieces.append(self.decoder.take(at, [len(self.rows[i].prefix_ids) + n - 1 for i, n in sampled]))
-        for i in numbers.tolist():
+        fed = [len(self.rows[i].prefix_ids) + int(lengths[i]) - 1 for i in numbers]
+        self.pieces.append(self.decoder.take(to_device(at, lengths_R.device), fed))
+        for i in numbers:
             self.places[self.rows[i].place] = len(self.places)
 
     def go_on(self, following: list[Row]) -> Step:
@@ -208,16 +259,20 @@ class SampledTokens:
 
     def fill_ended_rows(self, running_R: Tensor) -> list[int]:
         """Fill the rows that have ended and were not filled before, and return their numbers. `running_R` holds the
-        numbers of those that have not ended."""
+        numbers of those that have not ended, on the CPU."""
         ended_R = ~self.filled_R
-        ended_R[running_R.cpu()] = False
+        ended_R[running_R] = False
         self.filled_R |= ended_R
         which = ended_R.nonzero().squeeze(-1)
-        here = which.to(self.tokens_RT.device)
-        tokens, logp = self.tokens_RT[here].tolist(), self.logp_RT[here].tolist()
-        lengths, which = self.lengths_R[here].tolist(), which.tolist()
+        at = to_device(which, self.tokens_RT.device)
+        kept = [self.tokens_RT, self.logp_RT, self.lengths_R]
         if self.keep_experts:
-            prompts, fed = self.prompt_experts[here].cpu().numpy(), self.experts_RTLK[here].cpu().numpy()
+            kept += [self.prompt_experts, self.experts_RTLK]
+        on_cpu = to_cpu(*(x.index_select(0, at) for x in kept))
+        tokens, logp, lengths = (x.tolist() for x in on_cpu[:3])
+        if self.keep_experts:
+            prompts, fed = (x.numpy() for x in on_cpu[3:])
+        which = which.tolist()
         for i, (r, length) in enumerate(zip(which, lengths, strict=True)):
             row = self.rows[r]
             row.token_ids, row.logprobs = tokens[i][:length], logp[i][:length]
@@ -234,12 +289,19 @@ def draw(
 
     Returns the tokens [R] and their log-probs [R]. A drawn token is the first whose cumulative probability exceeds the
     row's uniform number in [0, 1). The sum runs in float64, so that rounding does not change the chances where the
-    vocabulary is large. With `truncation` it runs over the tokens that this keeps, and the uniform number is a share of
-    their sum; the log-probs are those of the whole distribution all the same.
+    vocabulary is large, on a GPU in two steps (`drawn_by_blocks`).
+
+    With `truncation` it runs over the tokens that this keeps, and the uniform number is a share of their sum; the
+    log-probs are those of the whole distribution all the same.
     """
     logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
         tokens_R = logprobs_RV.argmax(-1)
+    elif runs_ahead(logits_RV.device):
+        p_RV = logprobs_RV.exp()
+        if truncation and truncation.rules:
+            p_RV = p_RV * kept_tokens(logprobs_RV, truncation)
+        tokens_R = drawn_by_blocks(p_RV, uniform_R)
     else:
         p_RV = logprobs_RV.double().exp()
         if truncation and truncation.rules:
@@ -249,3 +311,30 @@ def draw(
         tokens_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True).squeeze(-1)
         tokens_R = tokens_R.clamp(max=logits_RV.shape[-1] - 1)
     return tokens_R, logprobs_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+
+
+def drawn_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Draw one token per row from float32 probabilities, which need not sum to 1.
+
+    It is the first token whose cumulative sum exceeds the uniform number's share of the whole sum.
+
+    Sums run in float64, but only those of blocks of tokens and those within one block are kept: all of them would be
+    2.5 GB for 1,024 rows and a vocabulary of 152,000."""
+    rows, vocabulary = p_RV.shape
+    size = block_size(vocabulary)
+    p_RBS = F.pad(p_RV, (0, -vocabulary % size)).unflatten(-1, (-1, size))
+    ends_RB = p_RBS.sum(-1, dtype=torch.float64).cumsum(-1)
+    threshold_R1 = (uniform_R * ends_RB[:, -1]).unsqueeze(-1)
+    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True).clamp(max=ends_RB.shape[1] - 1)
+    before_R1 = torch.where(block_R1 > 0, ends_RB.gather(-1, (block_R1 - 1).clamp(min=0)), 0.0)
+    within_RS = p_RBS[torch.arange(rows, device=p_RV.device), block_R1.squeeze(-1)].double().cumsum(-1)
+    # The two sums over a block round differently. A token with a probability of 0 must not be drawn for that.
+    most_R1 = within_RS[:, -1:] * (1 - 2.0**-52)
+    inside_R1 = torch.searchsorted(within_RS, torch.minimum(threshold_R1 - before_R1, most_R1), right=True)
+    return (block_R1 * size + inside_R1.clamp(max=size - 1)).squeeze(-1)
+
+
+def block_size(vocabulary: int) -> int:
+    """Return how many tokens a block has: the largest power of two up to 1,024 that divides the vocabulary, so that no
+    copy with padding is made, but at least 64."""
+    return max(64, math.gcd(vocabulary, 1024))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gspo.core.types import Problem, Response
@@ -22,6 +23,7 @@ from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import PendingRollouts, Rollout, RolloutSource
+from gspo.rollout.streams import OwnStream
 from gspo.tasks.base import Task
 
 
@@ -169,6 +171,7 @@ class StaleSource:
             raise ValueError("an engine that samples beside the training needs a copy of the policy")
         self.inner, self.trained, self.staleness = inner, trained, staleness
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
+        self.stream = OwnStream(trained.device) if overlap else None
         self.batches: dict[int, Rollout | Future[Rollout]] = {}  # by the step that will train on them
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
         self.waited = 0.0  # seconds that a checkpoint waited for batches: counted with the next rollout
@@ -216,16 +219,24 @@ class StaleSource:
 
     def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
         """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the weights after it."""
-        self.batches[due] = self.thread.submit(self._sample, due, new) if self.thread else self._sample(due, new)
+        if self.thread:
+            self.batches[due] = self.thread.submit(self._sample_beside, due, new, self.stream.queued())
+        else:
+            self.batches[due] = self.inner.next(due)
         self.sampled = due
 
-    def _sample(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> Rollout:
-        """Load new weights into the engine if there are any, and sample the batch of step `due`."""
-        if new:
-            step, weights = new
-            self.inner.engine.policy.load_tensors(weights.items())
-            self.inner.update(step)
-        return self.inner.next(due)
+    def _sample_beside(
+        self, due: int, new: tuple[int, dict[str, Tensor]] | None, queued: torch.cuda.Event | None
+    ) -> Rollout:
+        """Load new weights into the engine, if there are any, and sample the batch of step `due`. The thread calls it.
+
+        Both begin once the trainer's work up to `queued` is done, which includes the copies of the weights."""
+        step, weights = new or (0, {})
+        with self.stream.after(queued, weights.values()):
+            if new:
+                self.inner.engine.policy.load_tensors(weights.items())
+                self.inner.update(step)
+            return self.inner.next(due)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the source that samples, once it has no batch under way."""

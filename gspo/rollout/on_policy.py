@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from gspo.core.types import Response
+from gspo.core.types import Response, all_same
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.episode import Seconds
@@ -86,9 +86,11 @@ class OnPolicySource:
         rollout = self.sample(step)
         if not rollout.groups:
             verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))
+            reasons = [f"{r.score.reason}, of problem {r.problem.index}" for r in rollout.ungraded if r.score.reason]
+            said = f"; its verifier said: {reasons[0]}" if reasons else ""
             raise RuntimeError(
-                f"step {step}: no response of the batch could be graded ({verdicts}), so there is nothing to train on; "
-                "what its verifier said is in train.log"
+                f"step {step}: no response of the batch could be graded ({verdicts}), so there is nothing to train on"
+                f"{said}"
             )
         rollout.synced = self.synced
         if self.settings.routes:
@@ -248,5 +250,4 @@ def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
 
 def has_signal(group: list[Response]) -> bool:
     """Return whether a group's rewards differ. If they do not, all its advantages are 0."""
-    rewards = [response.score.reward for response in group]
-    return min(rewards) != max(rewards)
+    return not all_same([response.score.reward for response in group])

@@ -53,12 +53,14 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)  # pieces [positions fed, L, K], to be put end to end
     place: int = 0  # the number of its episode in a conversation
+    rendered: str = ""  # the prompt of a new response as the policy sees it
     begins_turn: bool = False  # whether what it samples is a turn of its own, in which a stop string must be whole
 
     def watch(self, policy: Policy, sampling: Sampling) -> StopWatch:
         """Return what finds the stop strings in this row's response; it has read what earlier calls sampled."""
         before = 0 if self.begins_turn else self.done
-        return StopWatch(policy.tokenizer, sampling.stop, self.prefix_ids[len(self.prefix_ids) - before :])
+        earlier = self.prefix_ids[len(self.prefix_ids) - before :]
+        return StopWatch(policy.tokenizer, policy.textless_ids, sampling.stop, earlier)
 
     def ends_turn(self, policy: Policy, sampling: Sampling) -> bool:
         """Return whether the last token ends the response, or the policy's turn: an end-of-sequence token, or one that
@@ -86,7 +88,10 @@ def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling:
         prompt_ids = policy.encode_prompt(problem.prompt)
         if not prompt_ids:
             raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
-        rows += [Row(problem, sample, prompt_ids, 0, sampling.limit()) for sample in range(group_size)]
+        rendered = policy.rendered(prompt_ids)
+        rows += [
+            Row(problem, sample, prompt_ids, 0, sampling.limit(), rendered=rendered) for sample in range(group_size)
+        ]
     return rows
 
 
@@ -119,7 +124,6 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
     ended = "stop" if row.ends_turn(policy, sampling) else "budget"
     if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
         ended = "length"
-    rendered = before.rendered if before else policy.rendered(row.prefix_ids)
     return Response(
         problem=row.problem,
         sample=row.sample,
@@ -127,10 +131,10 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
         token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=ended,
-        text=policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        text=policy.text(token_ids),
         policy_step=before.policy_step if before else policy_step,
         experts=experts,
-        rendered=rendered,
+        rendered=before.rendered if before else row.rendered,
         segments=segments,
         old_logprobs=before.old_logprobs if before else None,
         old_experts=before.old_experts if before else None,

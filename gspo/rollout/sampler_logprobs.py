@@ -40,7 +40,7 @@ class BehaviourLogprobs:
         fresh = [r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)]
         if not fresh:
             return
-        batch = pack(fresh, self.policy.tokenizer.pad_token_id)
+        batch = pack(fresh, self.policy.pad_id)
         if self.replay_engine:
             batch.replay_BSLK = batch.engine_experts_BSLK
         scored = self.policy.score(batch, self.micro_batch_size)
@@ -74,7 +74,7 @@ def check_engine(engine: Engine, problems: list[Problem], tolerance: float, step
     policy = engine.policy
     sampling = Sampling(policy.temperature, engine.room(problems, GUARD_TOKENS))
     groups = engine.generate(problems, GUARD_SAMPLES, sampling, (0, "sync"), step)
-    batch = pack([r for group in groups for r in group], policy.tokenizer.pad_token_id)
+    batch = pack([r for group in groups for r in group], policy.pad_id)
     own_BT = policy.score(batch, len(batch)).logp_BT
     differences = (own_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
     found = engine.ranks.gathered(float(differences.clamp(max=OUTLIER).mean()))

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 
 from gspo.core.ranks import Ranks
@@ -212,6 +213,9 @@ def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> 
     """Give every response its verifier's score; episodes have theirs from their environments. With `ranks` all of them
     have these responses, and each scores its share."""
     ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
-    scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for r in ranks.own(responses)])
+    is_asked = task.truncated_reward is None
+    scores = task.score([(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.own(responses)])
     for response, verdict in zip(responses, ranks.merged(scores), strict=True):
+        if verdict.verdict == "truncated" and not is_asked:
+            verdict = replace(verdict, reward=task.truncated_reward)
         response.score = verdict

@@ -59,6 +59,8 @@ class RolloutSettings(Truncation, key="rollout"):
     # responses sampled at once; bounds the memory of the cache, changes no response
     batch_rows: int = ranged(512, least=1, cost_only=True)
     stop: list[str] = field(default_factory=list, metadata=HASHED_IF_CHANGED)
+    # the in-process engine records a token's kernels on a GPU and replays them; false: it launches each by itself
+    cuda_graphs: bool = cost_only(True)
     dtype: str = "float32"
     quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
     routes: bool = False
@@ -188,6 +190,8 @@ class OutsideRollout(RolloutSettings):
         super().__post_init__()
         if self.quantization != "none":
             raise ValueError(f"rollout.quantization={self.quantization} is read by rollout=local alone")
+        if not self.cuda_graphs:
+            raise ValueError("rollout.cuda_graphs=false is read by rollout=local alone; vLLM has rollout.eager=true")
         if self.temperature != 1:
             for rule, value in self.rules.items():
                 raise ValueError(

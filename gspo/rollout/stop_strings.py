@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 class StopWatch:
     """Reads the tokens of one response, one by one, and says which of them completes a stop string.
 
-    Every token but the special ones, which have no text, stands for at least one byte. So the latest tokens, as many as
+    Every token but the `textless` ones stands for at least one byte. So the latest tokens, as many as
     the longest string has bytes, are all that has to be decoded at every token; one more is taken because some
     tokenizers leave out a space at the start of a text.
     """
 
     def __init__(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, strings: Iterable[str], before: Iterable[int] = ()
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        textless: set[int],
+        strings: Iterable[str],
+        before: Iterable[int] = (),
     ):
-        """`before` are the response's earlier tokens, which have completed no string."""
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
-        marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.textless = marked | set(tokenizer.all_special_ids)
+        """`textless` are the tokens without text in a response; `before` are the response's earlier tokens, which have
+        completed no string."""
+        self.tokenizer = tokenizer
+        self.textless = textless
+        self.strings = tuple(strings)
         self.latest: deque[int] = deque(maxlen=max(len(string.encode()) for string in self.strings) + 1)
         self.read(before)
 
@@ -42,19 +47,8 @@ class StopWatch:
         if token in self.textless:
             return False
         self.latest.append(token)
-        text = self.tokenizer.decode(list(self.latest), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(self.latest), clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
-
-
-def check_readable(strings: Iterable[str], tokenizer: transformers.PreTrainedTokenizerBase, key: str) -> None:
-    """Raise ValueError for a stop string that holds a special token, which has no text in a response."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    for string in strings:
-        if found := sorted(token for token in special | set(tokenizer.all_special_tokens) if token and token in string):
-            raise ValueError(
-                f"{key}={list(strings)}: {found[0]} is a special token of this model's tokenizer and has no text in a "
-                "response, so it would never be found; end-of-sequence tokens end a response by themselves"
-            )
 
 
 def check_stop(strings: Iterable[str], key: str) -> None:

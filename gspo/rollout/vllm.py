@@ -168,7 +168,8 @@ class VLLMEngine(OutsideEngine):
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM."""
-        options = vllm_options(self.settings, self.max_model_len, self.on_cpu) | {
+        head_dtype = str(self.policy.head_dtype).removeprefix("torch.")
+        options = vllm_options(self.settings, head_dtype, self.max_model_len, self.on_cpu) | {
             "load_format": "dummy" if self.ranks.count > 1 else "safetensors",
             "max_num_seqs": self.settings.batch_rows * self.sharers.count,
             "skip_tokenizer_init": not self.knows_text,
@@ -176,8 +177,9 @@ class VLLMEngine(OutsideEngine):
         return options if self.on_cpu else options | {"enable_sleep_mode": self.settings.sleep}
 
 
-def vllm_options(settings: OutsideRollout, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
-    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share."""
+def vllm_options(settings: OutsideRollout, head_dtype: str, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
+    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share. `head_dtype` is
+    policy.head_dtype."""
     options = {
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
@@ -190,6 +192,8 @@ def vllm_options(settings: OutsideRollout, max_model_len: int, on_cpu: bool) -> 
         "logprobs_mode": logprobs_mode(settings),
         "worker_extension_cls": WORKER,
     }
+    if head_dtype != settings.dtype == "bfloat16":
+        options["hf_overrides"] = {"head_dtype": head_dtype}
     if not on_cpu:
         return options | {
             "gpu_memory_utilization": settings.gpu_memory,

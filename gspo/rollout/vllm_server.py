@@ -155,6 +155,7 @@ class VLLMServerEngine(OutsideEngine):
         super().__init__(policy, settings, ranks or Ranks())
         description = check_server(settings)
         check_model(settings, description, {name: list(shape) for name, shape in self.shapes.items()})
+        check_head(settings, description, str(policy.head_dtype).removeprefix("torch."))
         self.max_model_len = description["max_model_len"]
         self.server = Server(settings.url, settings.routes)
         if self.ranks.index == 0:
@@ -233,6 +234,15 @@ def check_model(settings: VLLMServerRollout, description: dict[str, Any], shapes
                 f"rollout.url={settings.url}: the server has another model: {name} is {theirs or 'not there'}, in this "
                 f"run {ours or 'not there'}; {START}"
             )
+
+
+def check_head(settings: VLLMServerRollout, description: dict[str, Any], head_dtype: str) -> None:
+    """Raise ValueError if the server multiplies by its output head in another precision than the trainer."""
+    theirs = description.get("head_dtype", "bfloat16")
+    if settings.dtype == "bfloat16" and theirs != head_dtype:
+        raise ValueError(
+            f"policy.head_dtype={head_dtype}: the server at {settings.url} was started with {theirs}; {START}"
+        )
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -17,8 +18,9 @@ from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
 from gspo.core.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
+from gspo.evaluation.resumable import fingerprint
 from gspo.model.adapter import installed
-from gspo.model.loading import POSITIONS, Loaded, ModelSettings, positions
+from gspo.model.loading import POSITIONS, Loaded, ModelSettings, check_can_be_written, positions
 from gspo.model.policy import Policy
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engine import Engine
@@ -29,10 +31,10 @@ from gspo.rollout.pending import load_pending
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import RolloutSource
-from gspo.rollout.stop_strings import check_readable
 from gspo.rollout.vllm_server import VLLMServerEngine, check_server
 from gspo.run.cli import stop_signal
 from gspo.run.event_files import check_event_files
+from gspo.run.inputs import check_inputs, inputs_of
 from gspo.tracking.tracker import Progress
 from gspo.train.checkpoint import load_optimizer
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
@@ -61,6 +63,8 @@ def build_trainer(
     ranks = ranks or Ranks()
     check_training_set(settings)
     check_event_files(settings)
+    if settings.policy.deterministic:
+        use_deterministic_algorithms()
     settings.task.ready()
     with closing(Progress("cold start", settings.cold_start.steps, 0, alone)) as bar:
 
@@ -80,6 +84,7 @@ def build_trainer(
         shards = make_shards(settings, ranks)
         policy = open_policy(settings, checkpoint, on_cold_start_step, shards)
         reference = open_reference(settings, policy, checkpoint, on_cold_start_step, shards)
+        check_inputs(settings, inputs_of(settings, policy, reference))
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
         # with overlap the engine samples in a thread of its own, beside the exchanges of the trainer
@@ -157,7 +162,6 @@ def open_policy(
     folder = whole or starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
     check_positions(settings, positions(model))
-    check_readable(settings.rollout.stop, tokenizer, "rollout.stop")
     if folder and not checkpoint:
         reward = recorded_reward(folder)
         print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
@@ -168,9 +172,15 @@ def open_policy(
         value_head=ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None,
         prompts=settings.prompt,
         precision=training_precision(settings),
+        head_dtype=head_precision(settings),
         checkpointing=settings.policy.checkpointing,
         shards=shards,
     )
+    policy.stop_at(settings.rollout.stop, "rollout.stop")
+    if not whole and not shards:
+        policy.loaded_weights = fingerprint(model)
+    if folder is None and not settings.model.made_here and not shards:
+        check_can_be_written(model, tokenizer)
     if lora.rank:
         policy.adapt(lora, settings.seed, base_of(settings, folder), checkpoint)
     return policy
@@ -200,13 +210,17 @@ def open_reference(
     has_refreshed = refreshed and refreshed.exists()
     folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
-    return Policy(
+    reference = Policy(
         model.requires_grad_(False),
         tokenizer,
         settings.rollout.temperature,
         precision=training_precision(settings),
+        head_dtype=head_precision(settings),
         shards=shards,
     )
+    if not has_refreshed and not shards:
+        reference.loaded_weights = fingerprint(model)
+    return reference
 
 
 def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
@@ -261,6 +275,18 @@ def training_precision(settings: Settings) -> torch.dtype:
     return getattr(torch, settings.policy.precision)
 
 
+def head_precision(settings: Settings) -> torch.dtype:
+    """Return the precision of the product that makes logits."""
+    return getattr(torch, settings.policy.head_dtype)
+
+
+def use_deterministic_algorithms() -> None:
+    """Let this process compute every sum in the same order each time, or raise RuntimeError where an operation has no
+    such order. A CPU does so anyway."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+
+
 def training_device(settings: Settings) -> str:
     """Return the device that the model is trained on. Raises ValueError if it cannot be used."""
     return usable_device(settings.policy.device, "policy.device")
@@ -269,7 +295,9 @@ def training_device(settings: Settings) -> str:
 def usable_device(wanted: str, key: str) -> str:
     """Return the wanted device; for "auto" the GPU if there is one, else the CPU.
 
-    Raises ValueError, naming the setting `key`, for a device that cannot be used here."""
+    On a GPU cuDNN's attention is switched off, because it plans anew for every shape, and shapes change with every
+    token. Raises ValueError, naming the setting `key`, for a device that cannot be used here."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -325,7 +353,9 @@ def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) 
     """Return an in-process engine in the precision of a run's rollouts. It also samples held-out problems, during
     training and afterwards. With `batch_rows` 0 it has the run's."""
     dtype = getattr(torch, rollout.dtype)
-    return LocalEngine(policy, batch_rows or rollout.batch_rows, dtype, rollout.quantization)
+    return LocalEngine(
+        policy, batch_rows or rollout.batch_rows, dtype, rollout.quantization, cuda_graphs=rollout.cuda_graphs
+    )
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:

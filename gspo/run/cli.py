@@ -208,6 +208,7 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
 
 
 UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
+REASONS: list[Callable[[], None]] = []  # what fills UNFINISHED_JOBS, also if the sweep ends by an error
 
 
 def command_line(main: Callable[[], None]) -> None:
@@ -222,8 +223,13 @@ def command_line(main: Callable[[], None]) -> None:
         if HALVES.search(folder := os.environ.get("TMPDIR", "")):
             raise ValueError(f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder")
         main()
+    except BrokenPipeError:
+        raise  # what read the output, such as `head`, has ended; gspo.commands.main knows
     except (*USER_ERRORS, OSError, Broken) as error:
-        sys.exit(print_error(error))
+        for collect_reasons in REASONS if isinstance(error, ValueError) else ():
+            collect_reasons()
+        if not UNFINISHED_JOBS:
+            sys.exit(print_error(error))  # else a sweeper could not go on without a job's score
     except KeyboardInterrupt:
         print("\nstopped; the same command continues each run from its last checkpoint", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import version
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -82,7 +82,9 @@ class RunDirectory:
             continues = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
             if not (settings.resume or settings.on_existing == "resume" or continues):
                 raise ValueError(f"{folder} exists already ({how}); continue it with resume={folder}, or remove it")
-            difference = same_result(settings, read_settings(folder, trust=settings.allow_outside_code))
+            recorded = read_settings(folder, trust=settings.allow_outside_code)
+            settings.inputs = recorded.inputs
+            difference = same_result(settings, recorded)
             if difference:
                 raise ValueError(f"{folder} was made with other settings: {difference}")
             if not (settings.resume or in_sweep):
@@ -312,6 +314,15 @@ def uncommitted() -> str:
     return diff if len(diff) <= MOST_DIFF else git("diff", "HEAD", "--no-color", "--no-ext-diff", "--stat")
 
 
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of those of these packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def code_state() -> dict:
     """Return which code runs on which machine: commit, changed files, versions, threads, GPUs, command line.
 
@@ -321,7 +332,7 @@ def code_state() -> dict:
         "commit": (tracked and git("rev-parse", "HEAD").strip()) or None,
         "changed_files": [line[3:] for line in git("status", "--porcelain").splitlines()] if tracked else [],
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "wandb", "hydra-core")},
+        "versions": versions("torch", "transformers", "numpy", "wandb", "hydra-core"),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -18,10 +18,12 @@ from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layer
 from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, explain, stop_signal
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.event_files import EventFiles
+from gspo.run.inputs import left_out_in_words
 from gspo.run.loop import Session, follow, warn
 from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
 from gspo.tracking.tracker import Tracker
+from gspo.tracking.wandb_choice import check_installed
 
 # The exit codes that W&B is told of, by how a run ended.
 W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}
@@ -35,6 +37,8 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
     if peers.ranks.index:
         train_along(settings, peers)
         return math.nan
+    if settings.tracking.wandb != "disabled":
+        check_installed(f"tracking.wandb={settings.tracking.wandb}")  # before a cold start that would be in vain
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
@@ -86,6 +90,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     with directory.removed_if_refused(lowered, made):
         peers.tell(lowered.optim.lr, folder, checkpoint)
         trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
+    settings.inputs = lowered.inputs
     print_sampling_notes(lowered)
     warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
     directory.record_start(settings, trainer.policy.prompt_format_used)
@@ -158,6 +163,12 @@ def model_warnings(policy: Policy) -> list[str]:
     kind, found = architecture(policy.model), []
     if policy.active_parameters is None:
         found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
+    if policy.found_turn_end is not None:
+        token = policy.tokenizer.decode([policy.found_turn_end])
+        found.append(
+            f"responses end at {token} too: the chat template writes it behind an assistant's turn, though neither the "
+            "tokenizer's end-of-sequence token nor generation_config.json is that token"
+        )
     if not policy.network:
         found.append(f"{kind} as configured here is not a known architecture: its own forward is used, which is slower")
     return found
@@ -166,6 +177,10 @@ def model_warnings(policy: Policy) -> list[str]:
 def print_sampling_notes(settings: Settings) -> None:
     """Print what confines the programs that the task runs, and the engine's precision if it is not the trainer's."""
     print_sandbox_layers(settings.task.ready())
+    if words := left_out_in_words(settings.inputs):
+        print(f"{settings.label()}: {words}")
+    if words := settings.task.left_out_of_evaluation():
+        print(f"{settings.label()}: {words}")
     if settings.rollout.dtype != "float32":
         print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
     if settings.rollout.quantization != "none":

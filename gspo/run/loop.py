@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gspo.config.remarks import nothing_to_learn, warnings_after
+from gspo.config.remarks import cut_off_pays, engine_mismatch, nothing_to_learn, rounding_floor, warnings_after
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.core.ranks import ranks_lost_in_passes
@@ -117,6 +117,15 @@ class Session:
         self.warn_of_outside_code(rollout)
         if rollout and step == 1:
             warn([f"{settings.label()}, step 1: {line}" for line in nothing_to_learn(settings, metrics)])
+        if rollout and "rounding" not in self.warned and (found := rounding_floor(settings, metrics)):
+            self.warned.add("rounding")
+            warn([f"{settings.label()}, step {step}: {line}" for line in found])
+        if rollout and "mismatch" not in self.warned and (found := engine_mismatch(settings, metrics)):
+            self.warned.add("mismatch")
+            warn([f"{settings.label()}, step {step}: {line}" for line in found])
+        if rollout and "truncated" not in self.warned and (found := cut_off_pays(settings, rollout.responses)):
+            self.warned.add("truncated")
+            warn([f"{settings.label()}, step {step}: {line}" for line in found])
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
         if rollout:

@@ -44,7 +44,7 @@ def jobs(study: Path) -> list[Job]:
     there are none."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
-        planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job}
+        planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job and is_of(job, study)}
         if entry.get("run") in planned and "reason" in entry:
             planned[entry["run"]]["reason"] = entry["reason"]
     there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
@@ -57,6 +57,12 @@ def jobs(study: Path) -> list[Job]:
         if job.pace is None and paces:
             job.pace = statistics.median(paces)
     return found
+
+
+def is_of(job: dict, study: Path) -> bool:
+    """Return whether a planned job belongs to a study's folder. A sweep may have jobs in several. A job whose settings
+    were refused has no folder, and is listed in all of them."""
+    return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
 
 
 def entries(study: Path) -> list[dict]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,8 +31,9 @@ from omegaconf import DictConfig, open_dict
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of
 from gspo.core.escaping import line
-from gspo.core.files import append_to, refuse_links
-from gspo.run.cli import UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
+from gspo.core.files import append_to, read_status, refuse_links
+from gspo.run.cli import REASONS, UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
+from gspo.run.directory import ENDED
 from gspo.run.processes import is_follower
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
@@ -46,8 +48,16 @@ class WriteManifest(Callback):
     goes on."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the jobs to the manifest; with dry_run=true only print them, and end. What a search will run is not
-        known yet."""
+        """Begin the sweep. Hydra makes a warning of every exception of a callback, and a sweep without a plan would
+        lose its failures: so an exception ends the process here, with its reason in one line."""
+        try:
+            self._begin(config)
+        except Exception as error:  # whatever it is
+            sys.exit(print_error(error))
+
+    def _begin(self, config: DictConfig) -> None:
+        """Write the jobs to the manifests of their studies; with dry_run=true only print them, and end. What a search
+        will run is not known yet."""
         planned = [] if is_search(config) else plan(config)
         if config.dry_run:
             print(forecast(planned) if planned else "a search chooses the settings of its jobs as it goes: no plan")
@@ -56,17 +66,21 @@ class WriteManifest(Callback):
             if "same_as" in job:
                 print(f"job {number} ({special(planned, number)}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
-        try:
-            refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml", BEST))  # Hydra writes the others
-            _append(config, {"command": sys.argv, "jobs": planned})
-            if pickles := config.hydra.launcher.get("submitit_folder"):
-                private(Path(pickles.partition("%")[0]))
-        except (OSError, ValueError) as error:
-            sys.exit(print_error(error))
+        self.planned = planned
+        REASONS.append(self.collect_reasons)
+        self.studies = studies_of(planned) or [Path(config.runs) / config.study]
+        # Hydra writes the two others
+        refuse_links(Path(config.runs) / config.study, (MANIFEST, "multirun.yaml", BEST))
+        for study in self.studies:
+            refuse_links(study, (MANIFEST,))
+            append_entry(study, {"command": sys.argv, "jobs": planned})
+        if pickles := config.hydra.launcher.get("submitit_folder"):
+            private(Path(pickles.partition("%")[0]))
         if config.hydra.launcher._target_.endswith(".LocalLauncher"):
             # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.progress = SweepProgress(config.study, planned) if planned else None
+        named = ", ".join(study.name for study in self.studies)
+        self.progress = SweepProgress(named, planned) if planned else None
         if self.progress:
             self.progress.start()
 
@@ -95,12 +109,26 @@ class WriteManifest(Callback):
         """Print the command that uploads the study, and note which jobs did not finish for the exit code."""
         if self.progress:
             self.progress.close()
-        if command := upload(Path(config.runs) / config.study):
-            print(f"to upload all runs of the study to W&B: {command}")
-        for entry in entries(Path(config.runs) / config.study):
-            if entry["time"] >= self.began and "run" in entry:
-                stopped = f"stopped {entry.get('stopped')}"
-                UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+        for study in self.studies:
+            if command := upload(study):
+                of_study = "the study" if len(self.studies) == 1 else f"study {study.name}"
+                print(f"to upload all runs of {of_study} to W&B: {command}")
+        self.collect_reasons()
+
+    def collect_reasons(self) -> None:
+        """Note for the exit code which jobs did not finish, and why."""
+        for study in self.studies:
+            for entry in entries(study):
+                if entry["time"] >= self.began and "run" in entry:
+                    stopped = f"stopped {entry.get('stopped')}"
+                    UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+        for job in self.planned:  # also if an entry of theirs could not be written
+            if "folder" in job and "same_as" not in job and job["run"] not in UNFINISHED_JOBS:
+                status = read_status(Path(job["folder"]))
+                if status.get("how") not in ENDED:
+                    UNFINISHED_JOBS[job["run"]] = status.get("reason") or status.get("how") or "it did not begin"
+            elif "reason" in job:
+                UNFINISHED_JOBS.setdefault(job["run"], job["reason"])
 
 
 def is_search(config: DictConfig) -> bool:
@@ -112,16 +140,44 @@ def is_search(config: DictConfig) -> bool:
 def plan(config: DictConfig) -> list[dict[str, Any]]:
     """Return the jobs of a sweep.
 
-    Each has its overrides, and run, folder and steps, or the reason why its settings are wrong. A job that is the same
-    run as an earlier one has that one's number as `same_as`."""
+    Each has its overrides, and run, folder and steps, or the reason why its settings are wrong. Of several jobs that
+    are the same run, the first of those with the most steps is made, and the others have its number as `same_as`.
+    Raises OtherLauncher if a job chooses a launcher of its own."""
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     loader, jobs, numbers = GlobalHydra.instance().config_loader(), [], {}
-    for number, overrides in enumerate(expanded([*params, *config.hydra.overrides.task])):
-        job = planned_job(overrides, lambda overrides=overrides: loader.load_sweep_config(config, overrides))
-        jobs.append(job)
-        if "folder" in job and numbers.setdefault(job["folder"], number) != number:
+    for overrides in expanded([*params, *config.hydra.overrides.task]):
+        jobs.append(planned_job(overrides, lambda overrides=overrides: sweep_config(loader, config, overrides)))
+    for number, job in enumerate(jobs):
+        first = numbers.setdefault(job.get("folder", number), number)
+        if job.get("steps", 0) > jobs[first].get("steps", 0):
+            numbers[job["folder"]] = number
+    for number, job in enumerate(jobs):
+        if "folder" in job and numbers[job["folder"]] != number:
             job["same_as"] = numbers[job["folder"]]
     return jobs
+
+
+class OtherLauncher(Exception):
+    """A job of a sweep chooses a launcher of its own, which nobody would use."""
+
+
+def sweep_config(loader: ConfigLoader, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """Return the composed configuration of a job of a sweep. Raises OtherLauncher if the job's own files choose another
+    launcher than the one that starts all jobs."""
+    own = loader.load_sweep_config(config, overrides)
+    chosen, starts = (each.hydra.launcher._target_.rpartition(".")[2] for each in (own, config))
+    if chosen != starts:
+        groups = " ".join(override for override in overrides if "." not in override.partition("=")[0])
+        raise OtherLauncher(
+            f"the files of the job {groups} choose {chosen}, but one launcher starts all jobs of a sweep, here "
+            f"{starts}: say hydra/launcher=... on the command line"
+        )
+    return own
+
+
+def studies_of(planned: list[dict[str, Any]]) -> list[Path]:
+    """Return the folders of the studies that the jobs of a sweep belong to."""
+    return list(dict.fromkeys(Path(job["folder"]).parent for job in planned if "folder" in job))
 
 
 def planned_job(overrides: list[str], config: Callable[[], DictConfig]) -> dict[str, Any]:
@@ -182,9 +238,13 @@ def _settings(config: DictConfig, overrides: list[str]) -> Settings:
 
 def _append(config: DictConfig, entry: dict) -> None:
     """Append an entry to the manifest."""
-    folder = Path(config.runs) / config.study
-    folder.mkdir(parents=True, exist_ok=True)
-    with append_to(folder / MANIFEST) as file:
+    append_entry(Path(config.runs) / config.study, entry)
+
+
+def append_entry(study: Path, entry: dict) -> None:
+    """Append an entry to the manifest in a study's folder."""
+    study.mkdir(parents=True, exist_ok=True)
+    with append_to(study / MANIFEST) as file:
         file.write("\n" + json.dumps({"time": time.time()} | entry) + "\n")  # after one that a kill may have cut short
 
 
@@ -220,7 +280,9 @@ def shared_group(number: int) -> bool:
 def expanded(overrides: list[str]) -> list[list[str]]:
     """Return a sweep's jobs as lists of plain overrides. If a key is given twice, the later one counts, as in Hydra."""
     choices: dict[str, list[str]] = {}
-    for override in OverridesParser.create().parse_overrides(overrides):
+    hydra = GlobalHydra.instance()
+    loader = hydra.config_loader() if hydra.is_initialized() else None  # which knows what glob(...) stands for
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
         key = override.get_key_element()
         values = (
             override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gspo.core.ranges import Ranged
 from gspo.core.types import Problem, Score
@@ -28,6 +28,9 @@ class Task(Ranged):
 
     name: str
     max_new_tokens: ClassVar[int] = 0  # the response limit of published evaluations; 0 where there is none
+    # what a response that was cut off earns; None: `score` is asked about it as about any other. It is set from
+    # reward.truncated
+    truncated_reward: ClassVar[float | None] = 0.0
     has_demonstrations: ClassVar[bool] = False  # `demonstration` writes worked responses, so a cold start is possible
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
@@ -38,7 +41,8 @@ class Task(Ranged):
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         """Return the scores in the order of `answers` = (problem, response text, whether the response ended by itself).
 
-        A response that was cut off scores 0 with the verdict "truncated", whatever it says so far.
+        A response that was cut off scores 0 with the verdict "truncated", whatever it says so far. With
+        reward.truncated=null it is passed as one that ended by itself.
         """
         raise NotImplementedError
 
@@ -50,6 +54,15 @@ class Task(Ranged):
         """Return the number of different problems of a split, or None where they are made without end."""
         check_split(split, self.evaluation_sets())
         return None
+
+    def data(self) -> dict[str, Any]:
+        """Return, for each set that was read from files or from the hub, the number of its problems and a digest of
+        them, and of the training set how many were left out and why. Empty for a task that makes its problems."""
+        return {}
+
+    def left_out_of_evaluation(self) -> str:
+        """Return, in words, how many records of the evaluation set are no problems here and why, "" if all are."""
+        return ""
 
     def environments(self) -> dict[str, Task]:
         """Return the tasks whose problems are played in an environment (gspo.tasks.environment), by the `task` of their

@@ -4,13 +4,17 @@ The evaluation set is in the order of its file: its first n problems are the fil
 training set is visited epoch after epoch; epoch e is a permutation by (seed, e), so within an epoch every problem
 comes once. A benchmark without a training set refuses to be trained on, unless `train_path` gives one.
 
-Training problems whose text is also in the evaluation set are left out (only letters and digits are compared, without
-regard to case), so no wording, file or seed brings a test problem into a training stream. Paraphrases are not found.
+Training problems whose text is also in the evaluation set are left out, and each text is trained on once. Two texts are
+the same problem if they differ in case and white space alone. Paraphrases are not found. `data` counts what was left
+out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +27,7 @@ from gspo.tasks.records_file import Row, Source
 
 # replacements for problems with too long prompts come from positions beyond this; their epoch is kept small
 FAR = 2**40 + 15
-SEPARATORS = re.compile(r"[\W_]+")
+BLANKS = re.compile(r"(?<=\w)\s+(?=\w)|(\s+)")  # between two words, and others
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class Benchmark(Task):
         super().__post_init__()
         self._read: dict[bool, list[Item]] = {}  # whether it is the training set -> its items, read when first needed
         self._orders: dict[tuple[int, str, int], list[int]] = {}
+        self._left_out: dict[str, int] = {}  # problems of the training set that are not trained on, by the reason
+        # records that no item was made of, by the reason; of the training set (True) and of the evaluation set
+        self.skipped: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
 
     def item(self, row: Row, training: bool) -> Item | None:
         """Return a record as an item, or None if it does not belong to this set. Raises ValueError for a record that is
@@ -70,6 +77,25 @@ class Benchmark(Task):
 
     def evaluation_sets(self) -> list[str]:
         return [self.name]
+
+    def data(self) -> dict[str, Any]:
+        training, evaluation = self._items("train"), self._items(self.name)
+        return {
+            "train": {
+                "problems": len(training),
+                "left_out": self._left_out | self.skipped[True],
+                "sha256": digest_of(training),
+            },
+            self.name: {
+                "problems": len(evaluation),
+                "left_out": dict(self.skipped[False]),
+                "sha256": digest_of(evaluation),
+            },
+        }
+
+    def left_out_of_evaluation(self) -> str:
+        reasons = [f"{count:,} {why}" for why, count in self.skipped[False].items()]
+        return f"{self.name}: problems are left out of the evaluation set: {', '.join(reasons)}" if reasons else ""
 
     def size(self, split: str) -> int:
         """Return the number of problems of a split. Raises ValueError for an unknown split."""
@@ -122,7 +148,9 @@ class Benchmark(Task):
         evaluation_texts = {fingerprint(item.text) for item in self._items(self.name)}
         rows = self._training_source().rows()
         items = [item for row in rows if (item := self.item(row, training=True))]
-        kept = without(items, evaluation_texts)
+        others = [item for item in items if fingerprint(item.text) not in evaluation_texts]
+        kept = without(others, set())
+        self._left_out = {"held out": len(items) - len(others), "repeated": len(others) - len(kept)}
         if not kept:
             raise ValueError(
                 f"{self.key}.train_path={self.train_path or self.path or self.hub}: of {len(items)} training "
@@ -149,8 +177,13 @@ class Benchmark(Task):
 
 
 def fingerprint(text: str) -> str:
-    """Return what two spellings of the same problem have in common: letters and digits, case folded."""
-    return SEPARATORS.sub("", text.casefold())
+    """Return what two spellings of the same problem have in common: the text without regard to case and white space,
+    of which only a blank between two words or numbers counts.
+
+    >>> fingerprint(" What is\\n3 + 5?") == fingerprint("what is 3+5?") != fingerprint("what is 3-5?")
+    True
+    """
+    return BLANKS.sub(lambda found: "" if found[1] else " ", text.strip().casefold())
 
 
 def without(items: Iterable[Item], excluded: set[str]) -> list[Item]:
@@ -162,3 +195,11 @@ def without(items: Iterable[Item], excluded: set[str]) -> list[Item]:
             seen.add(mark)
             kept.append(item)
     return kept
+
+
+def digest_of(items: list[Item]) -> str:
+    """Hash prompts and answers, in their order, to sixteen hexadecimal digits."""
+    hashed = hashlib.sha256()
+    for item in items:
+        hashed.update(json.dumps([item.prompt, item.answer], sort_keys=True, default=repr).encode())
+    return hashed.hexdigest()[:16]

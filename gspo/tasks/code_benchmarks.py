@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gspo.core.ranges import ranged
@@ -17,6 +17,7 @@ from gspo.tasks.benchmark import Item
 from gspo.tasks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
 from gspo.tasks.records_file import Row, Source, writable
 from gspo.verifiers.code.grader import Asserts, StdinCase
+from gspo.verifiers.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
 
 HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
 EVALPLUS = 768  # EvalPlus' max_new_tokens for its models (evalplus/provider/base.py)
@@ -131,6 +132,12 @@ class RatedPrograms(CodeBenchmark):
     Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be the hidden ones. For
     training the rating may be missing, and instead of tests `input_output` may hold JSON {inputs, outputs} of texts, as
     in APPS and TACO; problems there that call a function (fn_name) are left out.
+
+    Numbers with a point may be off by `tolerance` (1e-6 if the record does not say), relative or absolute. A record's
+    `checker` (or `generated_checker`) decides where there is one: the name of one of testlib's, such as yesno or rcmp9,
+    or Python that is run in the sandbox, a function check(input, expected, output) or a program that reads three files
+    and prints 1 or 0. A problem that accepts several answers (`several_answers: true`, or a statement such as "if there
+    are multiple answers, print any") and has no checker is left out and counted, because right programs would fail.
     """
 
     name: str = "codeforces"
@@ -144,9 +151,15 @@ class RatedPrograms(CodeBenchmark):
             if not abs(rating) <= HIGHEST:  # false for NaN too
                 raise row.wrong("rating", f"must be a number up to {HIGHEST}")
             rating = float(rating)
+        rule = output_rule(row)
+        several = row.get("several_answers", bool, default=False) or SEVERAL.search(text)
+        if several and not rule.checker:
+            self.skipped[training]["with several answers and no checker"] += 1
+            return None
         cases = apps_cases(row) if training and "tests" not in row.values else self._cases(row)
         if not cases:
             return None
+        cases = tuple(replace(case, rule=rule) for case in cases)
         prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
         return Item(text, prompt, Tests("", cases), rating=rating)
 
@@ -161,6 +174,25 @@ class RatedPrograms(CodeBenchmark):
             inner = Row(f"{row.where}, test {number}", test)
             cases.append(StdinCase(inner.get("stdin", str), inner.get("stdout", str)))
         return tuple(cases)
+
+
+def output_rule(row: Row) -> OutputRule:
+    """Return by which rule a record's outputs are judged. Raises ValueError for values that make no sense."""
+    tolerance = row.get("tolerance", int, float, default=CODEFORCES_TOLERANCE)
+    if not 0 <= tolerance < 1:
+        raise row.wrong("tolerance", "must be a number from 0 to 1")
+    checker = row.get("checker", str, type(None), default=None) or row.get(
+        "generated_checker", str, type(None), default=None
+    )
+    if not checker:
+        return OutputRule(tolerance)
+    name = checker.strip().removeprefix("std::").removesuffix(".cpp")
+    if name in TESTLIB:
+        tolerance, ignores_case = TESTLIB[name]
+        return OutputRule(tolerance, ignores_case)
+    if "\n" not in checker.strip():
+        raise row.wrong("checker", f"is {name!r}: neither Python nor one of testlib's, {', '.join(TESTLIB)}")
+    return OutputRule(checker=checker)
 
 
 def apps_cases(row: Row) -> tuple[StdinCase, ...]:

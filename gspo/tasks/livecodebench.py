@@ -111,6 +111,9 @@ class LiveCodeBench(CodeBenchmark):
             raise row.wrong("private_test_cases", f"or 'public_test_cases' holds more than {PARTS} values")
         return Tests(answer.function, tuple(_case(row, test, answer.function) for test in tests), answer.preamble)
 
+    def called_function(self, answer: Packed) -> str:
+        return answer.function
+
     def entry_point(self, tests: Tests, code: str) -> str:
         """Return what LiveCodeBench calls: a method of `Solution` if the program has that class, else a function."""
         if tests.entry_point and "class Solution" in code:

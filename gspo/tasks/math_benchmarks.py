@@ -20,7 +20,7 @@ from gspo.core.ranges import SPEED_ONLY, ranged
 from gspo.core.types import Problem, Score
 from gspo.tasks.benchmark import Benchmark, Item
 from gspo.tasks.records_file import Row
-from gspo.verifiers.math.extract import Refused, extract
+from gspo.verifiers.math.extract import Refused, last_box
 from gspo.verifiers.math.verifier import MathVerifier
 
 WORDINGS = {
@@ -191,6 +191,6 @@ def gold_of(row: Row) -> str:
             raise row.wrong("answer", "is empty")
         return str(answer).strip()
     try:
-        return extract(row.text("solution"), "boxed").strip()
+        return last_box(row.text("solution")).strip()
     except Refused as verdict:
         raise row.wrong("solution", f"has no answer in a \\boxed{{}} ({verdict})") from None

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gspo.core.ranges import outside_code, ranged
-from gspo.core.types import Problem, Score
+from gspo.core.types import ChatPrompt, Problem, Score
 from gspo.tasks.base import held_out
 from gspo.tasks.benchmark import Benchmark, Item, without
 from gspo.tasks.records_file import Row
 from gspo.verifiers.reward_function import RewardFunction
 
 COLUMNS = ("prompt", "family", "rating")
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass
@@ -33,7 +34,7 @@ class OwnRows(Benchmark):
     name: str = "rows"
     reward: str = outside_code()  # the reward function, for example my_pkg.rewards:score
     seconds: float = ranged(10.0, above=0)  # the longest that one call of it may take
-    # which columns hold the prompt (a text, or a chat of one user message) and, if given, the family and the rating
+    # which columns hold the prompt (a text, or a chat that ends with the user) and, if given, the family and the rating
     columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
     suffix: str = ""  # text after every prompt, for example an instruction on the form of the answer
     hub_split: str = "test"  # with `hub`: the split that is held out, and the one to train on
@@ -57,7 +58,7 @@ class OwnRows(Benchmark):
         text = prompt_text(row, self.columns["prompt"])
         family = str(row.get(self.columns["family"], str, int)) if "family" in self.columns else ""
         rating = float(row.get(self.columns["rating"], int, float)) if "rating" in self.columns else None
-        return Item(text, text + self.suffix, row.values, family, rating)
+        return Item(text, with_suffix(text, self.suffix), row.values, family, rating)
 
     def _evaluation_items(self) -> list[Item]:
         if self.path or self.hub:
@@ -94,11 +95,26 @@ class OwnRows(Benchmark):
 
 
 def prompt_text(row: Row, column: str) -> str:
-    """Return the prompt of a row: a text, or the content of a chat that is one user message."""
+    """Return the prompt of a row: a text, the content of a chat that is one user message, or a chat of several messages
+    whose last is the user's."""
     value = row.get(column, str, list)
     if isinstance(value, str):
         return row.text(column)
-    message = value[0] if len(value) == 1 else None
-    if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
-        raise row.wrong(column, 'must be a text, or a chat of one user message, [{"role": "user", "content": ...}]')
-    return message["content"]
+    messages = [
+        {"role": each["role"], "content": each["content"]}
+        for each in value
+        if isinstance(each, dict) and each.get("role") in ROLES and isinstance(each.get("content"), str)
+    ]
+    if not messages or len(messages) < len(value) or messages[-1]["role"] != "user":
+        raise row.wrong(
+            column, 'must be a text, or a chat that ends with the user, [..., {"role": "user", "content": ...}]'
+        )
+    return messages[0]["content"] if len(messages) == 1 else ChatPrompt(messages)
+
+
+def with_suffix(prompt: str, suffix: str) -> str:
+    """Return a prompt with a text behind its last message."""
+    if not isinstance(prompt, ChatPrompt):
+        return prompt + suffix
+    *others, last = prompt.messages
+    return ChatPrompt([*others, last | {"content": last["content"] + suffix}])

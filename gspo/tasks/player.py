@@ -21,12 +21,12 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
+from gspo.core.types import LARGEST_REWARD
 from gspo.tasks.environment import Environment, Message, Outcome
 
 MEASURES = 32  # an environment may name at most so many
 # The names of numbers that every episode has: gspo.tracking.episodes has those that are not the player's own.
 TAKEN = re.compile(r"turns|turns_max|environment_tokens|(finish|reward_turns)_\w+|escaped|cut|replay_differs")
-LARGEST = 1e9  # a reward or measure beyond this is a mistake, and could overflow where many are added up
 NAME = re.compile(r"[A-Za-z_]\w{0,39}", re.ASCII)  # of a measure; it becomes a metric's
 ANSWER = 1000  # characters of an answer that are kept: it is compared with others, and saved with every response
 NO_NAME = re.compile(r"[^\w.-]")  # what is no part of a metric's name, such as a verdict is in
@@ -240,16 +240,17 @@ def fault_of(outcome: Any) -> str:
     if len(outcome.verdict.split()) != 1 or len(outcome.verdict) > 40:
         return f"verdict={outcome.verdict[:80]!r}, not one word of up to 40 characters"
     if not _number(outcome.reward):
-        return f"reward={repr(outcome.reward)[:80]}, not a number within +-{LARGEST:g}"
+        return f"reward={repr(outcome.reward)[:80]}, not a number within +-{LARGEST_REWARD:g}"
     if len(outcome.measures) > MEASURES:
         return f"{len(outcome.measures)} measures; {MEASURES} is the most"
     for name, value in outcome.measures.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or not _number(value):
-            return f"measures={{{repr(name)[:40]}: {repr(value)[:40]}}}, not a name and a number within +-{LARGEST:g}"
+            measure = f"{{{repr(name)[:40]}: {repr(value)[:40]}}}"
+            return f"measures={measure}, not a name and a number within +-{LARGEST_REWARD:g}"
         if TAKEN.fullmatch(name):
             return f"a measure {name!r}, but every episode has a number of this name: choose another"
     return ""
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST
+    return isinstance(value, (int, float)) and -LARGEST_REWARD <= value <= LARGEST_REWARD

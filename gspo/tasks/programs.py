@@ -1,14 +1,19 @@
 """What benchmarks of programs share: from a response to a program, and from a program to a score.
 
-The answer of a chat model is the last fenced block whose language is python, py or not given; without one the verdict
-is "no-answer". A base model's response continues the prompt and is cut where the next definition or statement begins,
-so that a model which never stops is judged by what it wrote for this problem. A response that was cut off by the token
-limit scores 0. gspo/verifiers/code/grader.py documents what programs may use, and what counts as equal.
+The answer of a chat model is one of its fenced blocks (``` or ~~~) whose language is python, py or not given: where the
+tests call a function, the last block that defines it; else the last block that is no plain output, which means that it
+is Python and does more than name values. If no block is such, it is the last one. A block that is still open where the
+response ended counts too, and one that is indented under a list item loses that indentation. Without a block the
+verdict is "no-answer". A base model's response continues the prompt and is cut where the next definition or statement
+begins, so that a model which never stops is judged by what it wrote for this problem. A response that was cut off by
+the token limit scores 0. gspo/verifiers/code/grader.py documents what programs may use, and what counts as equal.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -99,8 +104,12 @@ class CodeBenchmark(Benchmark):
             return (answer.start + text, "") if text.strip() else ("", "no-answer")
         if not ended:
             return "", "truncated"
-        code = last_code_block(text)
+        code = answer_block(text, self.called_function(answer))
         return (with_preamble(answer.preamble, code), "") if code.strip() else ("", "no-answer")
+
+    def called_function(self, answer: Tests) -> str:
+        """Return the name of the function that a problem's tests call, "" if they run whole programs."""
+        return answer.entry_point
 
     def tests(self, answer: Tests) -> Tests:
         """Return the decoded tests of a problem."""
@@ -125,24 +134,63 @@ def check_wording(wording: str) -> None:
         raise ValueError(f"wording={wording!r}: choose instruct or completion")
 
 
-def last_code_block(text: str) -> str:
-    """Return the last closed fenced block whose language is Python or not given, or "" if there is none."""
-    found, block = "", []
+def answer_block(text: str, entry_point: str = "") -> str:
+    """Return the block of a response that is its answer, "" if there is none. The rule is at the head of this file."""
+    blocks = [code for language, code in code_blocks(text) if language in PYTHON and code.strip()]
+    if entry_point:
+        chosen = [code for code in blocks if defines(code, entry_point)]
+    else:
+        chosen = [code for code in blocks if not is_plain_output(code)]
+    return (chosen or blocks or [""])[-1]
+
+
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the fenced blocks of a text in their order, each as its language in lower case and its lines."""
+    found: list[tuple[str, str]] = []
+    block: list[str] = []
     language: str | None = None  # the language of the block that is open
+    fence, indentation = "", 0
     for line in text.split("\n"):
         mark = line.strip()
         if language is None:
+            opening = re.match(r"(`{3,}|~{3,})(.*)", mark)
             # otherwise it opens and closes on one line, as a quotation
-            if mark.startswith("```") and "```" not in mark[3:]:
-                language, block = (mark.strip("`").lower().split() or [""])[0], []
-        elif mark.endswith("```") or mark.startswith("```"):
-            block.append(line[: line.index("```")])
-            if language in PYTHON:
-                found = "\n".join(block).rstrip() + "\n"
+            if opening and opening[1][:3] not in opening[2]:
+                fence, language, block = opening[1], (opening[2].lower().split() or [""])[0], []
+                indentation = len(line) - len(line.lstrip())
+        elif (mark.endswith(fence) or mark.startswith(fence)) and fence in line:
+            block.append(without_indentation(line[: line.index(fence)], indentation))
+            found.append((language, "\n".join(block).rstrip() + "\n"))
             language = None
         else:
-            block.append(line)
+            block.append(without_indentation(line, indentation))
+    if language is not None:
+        found.append((language, "\n".join(block).rstrip() + "\n"))
     return found
+
+
+def without_indentation(line: str, columns: int) -> str:
+    """Return a line without so many blanks at its head, or without all of them if there are fewer."""
+    blanks = len(line) - len(line.lstrip())
+    return line[min(columns, blanks) :]
+
+
+def defines(code: str, entry_point: str) -> bool:
+    """Return whether code defines a function, also as a method of a class, or gives a name to one."""
+    name = re.escape(entry_point.rpartition(".")[2])
+    return re.search(rf"^\s*(?:async\s+)?def\s+{name}\b|^{name}\s*=|\bas\s+{name}\b", code, re.MULTILINE) is not None
+
+
+def is_plain_output(code: str) -> bool:
+    """Return whether a block shows what a program prints: it is no Python, or only values such as 42 or YES."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
+            statements = ast.parse(code).body
+    # the last two are raised for code that is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    values = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp)
+    return all(isinstance(each, ast.Expr) and isinstance(each.value, values) for each in statements)
 
 
 def with_preamble(preamble: str, code: str) -> str:

@@ -10,6 +10,7 @@ anywhere: what it unpacks to is bounded, and a text that cannot be written again
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -103,10 +104,10 @@ class Source:
         if not path.exists():
             raise ValueError(f"{self.setting}={self.path}: there is no such file or folder. {self._advice()}")
         if path.is_file():
-            if not path.name.endswith(SUFFIXES):
+            if not path.name.lower().endswith(SUFFIXES):
                 raise ValueError(f"{self.setting}={self.path}: its name must end in {', '.join(SUFFIXES)}")
             return [path]
-        found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+        found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(SUFFIXES))
         named = [file for file in found if file.name.startswith(self.split)]
         files = named or [file for file in found if not file.name.startswith(SPLITS)]
         if not files:
@@ -145,10 +146,12 @@ class Source:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """Yield the records of one file. Blank lines of JSONL are skipped."""
-    if path.name.endswith(".parquet"):
+    """Yield the records of one file. Blank lines of JSONL are skipped. A .json file whose first line is a record
+    has one per line too, as many published data sets do."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
         rows = _parquet(path)
-    elif ".jsonl" in path.suffixes:
+    elif name.endswith((".jsonl", ".jsonl.gz")) or _begins_with_a_record(path):
         rows = _lines(path)
     else:
         rows = _list(path)
@@ -156,6 +159,18 @@ def file_rows(path: Path) -> Iterator[Row]:
         if not isinstance(values, dict):
             raise ValueError(f"{where}: must be an object with keys, not {type(values).__name__}")
         yield checked(where, values)
+
+
+def _begins_with_a_record(path: Path) -> bool:
+    """Return whether the first line of a file of JSON that is not blank is one record."""
+    try:
+        with Opened(path) as file:
+            for line in file.lines():
+                if text := line.removeprefix(codecs.BOM_UTF8).strip():
+                    return text.startswith(b"{") and text.endswith(b"}")
+    except UNREADABLE:
+        pass  # the reader says what is wrong with it
+    return False
 
 
 def checked(where: str, values: dict[str, Any]) -> Row:

@@ -19,11 +19,11 @@ import wandb
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb.sdk.mailbox import HandleAbandonedError
 
+from gspo.tracking.wandb_choice import MODEL, OF_WANDB
+
 log = logging.getLogger(__name__)
-MODEL, EVALUATION = "model", "evaluation"  # the types of our artifacts
 # the checksums of a checkpoint or a cold start, and the numbers of an evaluation
 HASHED = ("checksums.json", "result.json")
-OF_WANDB = ("wandb", "wandb_id", "wandb_online", "signed.json")  # what a W&B run leaves in its folder
 LONGEST = 128  # characters of an artifact's name
 # how W&B refuses an artifact; ValueError: its name, its type or a path
 REFUSED = (wandb.Error, WandbApiFailedError, ValueError)

@@ -21,10 +21,9 @@ from wandb_workspaces import expr
 from wandb_workspaces.workspaces import internal
 
 from gspo.core.files import replace_text
-from gspo.tracking.views import STEP, Panel, View
-from gspo.tracking.wandb_run import account
+from gspo.tracking.views import GROUP_BY, STEP, Panel, View
+from gspo.tracking.wandb_choice import account
 
-GROUP_BY = ("objective.name", "policy.routing_replay")  # GRPO with and without replay are two arms of the paper
 LINES = 50  # the largest number of groups or runs that a panel draws
 PREFIX = "GSPO: "  # begins the saved views' names, to tell them from views that people make by hand
 

@@ -140,6 +140,18 @@ METRICS = [
     Metric("ratio/token_log_var", "nats^2", "mean over responses of the variance of their token log-ratios"),
     Metric("ratio/ess_token", "share", "effective sample size of the token ratios, (sum w)^2 / (n sum w^2)"),
     Metric("ratio/ess_sequence", "share", "effective sample size of the sequence ratios s"),
+    Metric(
+        "ratio/floor_sequence_abs",
+        "nats",
+        "mean |log s| in the step's first mini-batch, where the policy is the old policy: rounding alone",
+    ),
+    Metric("ratio/floor_outside", SEQUENCE, "share outside the clip range there: clipped by rounding alone"),
+    Metric(
+        "ratio/floor_of_range",
+        "share",
+        "floor_sequence_abs as a share of the narrower side of the clip range (objectives that clip s); above 0.1 the "
+        "clipped share measures rounding",
+    ),
     # divergence, entropy
     Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
     Metric("kl/old_k3", "nats", "mean over tokens of r - 1 - log r, r = pi/pi_old"),

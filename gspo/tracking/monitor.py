@@ -219,7 +219,8 @@ def _routing(rows: list[dict]) -> str:
     question = "Does expert activation stay consistent? "
     rows = [row for row in rows if is_finite(row.get("routing/consistency"))]
     if not rows:
-        return question + "There are no experts, or there was one mini-batch."
+        why = "the model is dense, its router is none of those that are read, or no step had two mini-batches"
+        return f"{question}Not known: {why}."
     kept = _column(rows, "routing/consistency")
     worst, prefix = int(kept.argmin()), "routing/consistency_layer_"
     names = [name for name in rows[-1] if name.startswith(prefix) and is_finite(rows[-1][name])]

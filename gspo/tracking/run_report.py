@@ -23,6 +23,7 @@ from gspo.tracking.episodes import reward, turns_of
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.pages import TEMPLATES, fill
+from gspo.tracking.rounding import floor_of_run, mismatch_of_run
 
 PAGE = "report.html"
 CURVES = (  # each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
@@ -128,6 +129,10 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
             lines.append(
                 f"It collapsed at step {batches[at]['step']} by the registered rule (gspo/tracking/collapse.py)."
             )
+    if floor := floor_of_run(batches):
+        lines.append(floor)
+    if mismatch := mismatch_of_run(batches):
+        lines.append(mismatch)
     return lines + [_held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})]
 
 

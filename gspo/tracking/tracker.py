@@ -24,7 +24,7 @@ from gspo.core.files import append_to, read_rows, replace_text, rows_and_damage
 from gspo.core.types import Response
 from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import TrackingSettings
-from gspo.tracking.wandb_run import About, WandbRun, chosen_mode
+from gspo.tracking.wandb_choice import About, chosen_mode
 
 log = logging.getLogger(__name__)
 OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # folders of a run whose entries are named after steps
@@ -58,6 +58,8 @@ class Tracker:
         self.rows = append_to(run / "metrics.jsonl")  # `finish` closes it
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
+            from gspo.tracking.wandb_run import WandbRun  # it imports W&B
+
             record = {"cold_start": start.name} if start else {}
             self.wandb = WandbRun(run, settings, mode, About(config, group, tags, record=record))
             if start:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from gspo.tracking.metrics import METRICS, Metric, lookup
 
 STEP = "step"
+GROUP_BY = ("objective.name", "policy.routing_replay")  # GRPO with and without replay are two arms of the paper
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ VIEWS = (
                 _panel("ratio/: sequence_min sequence_mean sequence_max"), _panel("ratio/sequence_log_abs", log=True),
                 _panel("ratio/: token_min token_mean token_max", log=True), _panel("ratio/token_log_var", log=True),
                 _panel("ratio/: ess_token ess_sequence"),
+                _panel("ratio/floor_sequence_abs", log=True), _panel("ratio/floor_outside"),
+                _panel("ratio/floor_of_range", log=True),
             )),
             ("Divergence", (
                 _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"), _panel("kl/loss"),

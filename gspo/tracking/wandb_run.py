@@ -23,43 +23,28 @@ import shutil
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import wandb
-from requests.utils import get_netrc_auth
 
 from gspo.core.files import append_to
 from gspo.core.ownership import doubt, own, write_signed
 from gspo.core.untrusted import HALVES, read_json
-from gspo.tracking.artifacts import MODEL, Lineage
+from gspo.tracking.artifacts import Lineage
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
 from gspo.tracking.score import of_points, point
-from gspo.tracking.settings import MODES, TrackingSettings
+from gspo.tracking.settings import TrackingSettings
+from gspo.tracking.wandb_choice import AGENT, MODEL, About, default_project, noted_in, server_run, under_agent
 
 log = logging.getLogger(__name__)
 NOTES = ("wandb_id", "wandb_online")  # files that hold W&B's id of the run, and its entity/project/id on the server
-AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # the variables that `wandb agent` sets for the runs that it starts
 STOPPED = 130  # the exit code that W&B gets for a run that a signal stopped and that can go on
 COLLAPSED = 4  # and for one that the monitor ended
 # A segment's folder for the files of tables until they are uploaded; W&B would put them into the home folder.
 STAGING = "staging"
 RECENT = 10  # how many batches the means in the summary go over
 PART = 100  # rollout batches per table: W&B shows no more of one, and each of its rows names all of them
-
-
-@dataclass(frozen=True)
-class About:
-    """What W&B is told about a run when it begins."""
-
-    config: dict
-    group: str
-    tags: list[str]
-    job_type: str = "train"  # or "eval"
-    name: str = ""  # empty: that of its folder
-    id: str = ""  # empty: drawn when the run first begins
-    record: dict = field(default_factory=dict)  # beside the settings: where the run comes from
 
 
 class WandbRun:
@@ -260,54 +245,7 @@ class WandbRun:
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
 
 
-def noted_in(file: Path) -> str:
-    """Return what a note holds; "" if it is not there, or if another user wrote it."""
-    return file.read_text(encoding="utf-8") if own(file) else ""
-
-
-def server_run(folder: Path) -> list[str]:
-    """Return entity, project and id under which W&B's server has the run of a folder; three times "" if that is not
-    noted."""
-    noted = noted_in(folder / "wandb_online")
-    names = noted.split("/") if noted else []
-    return [""] * (3 - len(names)) + names
-
-
-def default_project() -> str:
-    """Return the project of runs that name none."""
-    return os.environ.get("WANDB_PROJECT") or "gspo"
-
-
-def under_agent() -> bool:
-    """Return whether the agent of a W&B sweep (`wandb agent`) started this process."""
-    return bool(os.environ.get(AGENT[0]))
-
-
-def own_arguments(arguments: list[str]) -> list[str]:
-    """Return the arguments of `wandb agent` as they were at the run's first start.
-
-    An agent that takes over a run also passes the whole recorded configuration. Its blocks, such as
-    "optim={'lr': ...}", are left out here: the other arguments compose them."""
-    pairs = [argument.partition("=") for argument in arguments]
-    return ["".join(pair) for pair in pairs if "." in pair[0] or not pair[2].startswith("{")]
-
-
 def warn(text: str) -> None:
     """Print a warning on the terminal, and write it to the run's train.log."""
     log.warning(text)
     print(f"warning: {text}", file=sys.stderr)
-
-
-def chosen_mode(wanted: str) -> str:
-    """Return the mode that W&B runs in; for "auto" that of WANDB_MODE, else online if an account is configured, else
-    offline."""
-    if wanted != "auto":
-        return wanted
-    if os.environ.get("WANDB_MODE") in MODES[1:]:
-        return os.environ["WANDB_MODE"]
-    return "online" if account() else "offline"
-
-
-def account() -> bool:
-    """Return whether a W&B account is configured: an API key in the environment or in the netrc file."""
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.core.batch import to_cpu
 from gspo.core.ranks import Ranks
 
 Number = Tensor | float
@@ -90,13 +91,37 @@ class MetricAccumulator:
             result["routing/unused_experts"] = float((loads == 0).double().mean())
         return result
 
+    def _read(self) -> None:
+        """Turn all numbers that lie on a GPU into floats, and copy the loads to the CPU, with one wait for all."""
+        rows = [*self._sums.values(), *self._moments.values()]
+        kept = [value for several in rows for row in several for value in row]
+        kept += [value for several in self._extremes.values() for value in several]
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        if not tensors:
+            return
+        stacked = torch.stack([value.double() for value in tensors])
+        if self.expert_loads_LE is None:
+            (stacked,) = to_cpu(stacked)
+        else:
+            stacked, self.expert_loads_LE = to_cpu(stacked, self.expert_loads_LE)
+        read = iter(stacked.tolist())
+
+        def number(value: Number) -> float:
+            return next(read) if isinstance(value, Tensor) else value
+
+        for several in rows:
+            several[:] = [tuple(number(value) for value in row) for row in several]
+        for several in self._extremes.values():
+            several[:] = [number(value) for value in several]
+
     def _together(self, ranks: Ranks) -> tuple[dict, dict, dict[str, float], Tensor | None]:
         """Return the column sums of means and of moments, the extremes, and the loads, of all ranks."""
+        self._read()
         own = (
             {name: _column_sums(rows) for name, rows in self._sums.items()},
             {name: _column_sums(rows) for name, rows in self._moments.items()},
-            {name: (self._signs[name], [float(value) for value in values]) for name, values in self._extremes.items()},
-            None if self.expert_loads_LE is None else self.expert_loads_LE.cpu(),
+            {name: (self._signs[name], values) for name, values in self._extremes.items()},
+            self.expert_loads_LE,
         )
         sums, moments, extremes, loads = zip(*ranks.gathered(own), strict=True)
         found = [load for load in loads if load is not None]

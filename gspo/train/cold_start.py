@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.core.batch import TrainBatch, layout
 from gspo.core.files import append_to, sync
-from gspo.core.ranges import LARGEST_SEED, Ranged, as_hashed, ranged
+from gspo.core.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, as_hashed, ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem
 from gspo.core.untrusted import read_json
@@ -44,6 +45,7 @@ from gspo.train.checkpoint import damage, seal
 RECORD = "cold_start.json"
 # the reward recorded with a cold start is the mean over this many problems, with responses of at most this many tokens
 CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128
+NORMALIZER_WEIGHT = 1e-3  # of the squared distance from cold_start.log_normalizer, beside nats per token
 
 
 @dataclass
@@ -56,6 +58,9 @@ class ColdStartSettings(Ranged, key="cold_start"):
     lr: float = ranged(3e-3, above=0)
     warmup_steps: int = ranged(50, least=0)
     wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
+    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves the
+    # probabilities alone. 25 makes them as large as those of public models; null: they stay as they come
+    log_normalizer: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
     # it is not the run's seed, so that all seeds of a study share one cold start
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
@@ -115,7 +120,9 @@ def _make(
     try:
         save(network, tokenizer, unfinished)
         started = time.perf_counter()
-        policy = Policy(network.to(device), tokenizer, prompts=prompts)
+        # On a GPU experts in float32 are multiplied one by one, and each is waited for.
+        precision = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        policy = Policy(network.to(device), tokenizer, prompts=prompts, precision=precision)
         losses = _train(policy, task, settings, on_step)
         save(network, tokenizer, unfinished)
         record = {
@@ -159,8 +166,10 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, on_step: Cal
         for micro in batch.split(settings.micro_batch_size):
             logp_BT = policy.forward(micro).logp_BT
             loss = Aggregation("token-mean")(-logp_BT, micro.mask_BT.to(policy.device), totals)
-            loss.backward()
             batch_loss += loss.item()
+            if settings.log_normalizer is not None:
+                loss = loss + NORMALIZER_WEIGHT * _distance(policy, micro, settings.log_normalizer)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
@@ -168,6 +177,15 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, on_step: Cal
         losses.append(batch_loss)
         on_step(step + 1, settings.steps, losses[-1])
     return losses
+
+
+def _distance(policy: Policy, micro: TrainBatch, log_normalizer: float) -> Tensor:
+    """Return the mean squared distance of log sum exp(logits) from a number, over the response tokens of a
+    micro-batch."""
+    micro = micro.to(policy.device)
+    logits_BSV = policy.model(input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()).logits
+    predicting_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
+    return (predicting_BT[micro.mask_BT] - log_normalizer).square().mean()
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
@@ -207,7 +225,7 @@ def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step
             f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the model's "
             f"{policy.positions} positions; use a model with more of them, or cold_start.steps=0"
         )
-    batch = layout([row[:2] for row in rows], policy.tokenizer.pad_token_id)
+    batch = layout([row[:2] for row in rows], policy.pad_id)
     for i, (_, _, own) in enumerate(rows):
         batch.mask_BT[i, : len(own)] &= torch.tensor(own)
     batch.sampled_BT = batch.mask_BT.clone()

@@ -21,7 +21,7 @@ from gspo.algorithm.objectives import LossInputs, LossOutputs, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.core.batch import TrainBatch
 from gspo.core.masked import masked_mean
-from gspo.core.types import Response
+from gspo.core.types import Response, all_same
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 
@@ -47,14 +47,14 @@ def rewards(groups: list[list[Response]], accumulator: MetricAccumulator) -> Non
     """Measure the rewards by task, the shares of the verdicts, and the share of groups without a learning signal."""
     for group in groups:
         values = [r.score.reward for r in group]
-        accumulator.mean("group/zero_variance", min(values) == max(values), 1)
+        accumulator.mean("group/zero_variance", all_same(values), 1)
         accumulator.mean("group/all_correct", min(values) == 1, 1)
-        for r in group:
-            accumulator.mean("reward/mean", r.score.reward, 1)
-            accumulator.mean(f"reward/{r.problem.task}", r.score.reward, 1)
     responses = [r for group in groups for r in group]
+    accumulator.mean("reward/mean", sum(r.score.reward for r in responses), len(responses))
     for task in sorted({r.problem.task for r in responses}):
-        verdicts = Counter(r.score.verdict for r in responses if r.problem.task == task)
+        of_task = [r.score for r in responses if r.problem.task == task]
+        accumulator.mean(f"reward/{task}", sum(score.reward for score in of_task), len(of_task))
+        verdicts = Counter(score.verdict for score in of_task)
         for verdict, count in sorted(few(verdicts).items()):
             accumulator.mean(f"verdict/{task}_{verdict}", count, len(responses))
 
@@ -64,9 +64,9 @@ def lengths(responses: list[Response], accumulator: MetricAccumulator) -> None:
     counts = torch.tensor([r.length for r in responses], dtype=torch.float64)
     accumulator.mean("length/mean", counts.sum(), len(counts))
     accumulator.largest("length/p95", counts.quantile(0.95))
-    for r in responses:
-        accumulator.mean("length/truncated", r.finish_reason == "length", 1)
-        accumulator.mean("length/repetition", repetition(r.written_ids), 1)
+    truncated = sum(r.finish_reason == "length" for r in responses)
+    accumulator.mean("length/truncated", truncated, len(responses))
+    accumulator.mean("length/repetition", sum(repetition(r.written_ids) for r in responses), len(responses))
 
 
 def episodes(responses: list[Response], accumulator: MetricAccumulator) -> None:
@@ -92,8 +92,11 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
     >>> repetition([1, 2, 3, 4]), repetition([5] * 13)
     (0.0, 0.9)
     """
-    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    grams = len(token_ids) - n + 1
+    if grams < 1:
+        return 0.0
+    shifted = [token_ids[i:] for i in range(n)]  # the i-th token of every n-gram
+    return 1 - len(set(zip(*shifted, strict=False))) / grams
 
 
 def advantages(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
@@ -115,12 +118,17 @@ def reference(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
 
 def staleness(responses: list[Response], step: int, in_flight: int, accumulator: MetricAccumulator) -> None:
     """Measure how many rollout batches ago the weights that sampled each token were current, and count the segments."""
+    tokens_by_age: Counter[int] = Counter()
+    segments = 0
     for r in responses:
-        segments = r.segments or [(r.policy_step, r.length)]
-        for policy_step, tokens in segments:
-            accumulator.mean("staleness/mean", (step - 1 - policy_step) * tokens, tokens)
-            accumulator.largest("staleness/max", step - 1 - policy_step)
-        accumulator.mean("staleness/segments", len(segments), 1)
+        own = r.segments or [(r.policy_step, r.length)]
+        segments += len(own)
+        for policy_step, tokens in own:
+            tokens_by_age[step - 1 - policy_step] += tokens
+    aged = sum(age * tokens for age, tokens in tokens_by_age.items())
+    accumulator.mean("staleness/mean", aged, tokens_by_age.total())
+    accumulator.largest("staleness/max", max(tokens_by_age))
+    accumulator.mean("staleness/segments", segments, len(responses))
     accumulator.mean("staleness/in_flight", in_flight, 1)
 
 
@@ -138,32 +146,32 @@ def mismatch(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
     accumulator.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
     accumulator.largest("mismatch/logp_abs_max", log_BT.abs().max())
     accumulator.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
-    log_s_B = masked_mean(log_BT, mask_BT)[mask_BT.any(-1)]
+    log_s_B = batch.of_rows(masked_mean(log_BT, mask_BT))
     accumulator.mean("mismatch/sequence_log_abs", log_s_B.abs().sum(), len(log_s_B))
     accumulator.smallest("mismatch/sequence_min", log_s_B.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_B.max().exp())
     bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
     accumulator.mean("mismatch/k3", torch.where(mask_BT, k3(bounded_BT), 0.0).sum(), tokens)
     for level in LEVELS:
-        weight_N = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)[mask_BT]
+        weight_N = batch.of_tokens(importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level))
         accumulator.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
-def engine_routes(batch: TrainBatch, accumulator: MetricAccumulator) -> float:
+def engine_routes(batch: TrainBatch, accumulator: MetricAccumulator) -> Tensor:
     """Measure and return the share of the engine's experts that the trainer's router chooses too under the old policy.
 
     It is the mean over layers and over the positions that predict response tokens. It is measured for each layer too,
     and so is the share of tokens for which the experts of any layer differ.
     """
     engine_BTLK, own_BTLK = predicting(batch.engine_experts_BSLK, batch), predicting(batch.experts_BSLK, batch)
-    same_NL = consistency(own_BTLK, engine_BTLK)[batch.mask_BT]
+    same_NL = batch.of_tokens(consistency(own_BTLK, engine_BTLK))
     accumulator.mean("routing/engine_agreement", same_NL.sum(), same_NL.numel())
     for layer, same_N in enumerate(same_NL.unbind(1)):
         accumulator.mean(f"routing/engine_agreement_layer_{layer}", same_N.sum(), len(same_N))
     accumulator.mean("routing/engine_changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
-    return float(same_NL.mean())
+    return same_NL.mean()
 
 
 def correction(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
@@ -204,14 +212,34 @@ def clips(outputs: LossOutputs, inputs: LossInputs, minibatch: int, accumulator:
         accumulator.mean("clip/token_dual", (outputs.dual_BT & mask_BT).sum(), tokens)
 
 
+def rounding_floor(
+    outputs: LossOutputs, inputs: LossInputs, clip_range: float | None, accumulator: MetricAccumulator
+) -> None:
+    """Measure how far the ratios of a step's first mini-batch are from 1.
+
+    There the policy still is the old policy, so all of it is rounding, or with policy.old_logprobs=engine the mismatch
+    of engine and trainer. `clip_range` is the narrower side of a clip range of sequence ratios; None for objectives
+    that clip no sequence ratio.
+    """
+    mask_BT = inputs.mask_BT
+    sequences = mask_BT.any(-1).sum()
+    log_s_B = masked_mean(log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT), mask_BT)
+    off = log_s_B.abs().sum()
+    outside_BT = outputs.outside_BT & mask_BT
+    accumulator.mean("ratio/floor_sequence_abs", off, sequences)
+    accumulator.mean("ratio/floor_outside", masked_mean(outside_BT.float(), mask_BT).sum(), sequences)
+    if clip_range is not None:
+        accumulator.mean("ratio/floor_of_range", off / clip_range, sequences)
+
+
 def values(inputs: LossInputs, clip: float, accumulator: MetricAccumulator) -> None:
     """Measure the critic's squared error and the share of values that moved further than its clip range."""
     mask_BT = inputs.mask_BT
-    error_N = (inputs.returns_BT - inputs.values_BT)[mask_BT]
-    accumulator.mean("value/error", error_N.square().sum(), len(error_N))
-    accumulator.mean(
-        "value/clipped", ((inputs.values_BT - inputs.old_values_BT)[mask_BT].abs() > clip).sum(), len(error_N)
-    )
+    tokens = mask_BT.sum()
+    error_BT = torch.where(mask_BT, inputs.returns_BT - inputs.values_BT, 0.0)
+    accumulator.mean("value/error", error_BT.square().sum(), tokens)
+    moved_BT = torch.where(mask_BT, inputs.values_BT - inputs.old_values_BT, 0.0)
+    accumulator.mean("value/clipped", (moved_BT.abs() > clip).sum(), tokens)
 
 
 def explained_variance(batch: TrainBatch, accumulator: MetricAccumulator) -> None:

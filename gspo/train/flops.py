@@ -19,19 +19,16 @@ def account(
     backward pass counts as two. Groups that were sampled and dropped cost their generation. `compute/flops` is left out
     for a model whose number of active parameters is not known.
     """
-    counts_flops, generated = policy.active_parameters is not None, 0
-    flops = policy.forward_flops if counts_flops else lambda lengths: 0.0
-    for group in rollout.sampled:
-        prompt = torch.tensor([len(group[0].prompt_ids)])
-        lengths_G = prompt + torch.tensor([len(r.token_ids) for r in group])
-        state.flops += flops(lengths_G) - flops(prompt.expand(len(group))) + flops(prompt)
-        generated += sum(r.length for r in group)
-    for r in rollout.ungraded:
-        state.flops += flops(torch.tensor([len(r.prompt_ids) + len(r.token_ids)]))
-        generated += r.length
+    counts_flops = policy.active_parameters is not None
+    sampled = [r for group in rollout.sampled for r in group]
+    generated = sum(r.length for r in sampled) + sum(r.length for r in rollout.ungraded)
     trained = sum(r.length for r in rollout.responses)
     state.tokens += generated
-    state.flops += flops(batch.attention_BS.sum(1)) * passes
+    if counts_flops:
+        flops = policy.forward_flops
+        whole = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in [*sampled, *rollout.ungraded]])
+        repeated = torch.tensor([len(r.prompt_ids) for group in rollout.sampled for r in group[1:]])
+        state.flops += flops(whole) - flops(repeated) + flops(batch.attention_BS.sum(1)) * passes
     synced_s = rollout.synced.get("time/sync_s", 0.0)
     sampling_s = rollout.rollout_s + rollout.score_s + rollout.behaviour_s + synced_s
     if rollout.waited_s is not None:  # the rest of the sampling ran while the trainer worked

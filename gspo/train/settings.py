@@ -142,6 +142,12 @@ class PolicySettings:
     device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32
     precision: str = "float32"
+    # of the product that makes logits, and so of log-probs, in the trainer and in every engine. bfloat16: it is rounded
+    # as the layers are, which moves GSPO's ratios by more than its clip range (docs/recipes.md)
+    head_dtype: str = field(default="float32", metadata=HASHED_IF_CHANGED)
+    # sum in the same order each time on a GPU too, so that a resumed run equals an uninterrupted one to the bit, as it
+    # does on a CPU. It is slower, and an operation that has no such order ends the run
+    deterministic: bool = cost_only(False)
     # keep only the layers' inputs for the backward pass, and compute the rest again
     checkpointing: bool = cost_only(False)
     # train a low-rank adapter on the model's layers instead of its weights
@@ -153,6 +159,7 @@ class PolicySettings:
             "old_logprobs": ("step_start", "behaviour", "engine"),
             "old_pass": ("auto", "always"),
             "precision": ("float32", "bfloat16"),
+            "head_dtype": ("float32", "bfloat16"),
         }
         for key, choices in allowed.items():
             if getattr(self, key) not in choices:

@@ -10,6 +10,7 @@ made of whole groups, gradients are clipped by their norm, and there is no KL te
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.core.batch import TrainBatch, pack
+from gspo.core.batch import TrainBatch, pack, to_device
 from gspo.core.ranks import Ranks
 from gspo.core.seeding import permutation
+from gspo.core.types import rewards_of
 from gspo.model.gathered import clip_gradients
 from gspo.model.policy import Policy, PolicyOutput
-from gspo.model.routing_replay import Routing
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.episode import CUT
 from gspo.rollout.source import Rollout, RolloutSource
@@ -72,7 +73,9 @@ class Trainer:
         self.skips_old_pass = policy_settings.old_pass == "auto" and self._engine_reports_old_policy()
         if self.skips_old_pass and policy.routing.layers:
             source.record_experts = True
+        self.starts_at_old_policy = self._starts_at_old_policy()
         self.state = TrainState()
+        self.routes_agreements: list[Tensor] = []  # measured, and not compared with rollout.routes_floor yet
         self.engine_ended: EngineEnded | None = None  # set when its end is noticed after the last update of a step
         self.coefficient = KLCoefficient(algorithm.kl) if algorithm.kl.needs_reference else None
         if self.coefficient and not reference:
@@ -93,6 +96,13 @@ class Trainer:
         needs_pass = self.algorithm.correction.name != "none" or self.policy.value_head or self.replay == "r3"
         exact = self.source.exact and self.policy.precision == self.policy.model.dtype
         return self.old_logprobs == "step_start" and exact and not needs_pass
+
+    def _starts_at_old_policy(self) -> bool:
+        """Tell whether the old log-probs are those of the weights that the step begins with, whoever computed them, and
+        the objective's ratio divides by them."""
+        samples_ahead = self.source.settings.staleness or self.source.settings.token_budget
+        divides_by_old = self.algorithm.objective.ratio_to == "old"
+        return divides_by_old and (self.old_logprobs == "step_start" or not samples_ahead)
 
     def restore(self, state: TrainState) -> None:
         """Continue from a checkpoint's counters. Weights, optimizer and reference must have been loaded before."""
@@ -137,7 +147,7 @@ class Trainer:
     def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
         """Train on one batch of scored groups: old log-probs, advantages, N updates. Returns the step's metrics."""
         started, accumulator = time.perf_counter(), MetricAccumulator()
-        batch = pack(rollout.responses, self.policy.tokenizer.pad_token_id)
+        batch = pack(rollout.responses, self.policy.pad_id)
         groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
         updates = [list(self.minibatches(groups, step, epoch)) for epoch in range(self.settings.epochs)]
         own_N = torch.cat([rows[self.ranks.own_rows(len(rows))] for rows in updates[0]]).sort().values
@@ -221,26 +231,28 @@ class Trainer:
             batch.replay_BSLK = batch.experts_BSLK
 
     def compare(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
-        """Measure how far the engine's log-probs and experts are from the trainer's.
-
-        Raises RuntimeError if they cannot be those of the same tokens under the same weights.
-        """
+        """Measure how far the engine's log-probs and experts are from the trainer's. The next update reads the share of
+        experts that agree."""
         diagnostics.mismatch(batch, accumulator)
-        if batch.engine_experts_BSLK is None:
-            return
-        agreement, floor = diagnostics.engine_routes(batch, accumulator), self.source.settings.routes_floor
-        if agreement < floor:
-            raise RuntimeError(
-                f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that the "
-                "engine returned are not those of these tokens, or its weights are far from the trainer's"
-            )
+        if batch.engine_experts_BSLK is not None:
+            self.routes_agreements.append(diagnostics.engine_routes(batch, accumulator))
+
+    def check_routes(self, agreements: list[float]) -> None:
+        """Raise RuntimeError if the engine's experts cannot be those of the same tokens under the same weights."""
+        floor = self.source.settings.routes_floor
+        for agreement in agreements:
+            if agreement < floor:
+                raise RuntimeError(
+                    f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that "
+                    "the engine returned are not those of these tokens, or its weights are far from the trainer's"
+                )
 
     @torch.no_grad()
     def credit(self, batch: TrainBatch, rollout: Rollout, accumulator: MetricAccumulator) -> float | None:
         """Set the batch's advantages. Returns the KL to the reference policy in nats per token, by which an adaptive
         coefficient is updated; None without KL term."""
         responses, kl = rollout.responses, self.algorithm.kl
-        rewards_B = torch.tensor([r.score.reward for r in responses])
+        rewards_B = torch.tensor([reward for group in rollout.groups for reward in rewards_of(group)])
         sizes = torch.tensor([len(group) for group in rollout.groups])
         groups_B = torch.arange(len(sizes)).repeat_interleave(sizes)
         assign_credit(
@@ -271,24 +283,27 @@ class Trainer:
         totals = Totals.of(batch.mask_BT)
         every_row = self.every_row or not batch.adv_BT.any()
         own = batch if own_B.all() else batch.rows(own_B) if own_B.any() else None
-        loads_LE = old_loads(own, self.policy.routing, self.ranks) if self.settings.router_aux_loss_coef else None
+        loads_LE = old_loads(own, self.policy, self.ranks) if self.settings.router_aux_loss_coef else None
         micros = own.split(self.settings.micro_batch_size) if own else []
-        # where all advantages are 0 the gradient is exactly 0
-        for i, learns in self.policy.lockstep([every_row or bool(micro.adv_BT.any()) for micro in micros]):
-            if i is None:
-                self.policy.idle(batch, learns)
-                continue
-            micro = micros[i].to(self.policy.device)
-            with self.policy.routing.balancing(loads_LE):
-                with torch.set_grad_enabled(learns):
-                    output = self.policy.forward(micros[i])
-                    inputs = loss_inputs(output, micro)
-                    loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
-                if learns:
-                    loss.backward()
-            accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
-            with accumulator.timed("time/diagnostics_s"):
-                self.observe(output, micro, minibatch, accumulator)
+        with self.policy.casts_kept():
+            # where all advantages are 0 the gradient is exactly 0
+            for i, learns in self.policy.lockstep([every_row or bool(micro.adv_BT.any()) for micro in micros]):
+                if i is None:
+                    self.policy.idle(batch, learns)
+                    continue
+                micro = micros[i].to(self.policy.device)
+                with self.policy.routing.balancing(loads_LE):
+                    with torch.set_grad_enabled(learns):
+                        output = self.policy.forward(micros[i])
+                        if minibatch == 1 and self.starts_at_old_policy:
+                            self.start_at_old_policy(output, micro, accumulator)
+                        inputs = loss_inputs(output, micro)
+                        loss = sum(term(inputs, totals, minibatch, accumulator) for term in self.terms)
+                    if learns:
+                        loss.backward()
+                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+                with accumulator.timed("time/diagnostics_s"):
+                    self.observe(output, micro, minibatch, accumulator)
         if self.entropy:
             self.entropy.end_update(totals, self.ranks)
         lr = self.optim.lr_of(self.state.updates + 1)
@@ -297,7 +312,11 @@ class Trainer:
         parameters = self.policy.parameters()
         self.ranks.add_gradients(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
-        finite = bool(norm.isfinite())
+        # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and nowhere else.
+        deciding = torch.stack([norm, *(share.to(norm) for share in self.routes_agreements)]).tolist()
+        self.routes_agreements.clear()
+        self.check_routes(deciding[1:])
+        finite = math.isfinite(deciding[0])
         if finite:
             self.optimizer.step()
             self.state.updates += 1
@@ -305,6 +324,21 @@ class Trainer:
             accumulator.largest("optim/grad_norm_max", norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.count_skipped(not finite, accumulator)
+
+    @torch.no_grad()
+    def start_at_old_policy(self, output: PolicyOutput, micro: TrainBatch, accumulator: MetricAccumulator) -> None:
+        """Measure what rounding does to the ratios of a first mini-batch, then make them exactly 1.
+
+        The policy still is the old policy there, and this pass has just computed its log-probs. Those of the pass under
+        the old policy differ by rounding alone, because other matrix shapes round otherwise. The engine's log-probs
+        stay what they are with policy.old_logprobs=engine: then the ratio is to the engine.
+        """
+        objective = self.algorithm.objective
+        clip_range = min(objective.clip_low, objective.clip_high) if objective.clips_sequence_ratio else None
+        inputs = loss_inputs(output, micro)
+        diagnostics.rounding_floor(objective(inputs), inputs, clip_range, accumulator)
+        if self.old_logprobs != "engine":
+            micro.old_logp_BT = output.logp_BT.detach()
 
     def count_skipped(self, skipped: bool, accumulator: MetricAccumulator) -> None:
         """Count the updates in a row that were skipped because the gradient was not finite.
@@ -323,8 +357,10 @@ class Trainer:
     def observe(self, output: PolicyOutput, micro: TrainBatch, minibatch: int, accumulator: MetricAccumulator) -> None:
         """Measure what the update's forward pass shows. In the first mini-batch that is a pass under the old policy."""
         if self.skips_old_pass and minibatch == 1:
-            own = {"old_logp_BT": output.logp_BT, "experts_BSLK": output.experts_BSLK, "mask_BT": micro.sampled_BT}
-            self.compare(replace(micro, **own), accumulator)  # on all sampled tokens, also those not trained on
+            compared = micro.with_all_sampled()
+            compared.old_logp_BT = output.logp_BT
+            compared.experts_BSLK = output.experts_BSLK
+            self.compare(compared, accumulator)
         diagnostics.ratios(output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, accumulator)
         diagnostics.entropy(output.entropy_BT, micro, accumulator)
         if output.experts_BSLK is not None:
@@ -353,11 +389,12 @@ class Trainer:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
 
 
-def old_loads(own: TrainBatch | None, routing: Routing, ranks: Ranks) -> Tensor:
-    """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E]. Each rank
-    counts its own rows; None stands for no rows."""
+def old_loads(own: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
+    """Return the share of a mini-batch's choices of experts that fell on each, under the old policy: [L, E], on the
+    policy's device. Each rank counts its own rows; None stands for no rows."""
+    routing = policy.routing
     counts_LE = torch.zeros(routing.layers, routing.experts, dtype=torch.int64)
     if own:
         counts_LE = diagnostics.expert_counts(own.experts_BSLK, own, routing.experts)
     counts_LE = ranks.sums(counts_LE)
-    return counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1)
+    return to_device(counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1), policy.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import sys
 import threading
@@ -20,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gspo.core.outside import import_object
-from gspo.core.types import Score
+from gspo.core.types import LARGEST_REWARD, Score
 
 ONE, MANY = ("prompt", "response", "row"), ("prompts", "responses", "rows")
 AT_ONCE = 64  # most calls of an async function that wait at the same time
@@ -51,8 +50,8 @@ def as_score(value: Any) -> Score:
     else:
         reward = float(value)
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
-    if score.reward is not None and not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}")
+    if score.reward is not None and not abs(score.reward) <= LARGEST_REWARD:
+        raise ValueError(f"the reward is {score.reward}, not a number within +-{LARGEST_REWARD:g}")
     return score
 
 

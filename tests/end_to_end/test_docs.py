@@ -23,7 +23,8 @@ import audit_rewards
 import parity
 from commands import environment
 from composing import CONF, options, settings
-from gspo.commands import check_objective, dashboard, evaluate, main, plan, serve, view
+from gpu import box
+from gspo.commands import check, check_objective, dashboard, evaluate, main, plan, serve, view
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.core.arguments import key_values
@@ -151,12 +152,14 @@ OTHERS = {
     "parity": parity.parse,
     "plan": is_planned,
     "serve": lambda words: plan.composed_settings(serve.parted(words)[0]),
+    "check": check.options_of,
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": dashboard.options,
     "view": lambda words: key_values(words, view.OPTIONS, paths=True),
     "report": lambda words: key_values(words, {"run": ""}, empty=False),
     "compare": lambda words: key_values(words, {}, paths=True),
     "sweep_status": lambda words: key_values(words, {}, paths=True),
+    "box": lambda words: box.parser().parse_args(words),
 }
 
 
@@ -180,7 +183,7 @@ def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
 def test_there_are_commands_of_every_kind():
     """The patterns above find what they are to find."""
     called = {call[0] for call in CALLS}
-    assert {f"experiments/{name}.py" for name in ("train", *OTHERS)} <= called
+    assert {"train", *OTHERS} <= {Path(script).stem for script in called if script.startswith("experiments/")}
     assert {f"analysis/{path.name}" for path in (ROOT / "analysis").glob("fig*.py")} - called <= {
         "analysis/fig_scaling.py"  # the benchmark calls it
     }

@@ -303,12 +303,18 @@ def test_an_unknown_architecture_is_trained_by_its_own_forward_which_is_said(tmp
     tokenizer = small_policy().tokenizer
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=tokenizer.eos_token_id)
     save(GPT2LMHeadModel(config), tokenizer, tmp_path / "gpt2")
+    # such a file can be read and not written; at the first checkpoint the run would end
+    generation = {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "eos_token_id": tokenizer.eos_token_id}
+    (tmp_path / "gpt2" / "generation_config.json").write_text(json.dumps(generation))
     small = [o for o in SMALL if not o.startswith("model.")] + ["steps=2", "model=hf", "cold_start.steps=0"]
     small.append(f"model.path={tmp_path / 'gpt2'}")
     refused = train(tmp_path, *small, "policy.checkpointing=true")
     assert refused.returncode == 2 and "policy.checkpointing=true" in refused.stderr
     done = train(tmp_path, *small)
     assert done.returncode == 0 and "GPT2LMHeadModel" in done.stderr and "known architecture" in done.stderr
+    (saved,) = tmp_path.glob("runs/*/*/checkpoints/step_000002/generation_config.json")
+    written = json.loads(saved.read_text())
+    assert written["do_sample"] and (written["temperature"], written["top_p"]) == (0.6, 0.95)
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ import time
 import zlib
 from pathlib import Path
 
-from wandb.proto import wandb_internal_pb2 as pb
-
 import forked
 from gspo.tracking.tracker import read_rows
 
@@ -55,6 +53,8 @@ def comparable(run: Path) -> list[dict]:
 
 def wandb_rows(run: Path) -> list[dict]:
     """History rows of the newest offline segment: 32 KiB LevelDB-log blocks of protobuf records."""
+    from wandb.proto import wandb_internal_pb2 as pb  # here, because other tests of commands need no W&B
+
     data = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)[-1].read_bytes()
     rows, position, parts = [], 7, b""
     while position + 7 <= len(data):

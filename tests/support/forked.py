@@ -26,12 +26,15 @@ import time
 import traceback
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
+HAS_WANDB = find_spec("wandb") is not None  # a machine without it runs the tests that need none
 MODULES = (  # what the scripts import, at their top or later
     "gspo.core.interrupt",  # the first, as in every script
-    "wandb.sdk.launch.inputs.internal",  # by wandb.init; it searches all modules: there are few yet
+    # by wandb.init; it searches all modules: there are few yet
+    *(["wandb.sdk.launch.inputs.internal"] if HAS_WANDB else []),
     "pandas",  # for W&B's tables
     "pytest",  # for functions of the tests (ranked.py)
     "transformers",
@@ -39,7 +42,7 @@ MODULES = (  # what the scripts import, at their top or later
     "gspo.run.build",
     "gspo.run.loop",
     "gspo.run.sweeps",
-    "gspo.tracking.dashboard",
+    *(["gspo.tracking.dashboard"] if HAS_WANDB else []),
     "gspo.tracking.run_report",
     "analysis.script",
     "matplotlib.backends.backend_agg",

@@ -9,7 +9,8 @@ import gspo
 
 ROOT = Path(__file__).parents[2]
 FLOORS = {
-    "commands": 7,
+    "commands": 8,
+    "checking": 7,
     "run": 6,
     "planning": 6,
     "config": 5,
@@ -24,7 +25,7 @@ FLOORS = {
     "core": 0,
 }
 ONLY_IN = {
-    "transformers": ("model", "planning", "rollout"),
+    "transformers": ("model", "planning", "rollout", "checking"),
     "tokenizers": ("model",),
     "peft": ("model",),
     "vllm": ("rollout",),

@@ -4,7 +4,8 @@ There are three kinds of test:
 
 - FunctionCase: the program is loaded once, in a fresh confined process. For each case that process gets the arguments
   and sends back a value, which is compared here (values.equal). What a program forges is only a value to compare.
-- StdinCase: each case has a fresh process, whose standard output is compared here (values.same_output).
+- StdinCase: each case has a fresh process, whose standard output is compared here (values.same_output), or by the
+  problem's own checker in a further confined process (outputs.py).
 - Asserts: trusted test code runs in a second confined process, which asks for each call of the program (asserts.py).
 
 Verdicts of a case:
@@ -28,9 +29,10 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from gspo.verifiers.code.outputs import OutputRule, accepts, checker_input, checker_program
 from gspo.verifiers.sandbox.runner import CodeRunner, Ended, Limits, Session, Slot
 from gspo.verifiers.sandbox.values import Malformed, Unserialisable, encode, equal, require_shallow, same_output
 
@@ -43,6 +45,9 @@ DETAIL_CHARACTERS = 200
 FAILURES = ("runtime-error", "memory", "unserialisable", "missing", "compile-error")
 
 
+EXACT = OutputRule()
+
+
 @dataclass(frozen=True)
 class FunctionCase:
     """One call of the entry point and what it should return."""
@@ -53,10 +58,11 @@ class FunctionCase:
 
 @dataclass(frozen=True)
 class StdinCase:
-    """One run of the program and what it should print."""
+    """One run of the program and what it should print, by the problem's rule."""
 
     stdin: str
     stdout: str
+    rule: OutputRule = EXACT
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[lis
                 raise ValueError(f"tests[{number}]: {error}") from None
         prepared.append(test)
         texts.append([type(test).__name__, *vars(test).values()])
-    return prepared, hashlib.sha256(json.dumps(texts).encode()).digest()
+    return prepared, hashlib.sha256(json.dumps(texts, default=astuple).encode()).digest()
 
 
 def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
@@ -223,7 +229,19 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
     if ended.why != "exit" or ended.code != 0:
         return _ended(ended)
     printed = output.decode("utf-8", "surrogateescape")  # bytes that are not text never equal an expected text
-    return PASS if same_output(case.stdout, printed) else _Outcome("wrong")
+    if case.rule.checker:
+        return _checked_outcome(slot, case, printed)
+    alike = same_output(case.stdout, printed, case.rule.tolerance, case.rule.ignores_case)
+    return PASS if alike else _Outcome("wrong")
+
+
+def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _Outcome:
+    """Ask the problem's checker, in a process of its own. A checker that fails says nothing about the program."""
+    given = checker_input(case.stdin, case.stdout, printed)
+    said, ended = slot.run_program(checker_program(case.rule.checker), given)
+    if ended.why != "exit" or ended.code != 0:
+        return _Outcome("sandbox-error", f"the problem's checker ended by {ended.why}, status {ended.code}")
+    return PASS if accepts(said.decode("utf-8", "replace")) else _Outcome("wrong")
 
 
 def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> Iterator[_Outcome]:

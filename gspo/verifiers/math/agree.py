@@ -10,7 +10,8 @@ r"""Rules of judgement for mathematical answers: when an answer agrees with a go
    A point may be given by its names: (x,y)=(3,-1), or x=3, y=-1 where the alphabet says which comes first.
    An inequality is its interval: x \le 3 is (-\infty,3]; \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty).
    Matrices agree entry by entry, whatever their brackets.
-4. Text answers agree letter by letter without regard to case; a choice (B) is B.
+4. Text answers agree letter by letter without regard to case; a choice (B) is B. A choice with its value, (B) 12,
+   answers B and 12, and is answered by either; where both sides have both, both must agree.
 5. Other formulas agree if they are equal for all values of their variables (see formula.py for the words
    an answer may use). Equations agree if they are multiples of each other, but x=5 is not answered by 2x=10.
 6. An answer that is written as the gold is, spaces aside, is correct.
@@ -22,12 +23,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gspo.verifiers.math.formula import comparable, letters
+from gspo.verifiers.math.formula import comparable, letters, without_bounds
 from gspo.verifiers.math.literal import Literal, split_unit
 from gspo.verifiers.math.names import usual_order
 from gspo.verifiers.math.text import INFINITY, Node, fold, squeeze, structure, worth
 
-Equal = Callable[[str, str, str], bool]  # (kind, gold, answer) -> whether two formulas or two equations are the same
+# (kind, gold, answer) -> whether two formulas or equations are the same; of kind "readable" the gold alone is parsed
+Equal = Callable[[str, str, str], bool]
 
 
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
@@ -35,6 +37,8 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     differently."""
     if squeeze(gold.text) == squeeze(answer.text):
         return True
+    if "choice" in (gold.kind, answer.kind):
+        return _agree_with_choice(gold, answer, equal)
     if gold.kind == "words" or re.fullmatch(r"[A-E]", gold.text):
         return fold(gold.text) == fold(answer.text)
     gold, answer = _alike(gold, answer)
@@ -45,6 +49,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     if gold.kind == "number":
         return answer.kind == "number" and _same_number(gold, answer)
     if gold.kind == "formula":
+        _check_readable(gold, equal)
         return answer.kind in ("number", "formula") and _same_formula(gold, answer, equal)
     if gold.kind != answer.kind or len(gold.parts) != len(answer.parts):
         return False
@@ -58,6 +63,17 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     rows = list(zip(gold.parts, answer.parts, strict=True))
     same_shape = all(len(one) == len(other) for one, other in rows)
     return same_shape and _all([pair for one, other in rows for pair in zip(one, other, strict=True)], equal)
+
+
+def _agree_with_choice(gold: Node, answer: Node, equal: Equal) -> bool:
+    """Return whether a choice with its value, as in (B) 12, agrees: in what the other side has of the two."""
+    if gold.kind == answer.kind:
+        return all(agree(one, other, equal) for one, other in zip(gold.parts, answer.parts, strict=True))
+    if gold.kind == "choice":
+        return any(agree(part, answer, equal) for part in gold.parts)
+    letter, value = answer.parts
+    is_letter = re.fullmatch(r"[A-E]", fold(gold.text).upper()) is not None
+    return agree(gold, letter if is_letter else value, equal)
 
 
 def _all(pairs: Any, equal: Equal) -> bool:
@@ -153,6 +169,13 @@ def _same_number(gold: Node, answer: Node) -> bool:
     return (unit == other_unit or not unit or not other_unit) and value.equals(other)
 
 
+def _check_readable(gold: Node, equal: Equal) -> None:
+    """Have the gold parsed, whatever the answer: where it cannot be, no response is to blame."""
+    text, _ = split_unit(gold.text)
+    if "infty" not in text and _plain(text):
+        equal("readable", text, "")
+
+
 def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
     (text, unit), (other, other_unit) = split_unit(gold.text), split_unit(answer.text)
     if unit and other_unit and unit != other_unit:
@@ -172,7 +195,7 @@ def _plain(gold: str) -> bool:
     """Return whether a gold is a formula that can be computed at all, without words, relations or bases of number
     systems."""
     number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
-    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", gold) and not number_system
+    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold)) and not number_system
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:

@@ -2,7 +2,8 @@ r"""Where the answer stands in a response, and the one spelling ("normal form") 
 
 `form` says where the answer stands:
 boxed     what the last \boxed{} holds (also \fbox, \framebox, `\boxed 7`), by brace matching; of boxes inside boxes the
-          outermost counts. A last box that is never closed is malformed, also when an earlier one was closed.
+          outermost counts. Boxes with nothing but commas or "and" between them are one list: \boxed{1}, \boxed{2}. A
+          last box that is never closed is malformed, also when an earlier one was closed.
 hash      the rest of the line after the last #### (GSM8K)
 answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Minerva)
 A response is never searched for its last number: "I do not know. 1 2 3" would then be an answer.
@@ -33,6 +34,9 @@ class Refused(Exception):
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 ANSWER = re.compile(r"(?i)\banswer\**\s*(?::|\bis\b:?)\**[^\S\n]*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+AND = r"(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))"
+BLANK = r"(?:\s|\$|\\q?quad(?![A-Za-z])|\\[,;: ])"
+BETWEEN = re.compile(rf"{BLANK}*(?:[,;]{BLANK}*{AND}?|{AND}){BLANK}*")  # two boxes of one list
 
 
 def extract(text: str, form: str) -> str:
@@ -54,11 +58,19 @@ def extract(text: str, form: str) -> str:
     return _unwrap(line.strip().strip("$.。") if BOX.search(line) else line)
 
 
-def _last_box(text: str) -> str:
-    """Return what the last box holds. The work is bounded: a box is followed for a few hundred characters only."""
-    places = [place.end() for place in deque(BOX.finditer(text), maxlen=9)]
-    if not places:
+def last_box(text: str) -> str:
+    """Return what the last box of a published solution holds, whatever stands before it. Raises Refused."""
+    return _unwrap(_last_box(text[-TEXT_CHARACTERS:], lists=False))
+
+
+def _last_box(text: str, lists: bool = True) -> str:
+    """Return what the last box holds, with those that stand before it in a list if `lists`.
+
+    The work is bounded: a box is followed for a few hundred characters only."""
+    boxes = list(deque(BOX.finditer(text), maxlen=9))
+    if not boxes:
         raise Refused("no-answer")
+    places = [box.end() for box in boxes]
     inside = places[-1]
     if inside == len(text):
         raise Refused("malformed")
@@ -70,7 +82,14 @@ def _last_box(text: str) -> str:
     for other in places[:-1]:  # look for a box around it
         if text[other : other + 1] == "{" and (other_end := _closing(text, other)) > end:
             return text[other + 1 : other_end]
-    return text[inside + 1 : end]
+    contents, following = [text[inside + 1 : end]], boxes[-1].start()
+    for box in reversed(boxes[:-1] if lists else ()):  # those that stand before it in a list
+        box_end = _closing(text, box.end()) if text[box.end() : box.end() + 1] == "{" else -1
+        if not (0 <= box_end < following and BETWEEN.fullmatch(text, box_end + 1, following)):
+            break
+        contents.insert(0, text[box.end() + 1 : box_end])
+        following = box.start()
+    return ", ".join(contents)
 
 
 def _closing(text: str, opening: int) -> int:
@@ -151,6 +170,12 @@ def _with_powers_of_ten(answer: str) -> str:
 STEPS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
+        (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]", r"\\\\"),  # a line's end with a distance
+        (r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}", ""),
+        (r"\\(?:boldsymbol|bm|pmb)(?![A-Za-z])", ""),
+        (r"\\(?:enspace|enskip|thinspace|medspace|thickspace|nobreakspace)(?![A-Za-z])", " "),
+        (r"\\[lr]?vert(?![A-Za-z])", "|"),
+        (r"\\(?:dots|ldots|cdots|dotsc|dotsb|hdots)(?![A-Za-z])", r"\\ldots "),
         (r"(?<=\{)~", " "),
         (r"\\\$", r"\\dollar "),  # this is a currency sign, whereas a bare $ is a delimiter
         (r"\$|(?<!\\)\\[()\[\]]", ""),
@@ -187,9 +212,13 @@ STEPS = [
         (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
         (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
         (r"\\%", "%"),
+        (r"(?<=[\w})\].,;])~", " "),  # elsewhere it says that the answer is rounded
         (r"\s+", " "),
     ]
 ]
+WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt|binom)(?![A-Za-z])")
+COMMAND = re.compile(r"\\[A-Za-z]+")
+EXPONENTIAL = re.compile(r"\\exp(?![A-Za-z])\s*(?=[({])")
 LAST_MARK = re.compile(r"(?<![.,。\s])\s*[.,。]\Z")  # only one, since an ellipsis says something else
 OVER = re.compile(r"\\over(?![A-Za-z])")
 PLAIN = re.compile(r"-?[0-9][0-9.,/]*(?<=[0-9])")  # most answers are of this form
@@ -206,6 +235,7 @@ def normal(answer: str) -> str:
             answer = answer.replace(character, replacement)
     for pattern, replacement in STEPS:
         answer = pattern.sub(replacement, answer)
+    answer = _with_powers_of_e(_with_braces(answer))
     answer = LAST_MARK.sub("", _over(answer.strip()))
     while answer.startswith("**") and answer.endswith("**") and len(answer) > 4:
         answer = answer[2:-2].strip()
@@ -214,6 +244,50 @@ def normal(answer: str) -> str:
     whole = FONT.match(answer)
     if whole and re.fullmatch(r"[-+]?[\d.(\[].*|\([A-Z]\)|[A-Z]", whole.group(1).strip()):
         answer = whole.group(1).strip()  # a number in another font, or a choice
+    return answer
+
+
+def _with_braces(answer: str) -> str:
+    r"""Return the formula with braces round the arguments of \frac, \binom and \sqrt, which may be single characters or
+    commands: \frac\pi2 is \frac{\pi}{2}."""
+    for found in reversed(list(WITH_ARGUMENTS.finditer(answer))):
+        place = found.end()
+        if found.group(1) == "sqrt" and (root := re.compile(r"\s*\[[^\[\]]*\]").match(answer, place)):
+            place = root.end()
+        for _ in range(1 if found.group(1) == "sqrt" else 2):
+            begin = re.compile(r"\s*").match(answer, place).end()
+            end = _end_of_argument(answer, begin)
+            if end < 0:
+                break
+            argument = answer[begin:end]
+            argument = argument if argument.startswith("{") else f"{{{argument}}}"
+            answer = answer[:place] + argument + answer[end:]
+            place += len(argument)
+    return answer
+
+
+def _end_of_argument(answer: str, begin: int) -> int:
+    """Return where an argument ends that begins here, -1 if none does. A command has its own arguments, in braces."""
+    if answer[begin : begin + 1] == "{":
+        return _closing(answer, begin) + 1 or -1
+    if command := COMMAND.match(answer, begin):
+        end = command.end()
+        while answer[end : end + 1] == "{" and (closing := _closing(answer, end)) > 0:
+            end = closing + 1
+        return end
+    return begin + 1 if answer[begin : begin + 1].isalnum() else -1
+
+
+def _with_powers_of_e(answer: str) -> str:
+    r"""Return the formula with e^{x} for \exp(x) and \exp{x}."""
+    for found in reversed(list(EXPONENTIAL.finditer(answer))):
+        opening = found.end()
+        depth = 0
+        for end in range(opening, len(answer)):
+            depth += (answer[end] in "({") - (answer[end] in ")}")
+            if depth == 0:
+                answer = f"{answer[: found.start()]}e^{{{answer[opening + 1 : end]}}}{answer[end + 1 :]}"
+                break
     return answer
 
 

@@ -17,6 +17,12 @@ LARGEST_POWER = 10_000  # largest product of nested exponents: ((x^a)^b)^c has a
 FACTORIAL_DIGITS = 3
 BARS = 8  # most bars of absolute values, which a parser may try to pair in very many ways
 
+# A function or an operator with its base, power or bounds: what follows in brackets is its argument, and no factor.
+SCRIPT = r"\s*[_^]\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9A-Za-z])"
+APPLIED = re.compile(
+    r"\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|sum|prod|int|lim|max|min|gcd|lcm)"
+    rf"(?![A-Za-z])(?:{SCRIPT})+\s*(?=\()"
+)
 BASIC = {"frac", "sqrt", "cdot", "times", "div", "pi"}
 FAMILIES = [
     {"sin", "cos", "tan", "cot", "sec", "csc"},
@@ -37,6 +43,11 @@ def letters(formula: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]", COMMAND.sub(" ", formula)))
 
 
+def without_bounds(formula: str) -> str:
+    r"""Return the formula without the equality signs in lower bounds, as in \sum_{k=1}."""
+    return re.sub(r"(_\s*\{\s*[A-Za-z])\s*=", r"\1 ", formula)
+
+
 def comparable(gold: str, answer: str) -> bool:
     """Return whether an answer may be compared with a gold that is a formula. If not, it is wrong."""
     allowed = BASIC | commands(gold)
@@ -48,7 +59,7 @@ def comparable(gold: str, answer: str) -> bool:
         allowed |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
         names |= set() if re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)) else {"e"}
     return (
-        ALLOWED.fullmatch(answer) is not None
+        ALLOWED.fullmatch(without_bounds(answer)) is not None
         and commands(answer) <= allowed
         and letters(answer) <= names
         and answer.count("!") <= gold.count("!")
@@ -118,7 +129,12 @@ def rewrite(formula: str) -> str:
     rounded, so these become products, subscripted variables and fractions. It does not know \lg.
     """
     formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
-    formula = re.sub(r"(\d|\})\s*\(", r"\1\\cdot (", formula)
+    arguments = {found.end() for found in APPLIED.finditer(formula)}
+    formula = re.sub(
+        r"(\d|\})\s*\(",
+        lambda found: found.group() if found.end() - 1 in arguments else rf"{found.group(1)}\cdot (",
+        formula,
+    )
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)
     parts = re.split(r"(\\[A-Za-z]+)", formula)

@@ -24,6 +24,7 @@ class Node:
     named     name, "=" or "in", node        equation  left and right text
     matrix    rows of nodes                  formula   nothing
     besides   nodes: all real numbers but these numbers and intervals
+    choice    the node of a choice's letter, and that of its value
     """
 
     kind: str
@@ -38,6 +39,11 @@ class TooMany(ValueError):
 ELEMENTS = 40
 ALONE = re.compile(rf"\s*{VARIABLE}\s*")
 MEMBER = re.compile(rf"\s*({VARIABLE})\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
+POINTS = re.compile(rf"\s*(\({VARIABLE}(?:\s*,\s*{VARIABLE})+\))\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
+BUILDER = re.compile(
+    rf"\\\{{\s*({VARIABLE})\s*(?:\\in\s*\\mathbb\s*(?:\{{\s*R\s*\}}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)(.+)\\\}}\Z",
+    re.DOTALL,
+)
 UNEQUAL = re.compile(rf"\s*({VARIABLE})\s*\\ne(?![A-Za-z])\s*(.+)\Z", re.DOTALL)
 COMPARISON = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<=|>=|<|>)")
 TABLE = re.compile(
@@ -54,6 +60,7 @@ REALS = re.compile(
     r"(?:(?:\\(?:setminus|backslash)(?![A-Za-z])|-(?=\s*\\\{))(.+))?\Z",
     re.DOTALL,
 )
+CHOICE = re.compile(r"\\text\s*\{\s*\(([A-E])\)\s*\}\s*(.*\S.*)\Z", re.DOTALL)  # \textbf{(B)}\ 12
 OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\.|.", re.DOTALL)
 INFINITY = Node("formula", r"\infty"), Node("formula", r"-\infty")
@@ -78,6 +85,8 @@ def structure(text: str) -> Node:
     text = text.strip()
     if _is_text(text):
         return Node("words", text)
+    if choice := CHOICE.match(text):
+        return Node("choice", text, (Node("words", choice.group(1)), structure(choice.group(2))))
     bare, unit = split_unit(text)
     if (number := literal(bare)) is not None:
         return Node("number", text, (number, unit))
@@ -127,6 +136,10 @@ def _several(text: str, parts: list[str]) -> Node:
 
 def _single(text: str) -> Node:
     """Return the node for a text without separators at its top level."""
+    if builder := BUILDER.match(text):  # {x | x > 3} is the interval that its condition gives
+        condition = structure(builder.group(2))
+        if condition.kind == "named" and condition.parts[:2] == (squeeze(builder.group(1)), "in"):
+            return condition
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
@@ -135,6 +148,8 @@ def _single(text: str) -> Node:
         return _equation(text, *sides)
     if (member := MEMBER.match(text)) and not MEMBER.match(member.group(2)):
         return Node("named", text, (squeeze(member.group(1)), "in", structure(member.group(2))))
+    if points := POINTS.match(text):
+        return Node("named", text, (squeeze(points.group(1)), "in", structure(points.group(2))))
     if (unequal := UNEQUAL.match(text)) and not UNEQUAL.match(unequal.group(2)):
         return Node("named", text, (squeeze(unequal.group(1)), "in", _besides(text, unequal.group(2))))
     if reals := REALS.match(text):
@@ -243,6 +258,8 @@ def spelling(node: Node) -> str:
         return fold(node.text)
     if node.kind == "named":
         return spelling(node.parts[2])
+    if node.kind == "choice":
+        return spelling(node.parts[1])
     if (value := worth(node)) is not None:
         return spelling(value)
     if node.kind == "several" and node.parts:

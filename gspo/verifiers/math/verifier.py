@@ -7,7 +7,7 @@ correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
 malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or invisible characters
 timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from the cache
-unreadable-gold   the gold is empty, or cannot be compared with anything: no fault of the response
+unreadable-gold   the gold is empty, or cannot be parsed: no fault of the response, which is left ungraded
 
 The rules of judgement are in gspo/verifiers/math/agree.py.
 """
@@ -54,6 +54,10 @@ class _Asked(Exception):
 
     def __init__(self, question: Question) -> None:
         self.question = question
+
+
+class _UnreadableGold(Exception):
+    """Raised for a question whose gold cannot be parsed."""
 
 
 class _Unsettled(Exception):
@@ -143,15 +147,20 @@ class MathVerifier:
             verdict = "correct" if agree(gold, answer, self._answered) else "wrong"
         except _Unsettled:
             verdict = "timeout"
+        except _UnreadableGold:
+            verdict = "unreadable-gold"
         return MathVerdict(verdict, spelling(answer))
 
     def _answered(self, *question: str) -> bool:
-        """Return the answer to a question. Raises _Asked if there is none yet, and _Unsettled if there can be none."""
+        """Return the answer to a question. Raises _Asked if there is none yet, _Unsettled if there can be none, and
+        _UnreadableGold if its gold cannot be parsed."""
         if question not in self._recent:
             if question not in self._answers:
                 raise _Asked(question)
             self._answers.move_to_end(question)
             self._recent[question] = self._answers[question]
+        if self._recent[question] == "gold":
+            raise _UnreadableGold
         if isinstance(self._recent[question], str):
             raise _Unsettled
         return self._recent[question]
@@ -225,11 +234,11 @@ class _Worker:
             self.process.stdin.flush()
 
     def receive(self) -> bool | str:
-        """Return the worker's answer, true or false. Returns "timeout" if the kernel ended it for its CPU time, and
-        "lost" if it died or hangs otherwise, or has no memory left, perhaps because of earlier questions."""
+        """Return the worker's answer: true, false or "gold". Returns "timeout" if the kernel ended it for its CPU time,
+        and "lost" if it died or hangs otherwise, or has no memory left, perhaps because of earlier questions."""
         line = self.process.stdout.readline() if wait([self.process.stdout], timeout=0) else b""
         with contextlib.suppress(ValueError):
-            if line.endswith(b"\n") and isinstance(reply := json.loads(line), bool):
+            if line.endswith(b"\n") and (reply := json.loads(line)) in (True, False, "gold"):
                 return reply
         timed_out = not line and not self.hangs() and self.process.wait() == -signal.SIGPROF
         self.stop()

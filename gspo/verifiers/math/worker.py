@@ -4,7 +4,8 @@ It is a process of its own, because parsing and computing what a model wrote can
 memory limit, and each question has a CPU limit after which the kernel ends the process, even if the computation ignores
 signals. The limit is on CPU time, not on waiting, so that a busy machine changes no verdict.
 
-It reads lines [kind, gold, answer] of JSON and answers true, false or "memory"; after "memory" it ends. Formulas are
+It reads lines [kind, gold, answer] of JSON and answers true, false, "gold" where the gold cannot be parsed, or
+"memory", after which it ends. Formulas are
 parsed by math-verify (latex2sympy2_extended) and evaluated to 100 digits at some points. math-verify's own comparison,
 which rounds, is asked only about objects that are not functions of numbers.
 The command line gives the parent's process id, megabytes and CPU seconds.
@@ -51,7 +52,17 @@ def serve(parent: int, seconds: float) -> None:
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
-    """Return whether the two are equal. What cannot be parsed or computed is not equal."""
+    """Return whether the two are equal, "gold" if the gold cannot be parsed. An answer that cannot be parsed or
+    computed is not equal."""
+    try:
+        for side in gold.split("=") if kind == "equation" else [gold]:
+            parsed(side)
+    except MemoryError:
+        return "memory"
+    except Exception:  # the parser raises all kinds of exceptions
+        return "gold"
+    if kind == "readable":
+        return True
     try:
         return same_equation(gold, answer) if kind == "equation" else same_formula(gold, answer)
     except MemoryError:

@@ -55,6 +55,9 @@ CHANNEL_FD, RULES_FD = 3, 4
 TABLE_FDS = 4096
 
 
+INTEGER_DIGITS = 50_000  # that a program may print or read, as in LiveCodeBench's own harness; Python allows 4,300
+
+
 def main() -> NoReturn:
     control = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number, which children are certain to close
     os.close(int(sys.argv[1]))
@@ -68,6 +71,7 @@ def main() -> NoReturn:
     for module in USUAL:
         with contextlib.suppress(ImportError):
             __import__(module)
+    sys.set_int_max_str_digits(INTEGER_DIGITS)
     os.environ.clear()
     readable = [path for path in (*LIBRARY, os.path.join(sys.base_prefix, "lib")) if os.path.exists(path)]
     sys.path[:] = LIBRARY

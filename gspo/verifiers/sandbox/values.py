@@ -276,26 +276,49 @@ def _digest(form: Any, depth: int) -> bytes:
     return hashlib.blake2b(kind.encode() + b":" + data, digest_size=16).digest()
 
 
-def same_output(expected: str, printed: str) -> bool:
+def same_output(expected: str, printed: str, tolerance: float = 0.0, ignores_case: bool = False) -> bool:
     """Return whether two outputs agree by LiveCodeBench's rule for standard output.
+
+    With a tolerance, relative or absolute, numbers that the expected output writes with a point or an exponent may be
+    off by so much, also beside words. With `ignores_case` letter case does not count.
 
     Both are stripped, cut into lines, each line stripped. As many lines in both; two lines are alike if they are equal,
     or have as many words, all of them decimal numbers (ASCII digits, sign, point, exponent), that are equal in pairs as
     exact decimals: "1.0 2" and "1 2e0" are alike, "0.3333" and "0.33333" are not, "nan" is a word.
     """
+    if ignores_case:
+        expected, printed = expected.lower(), printed.lower()
     wanted, given = expected.strip().split("\n"), printed.strip().split("\n")
     return len(wanted) == len(given) and all(
-        _same_line(x.strip(), y.strip()) for x, y in zip(wanted, given, strict=True)
+        _same_line(x.strip(), y.strip(), tolerance) for x, y in zip(wanted, given, strict=True)
     )
 
 
-def _same_line(expected: str, printed: str) -> bool:
+def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     if expected == printed:
         return True
     wanted, given = expected.split(), printed.split()
-    if len(wanted) != len(given) or not all(map(DECIMAL.fullmatch, (*wanted, *given))):
+    if len(wanted) != len(given):
+        return False
+    if tolerance:
+        return all(x == y or _near(x, y, tolerance) for x, y in zip(wanted, given, strict=True))
+    if not all(map(DECIMAL.fullmatch, (*wanted, *given))):
         return False
     try:
         return all(Decimal(x) == Decimal(y) for x, y in zip(wanted, given, strict=True))
+    except ArithmeticError:  # an exponent is beyond any decimal's
+        return False
+
+
+def _near(expected: str, printed: str, tolerance: float) -> bool:
+    """Return whether two words are numbers that are equal or, unless the expected one is an integer, near."""
+    if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
+        return False
+    try:
+        wanted, given = Decimal(expected), Decimal(printed)
+        if wanted == given:
+            return True
+        is_integer = re.fullmatch(r"[+-]?\d+", expected) is not None
+        return not is_integer and abs(wanted - given) <= Decimal(tolerance) * max(Decimal(1), abs(wanted))
     except ArithmeticError:  # an exponent is beyond any decimal's
         return False

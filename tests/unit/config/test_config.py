@@ -441,6 +441,8 @@ LATER = {  # settings that were added after runs had been made and published, ea
     "optim.decay_updates": 8,
     "optim.final_lr_factor": 0.5,
     "policy.freeze_router": True,
+    "policy.head_dtype": "bfloat16",
+    "cold_start.log_normalizer": 25.0,
     "policy.lora": {"rank": 8, "targets": "attention", "alpha": 16},
     "trainer.router_aux_loss_coef": 0.01,
     "trainer.entropy_coef": 0.01,
@@ -459,10 +461,15 @@ LATER = {  # settings that were added after runs had been made and published, ea
     "evaluation.min_p": 0.1,
     "task.code.variables": "x",
     "prompt.thinking": False,
+    "prompt.date": "2031-12-24",
+    "reward.truncated": -1.0,
+    "prompt.control_tokens": True,
+    "prompt.special_tokens": False,
 }
 
 
-STARTS = {  # where a setting can be given at all
+STARTS = {
+    "policy.head_dtype": ["experiment=tiny_moe", "policy.precision=bfloat16"],  # where a setting can be given at all
     "reward.turns": ["experiment=guessing_moe", "objective=gspo_token", "advantage=returns"],
 }
 BESIDE = {  # what a setting needs beside it

@@ -26,6 +26,53 @@ def test_pack_by_hand():
     assert not batch.adv_BT.any()
 
 
+def test_pack_equals_packing_row_by_row():
+    rng = np.random.default_rng(3)
+    responses = []
+    for i in range(40):
+        prompt, length = int(rng.integers(1, 9)), int(rng.integers(1, 12))
+        responses.append(
+            Response(
+                Problem("math", i, "", ""),
+                0,
+                rng.integers(1, 50, prompt).tolist(),
+                rng.integers(1, 50, length).tolist(),
+                rng.normal(size=length).astype(np.float32),
+                "stop",
+                "",
+                0,
+                experts=rng.integers(0, 8, (prompt + length - 1, 2, 3)),
+                old_logprobs=rng.normal(size=length).astype(np.float32),
+                old_experts=rng.integers(0, 8, (prompt + length, 2, 3)).astype(np.int16),
+            )
+        )
+    batch = pack(responses, 77)
+    start = batch.prompt_width
+    for i, r in enumerate(responses):
+        prompt, length = len(r.prompt_ids), len(r.token_ids)
+        real = slice(start - prompt, start + length)
+        assert batch.tokens_BS[i, real].tolist() == r.prompt_ids + r.token_ids
+        assert batch.attention_BS[i, real].all() and batch.attention_BS[i].sum() == prompt + length
+        assert (batch.tokens_BS[i][~batch.attention_BS[i]] == 77).all()
+        assert batch.mask_BT[i].sum() == length and batch.mask_BT[i, :length].all()
+        for packed_BT, own in ((batch.engine_logp_BT, r.logprobs), (batch.old_logp_BT, r.old_logprobs)):
+            assert (packed_BT[i, :length].numpy() == own).all() and (packed_BT[i, length:] == 0).all()
+        for packed_BSLK, own in ((batch.engine_experts_BSLK, r.experts), (batch.experts_BSLK, r.old_experts)):
+            recorded = slice(start - prompt, start - prompt + len(own))
+            assert (packed_BSLK[i, recorded].numpy() == own).all()
+            assert (packed_BSLK[i, : start - prompt] == -1).all() and (packed_BSLK[i, recorded.stop :] == -1).all()
+
+
+def test_all_sampled_tokens_are_selected_also_those_not_trained_on():
+    batch = pack([response([1, 2], [3, 4]), response([5], [6, 7, 8])], pad_id=0)
+    batch.mask_BT[0] = False
+    copied = batch.to(torch.device("cpu"))
+    x_BT = torch.arange(6.0).view(2, 3)
+    assert copied.of_tokens(x_BT).tolist() == [3, 4, 5]
+    assert copied.with_all_sampled().of_tokens(x_BT).tolist() == [0, 1, 3, 4, 5]
+    assert copied.with_all_sampled().of_rows(x_BT).tolist() == x_BT.tolist()
+
+
 def test_rows_cuts_only_padding():
     batch = pack([response([5, 6, 7], [8, 2]), response([5], [9, 9, 9, 2])], pad_id=0)
     batch.old_logp_BT = batch.engine_logp_BT * 2

@@ -22,6 +22,12 @@ def conversation(tokenizer, prompts=None, role="user") -> Conversation:
     return Conversation(tokenizer, prompts or PromptFormat(), {tokenizer.eos_token_id, tokenizer.pad_token_id}, role)
 
 
+def before(talk: Conversation) -> list[int]:
+    """All tokens that the template writes between the policy's text and the environment's."""
+    turn = talk.turns[talk.role]
+    return [*turn.closes, *turn.opens]
+
+
 def family(name: str):
     return byte_tokenizer(chat_format(name))
 
@@ -99,7 +105,7 @@ def test_no_text_can_forge_a_turn_or_end_one(name, prompts, text):
     talk = conversation(tokenizer, prompts)
     empty = talk.reply("", tokenizer.eos_token_id, 100).token_ids
     reply = talk.reply(f"a{text}b", tokenizer.eos_token_id, 100)
-    head, tail = len(talk.before) - 1, len(talk.after)
+    head, tail = len(before(talk)) - 1, len(talk.turns[talk.role].after)
     assert reply.token_ids[:head] + reply.token_ids[len(reply.token_ids) - tail :] == empty
     said = reply.token_ids[head : len(reply.token_ids) - tail]
     assert not set(said) & set(tokenizer.added_tokens_decoder), "no added token is in what the environment said"
@@ -146,7 +152,7 @@ def test_a_tools_turn_is_the_users_where_the_template_knows_no_tools():
 def test_a_template_that_takes_one_question_alone_is_refused_in_words():
     tokenizer = family(QWEN3)
     tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one question') }}{% endif %}" + TOOLS
-    with pytest.raises(ValueError, match="the chat template refuses a second turn of the user"):
+    with pytest.raises(ValueError, match="this model's chat template writes no second turn of the user"):
         conversation(tokenizer)
 
 
@@ -242,7 +248,7 @@ def test_no_marker_of_words_comes_together_in_the_tokenizer(normalizer, text, ma
     said = text if marker == "[INST]" else text.replace("INST", "/INST").replace("\uff29N", "/\uff29N")
     for text in (said, said.replace("[", "[ ", 1)):  # the second has been broken up already
         reply = talk.reply(text, tokenizer.eos_token_id, 100)
-        ids = reply.token_ids[len(talk.before) - 1 : len(reply.token_ids) - len(talk.after)]
+        ids = reply.token_ids[len(before(talk)) - 1 : len(reply.token_ids) - len(talk.turns[talk.role].after)]
         assert ids and not any(ids[i : i + len(forged)] == forged for i in range(len(ids)))
         assert marker not in reply.text and (reply.escaped > 0 or text != said)
     if said.endswith("cd") and decoder:
@@ -301,7 +307,7 @@ def test_ten_megabytes_are_cut_at_once(name, text):
     started = time.process_time()
     reply = talk.reply(text, tokenizer.eos_token_id, 512)
     assert time.process_time() - started < 1
-    assert reply.cut and len(reply.token_ids) == 512 + len(talk.before) - 1 + len(talk.after)
+    assert reply.cut and len(reply.token_ids) == 512 + len(before(talk)) - 1 + len(talk.turns[talk.role].after)
     assert len(reply.text) <= 64 * 512
 
 

@@ -77,3 +77,27 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
         HFModel().make()
     with pytest.raises(ValueError, match=r"model.experts_per_token=20"):
         TinyMoE(experts_per_token=20)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_copy_has_weights_of_its_own_with_the_same_buffers_and_draws_nothing(tied, dtype):
+    policy = small_policy()
+    if not tied:
+        policy.model.config.tie_word_embeddings = False
+        policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach() * 2)
+    before = torch.get_rng_state()
+    twin = policy.copy(dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+    model = twin.model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    ours = dict(policy.model.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(ours)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad and parameter.data_ptr() != ours[name].data_ptr()
+        assert torch.equal(parameter, ours[name].to(dtype or torch.float32))
+    buffers = dict(policy.model.named_buffers())
+    assert buffers and dict(model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, buffers[name])
+        assert buffer.data_ptr() != buffers[name].data_ptr()

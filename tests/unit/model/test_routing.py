@@ -33,9 +33,9 @@ def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy, m
     perturb(policy, 0.1)
     used, computed = [], network.experts
 
-    def watched(own, h_NW, weights_NK, experts_NK, layer_weights):
+    def watched(own, h_NW, weights_NK, experts_NK, *others):
         used.append(experts_NK)
-        return computed(own, h_NW, weights_NK, experts_NK, layer_weights)
+        return computed(own, h_NW, weights_NK, experts_NK, *others)
 
     monkeypatch.setattr(network, "experts", watched)
     with torch.no_grad():

@@ -146,7 +146,8 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
 
     for reading, writing, shard, layer, total in ranked(3, read_and_write):
         assert total > 1e9 and layer > 1e8 and shard < 1.02 * total / 3
-        assert shard < reading < shard + layer, (reading, shard, layer)
+        # A process may put some of it into memory that it had before.
+        assert 0.95 * shard < reading < shard + layer, (reading, shard, layer)
         # it keeps what it is to write, a shard's worth and up to a tensor more, beside one tensor that is whole
         assert writing < shard + 2 * layer, (writing, shard, layer)
 

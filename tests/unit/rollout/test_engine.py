@@ -7,6 +7,7 @@ import torch
 from builders import perturb, problems, sample, small_policy
 from gspo.core.types import Problem
 from gspo.model.loading import TinyDense
+from gspo.rollout import local_engine
 from gspo.rollout.local_engine import LocalEngine, draw
 from gspo.rollout.requests import Sampling
 
@@ -114,3 +115,61 @@ def test_responses_are_handed_over_as_they_end(moe):
     assert longest == sorted(longest)
     for a, b in zip((r for g in groups for r in g), (r for g in plain for r in g), strict=True):
         assert a.token_ids == b.token_ids and (a.logprobs == b.logprobs).all()
+
+
+@pytest.mark.parametrize("every", [2, 8, 1000])
+def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkeypatch, every):
+    """As on a GPU, which must finish its work to answer."""
+    found = []
+    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    for number in (1, every):
+        monkeypatch.setattr(local_engine, "ASK_EVERY", number)
+        rows = LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True)
+        found.append([response for group in rows for response in group])
+    assert len({r.length for r in found[0]}) > 3, "rows end at different tokens"
+    for a, b in zip(*found, strict=True):
+        assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        assert (a.experts == b.experts).mean() > 0.99
+
+
+def by_sums_in_float64(p_RV: torch.Tensor, uniform_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that one sum over the whole vocabulary draws, and how far each row's number is from a token's edge."""
+    ends_RV = p_RV.double().cumsum(-1)
+    threshold_R1 = (uniform_R * ends_RV[:, -1]).unsqueeze(-1)
+    tokens_R = torch.searchsorted(ends_RV, threshold_R1, right=True).squeeze(-1)
+    return tokens_R, (ends_RV - threshold_R1).abs().amin(-1) / ends_RV[:, -1]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 64, 1000, 1024, 4096, 151_936])
+def test_drawing_by_blocks_draws_the_same_tokens(vocabulary):
+    """As on a GPU. Where a number lies on the edge between two tokens, both answers are right."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    rows = 20_000_000 // max(vocabulary, 20_000)
+    p_RV = torch.randn(rows, vocabulary, generator=generator).mul(3).softmax(-1)
+    p_RV[torch.rand(p_RV.shape, generator=generator) < 0.4] = 0  # as rules of truncation leave tokens out
+    p_RV[:, 0] += 1e-3
+    uniform_R = torch.rand(rows, generator=generator, dtype=torch.float64)
+    uniform_R[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    tokens_R = local_engine.drawn_by_blocks(p_RV, uniform_R)
+    expected_R, edge_R = by_sums_in_float64(p_RV, uniform_R)
+    assert ((tokens_R == expected_R) | (edge_R < 1e-15)).all()
+    assert (p_RV.gather(-1, tokens_R[:, None]) > 0).all()
+    assert len(tokens_R.unique()) > min(vocabulary, rows) // 10
+
+
+def test_a_token_without_probability_is_never_drawn_by_blocks():
+    """Not even where the number asks for the very end of the last block, or of any block before empty ones."""
+    for size, at in ((64, 0), (200, 63), (200, 64), (5000, 1024), (5000, 4999)):
+        p_RV = torch.zeros(3, size)
+        p_RV[:, at] = torch.tensor([1.0, 1e-30, 0.3])
+        for number in (0.0, 0.5, 1 - 2.0**-53):
+            uniform_R = torch.full((3,), number, dtype=torch.float64)
+            assert local_engine.drawn_by_blocks(p_RV, uniform_R).tolist() == [at] * 3
+
+
+def test_sampling_with_blocks_gives_the_same_responses(moe, monkeypatch):
+    plain = [r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g]
+    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    blocks = [r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g]
+    assert [r.token_ids for r in plain] == [r.token_ids for r in blocks]

@@ -1,7 +1,9 @@
 """Episodes as engines sample them: the cache, neighbours, groups, limits, and environments that fail."""
 
 import asyncio
+import functools
 import logging
+import operator
 import threading
 import time
 from dataclasses import dataclass, field
@@ -162,7 +164,7 @@ def test_an_episode_in_a_chat_is_the_prompt_and_what_both_sides_added(name):
             if turn.author == "environment":
                 assert turn.text in text and text.endswith("assistant" + ("|>\n" if "OLMoE" in name else "\n"))
             else:
-                assert turn.text == tokenizer.decode(ids, skip_special_tokens=True)
+                assert turn.text == policy.text(ids)
         assert next(written, None) is None and r.length == sum(t.tokens for t in r.turns if t.author == "policy")
     assert any(len(r.turns) == 5 for r in played)
 
@@ -263,7 +265,7 @@ def test_the_reward_is_the_sum_of_the_turns_and_the_measures_are_sums():
 def test_rewards_of_turns_add_up_without_rounding():
     """An episode is solved (pass@k, maj@k, Elo) where its reward is 1."""
     kind = always(*[Outcome("b", 0.1)] * 9, Outcome("", 0.1, True))
-    assert sum([0.1] * 10) != 1
+    assert functools.reduce(operator.add, [0.1] * 10) != 1  # `sum` rounds less from Python 3.12 on
     assert [r.score.reward for r in played(Scripted(kind=kind, turns=20))] == [1.0] * 12
 
 

@@ -11,11 +11,12 @@ from builders import problems, small_policy
 from composing import settings
 from gspo.core.types import Problem
 from gspo.evaluation.evaluate import EvaluationSettings
+from gspo.model.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Row, Sampling, to_response
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.stop_strings import StopWatch, check_readable
+from gspo.rollout.stop_strings import StopWatch
 from gspo.run.build import open_policy
 
 CORPUS = ["<answer>12</answer> so the end", "Grüße, 漢字 und mehr. ###\n\nNext: </answer></s>", "stop! stop? </stop>"]
@@ -56,7 +57,7 @@ def test_it_ends_where_the_whole_text_first_holds_a_string(make):
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += [rng.choice(specials)] if rng.random() < 0.1 else []
             ids += [rng.randrange(len(tokenizer))] if rng.random() < 0.1 else []
-        watch = StopWatch(tokenizer, strings)
+        watch = StopWatch(tokenizer, set(tokenizer.all_special_ids), strings)
         ours = next((n for n, token in enumerate(ids, start=1) if watch.completes(token)), None)
         assert ours == first_end(tokenizer, ids, strings), (seed, ids)
         found.add(ours)
@@ -119,17 +120,24 @@ def test_what_an_engine_sampled_past_a_string_is_left_out():
     assert (response.finish_reason, response.text) == ("stop", "12ab")
 
 
-def test_a_special_token_is_refused_because_it_has_no_text_in_a_response():
+def test_a_special_token_is_a_stop_by_its_id_and_is_refused_within_other_text():
     tokenizer = byte_tokenizer()
     ids = tokenizer("a<|tool|>b")["input_ids"]
-    watch = StopWatch(tokenizer, ["<|tool|>"])
-    assert not any(watch.completes(token) for token in ids), "it is never found"
-    for string in ("<|tool|>", "\n<|end|>"):
-        with pytest.raises(ValueError, match=r"rollout.stop=\['a', .*is a special token .* no text"):
-            check_readable(["a", string], tokenizer, "rollout.stop")
-    check_readable(["</tool>", "\n"], tokenizer, "rollout.stop")
-    with pytest.raises(ValueError, match=r"rollout.stop=\['<\|im_start\|>'\]: <\|im_start\|> is a special token"):
-        open_policy(settings("model=stand_in", "cold_start.steps=0", "rollout.stop=['<|im_start|>']"), None, print)
+    end = tokenizer.eos_token_id
+    watch = StopWatch(tokenizer, {end}, ["<|tool|>"])
+    assert [watch.completes(token) for token in ids[:2]] == [False, True], "it has a text"
+    assert not any(StopWatch(tokenizer, {end, ids[1]}, ["<|tool|>"]).completes(token) for token in ids)
+    with pytest.raises(ValueError, match=r"rollout.stop=\['a', '\\n<\|end\|>'\]: <\|end\|> has no text in a response"):
+        check_readable(["a", "\n<|end|>"], tokenizer, {end}, "rollout.stop")
+    check_readable(["</tool>", "\n", "\n<|tool|>"], tokenizer, {end}, "rollout.stop")
+    chat = ("model=stand_in", "cold_start.steps=0")
+    policy = open_policy(settings(*chat, "rollout.stop=['<|im_start|>']"), None, print)
+    opens = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert opens in policy.stop_ids and opens in policy.copy().stop_ids
+    assert policy.text([opens]) == "<|im_start|>", "the verifier sees the stop string"
+    assert policy.text([policy.tokenizer.eos_token_id]) == ""
+    with pytest.raises(ValueError, match=r"<\|im_end\|> has no text in a response, so .* <\|im_end\|> alone ends"):
+        open_policy(settings(*chat, "rollout.stop=['a<|im_end|>']"), None, print)
 
 
 def test_settings_reach_the_sampling_and_an_empty_string_is_refused():

@@ -116,7 +116,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(engines, mo
     ends = 0
     for a, b in zip(plain, stopped, strict=True):
         assert b.token_ids == a.token_ids[: len(b.token_ids)] and len(b.logprobs) == len(b.token_ids)
-        text = engine.policy.tokenizer.decode(a.token_ids, skip_special_tokens=True)
+        text = engine.policy.text(a.token_ids)
         places = [text.index(s) + len(s) for s in strings if s in text]
         assert b.text == text[: min(places, default=None)], "a token for every character"
         ends += bool(places) and b.finish_reason == "stop"

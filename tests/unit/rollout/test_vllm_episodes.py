@@ -108,7 +108,7 @@ def test_the_structure_of_sampled_episodes(engine):
         assert len(authors) == 5 or r.finish_reason == "length"
         place = 0
         for turn in r.turns:
-            text = engine.policy.tokenizer.decode(r.token_ids[place : place + turn.tokens], skip_special_tokens=True)
+            text = engine.policy.text(r.token_ids[place : place + turn.tokens])
             assert text == turn.text
             place += turn.tokens
     assert_of(engine.policy, played)

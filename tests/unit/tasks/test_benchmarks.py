@@ -14,7 +14,7 @@ from gspo.rollout.problem_sampler import REPLACEMENT, TrainingProblems, Uniform
 from gspo.tasks.benchmark import fingerprint
 from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
-from gspo.tasks.programs import last_code_block, with_preamble
+from gspo.tasks.programs import answer_block, with_preamble
 from gspo.tasks.records_file import Source, file_rows
 
 ROOT = Path(__file__).parents[3]
@@ -230,7 +230,7 @@ def test_no_evaluation_problem_is_in_a_training_stream(gsm8k, tmp_path):
     task = GSM8K(path=str(gsm8k))
     test = {task.problem(0, "gsm8k", i).prompt for i in range(5)}
     assert not test & {task.problem(seed, "train", i).prompt for seed in (1, 2) for i in range(100)}
-    shouted = [gsm(i, text="  HOW many,\nare %d apples") for i in range(5)]
+    shouted = [gsm(i, text="  HOW many\nare  %d apples ?") for i in range(5)]
     assert fingerprint(shouted[0]["question"]) == fingerprint(gsm(0)["question"])
     path = write(tmp_path / "mine.jsonl", [*shouted, gsm(77), gsm(77)])
     assert GSM8K(path=str(gsm8k / "test.jsonl"), train_path=str(path)).size("train") == 1
@@ -327,9 +327,15 @@ def test_the_mbpp_prompts(tmp_path):
         ("```python\na\n```\n```bash\nrun\n```", "a\n"),
         ("```bash\nrun\n```", ""),
         ("```text\nout\n```\n```\na\n```\n", "a\n"),
-        ("```python\nnever closed", ""),
-        ("```python\na\n```\n```python\nnever closed", "a\n"),
-        ("  ```python3 title=x\n  a\n  ```", "  a\n"),
+        ("```python\nnever_closed()", "never_closed()\n"),
+        ("```python\na()\n```\n```python\nnever closed", "a()\n"),
+        ("  ```python3 title=x\n  a\n  ```", "a\n"),
+        ("1. So:\n   ```python\n   if x:\n       f()\n   ```", "if x:\n    f()\n"),
+        ("~~~python\na()\n~~~", "a()\n"),
+        ("~~~\n```\na()\n~~~", "```\na()\n"),
+        ("```python\nprint(f(2))\n```\nIt prints\n```\n4\n```", "print(f(2))\n"),
+        ("```python\nprint('YES')\n```\nOutput:\n```\nYES\n```", "print('YES')\n"),
+        ("```python\nprint(1)\n```\n```\n$ python a.py\n1 2 3\n```", "print(1)\n"),
         ("def f(): pass", ""),
         ("", ""),
         ("`a` ``b``", ""),
@@ -337,8 +343,21 @@ def test_the_mbpp_prompts(tmp_path):
         ("```python\na```\nso ```b```", "a\n"),
     ],
 )
-def test_the_last_closed_python_block_is_the_program(text, code):
-    assert last_code_block(text) == code
+def test_the_last_block_that_is_no_plain_output_is_the_program(text, code):
+    assert answer_block(text) == code
+
+
+def test_where_tests_call_a_function_the_last_block_that_defines_it_is_the_program():
+    solution = "```python\ndef f(x):\n    return x\n```"
+    usage = "\nUsage:\n```python\nprint(f(3))\n```"
+    assert answer_block(solution + usage, "f") == "def f(x):\n    return x\n"
+    assert answer_block(solution + usage) == "print(f(3))\n"
+    method = "```python\nclass Solution:\n    def f(self, x):\n        return x\n```"
+    assert answer_block(method + usage, "f").startswith("class Solution")
+    better = solution.replace("return x", "return x + 1")
+    assert "x + 1" in answer_block(solution + "\nBetter:\n" + better + usage, "f"), "the last of them"
+    assert answer_block("```python\nf = lambda x: x\n```" + usage, "f").startswith("f = ")
+    assert answer_block(usage, "f") == "print(f(3))\n", "if none defines it, the last one"
 
 
 def test_future_imports_stay_first():
@@ -550,3 +569,23 @@ def test_reference_programs_pass_and_empty_ones_fail(step):
     wrong = {i: known[i + 11]["code"] for i in right}
     assert sum(score.reward for score in task.score(of_programs(task, "mbpp", wrong))) == 0
     task.close()
+
+
+# --- files as people have them
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.json", "Rows.Json", "bom.jsonl", "bom.json"])
+def test_one_record_per_line_is_read_whatever_the_ending_says(tmp_path, name):
+    lines = "\n".join(json.dumps({"prompt": f"{i}+1", "answer": i + 1}) for i in range(30))
+    path = tmp_path / name
+    path.write_text(lines, encoding="utf-8-sig" if "bom" in name else "utf-8")
+    assert len(list(file_rows(path))) == 30
+
+
+def test_a_list_of_json_stays_a_list(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"a": 1}, {"a": 2}], indent=1))
+    assert [row.values for row in file_rows(path)] == [{"a": 1}, {"a": 2}]
+    path.write_text(json.dumps({"a": 1}, indent=1))
+    with pytest.raises(ValueError, match="must hold a list of records, not dict"):
+        list(file_rows(path))

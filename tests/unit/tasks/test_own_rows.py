@@ -1,12 +1,16 @@
 """Rows of a user's own file: columns, what is held out, scores, and what is refused."""
 
 import json
+import pickle
 import sys
 
 import pytest
 
 import user_code
-from gspo.core.types import Score
+from gspo.core.types import ChatPrompt, Score
+from gspo.model.chat_formats import chat_format
+from gspo.model.prompts import PromptFormat
+from gspo.model.stand_in import byte_tokenizer
 from gspo.tasks.base import held_out
 from gspo.tasks.own_rows import OwnRows
 
@@ -46,12 +50,12 @@ def test_a_test_file_is_held_out_and_its_texts_do_not_come_in_training():
     assert (problem.prompt, problem.family) == ("What is 3+3?\nAnswer:", "l1")
 
 
-def test_a_chat_of_one_user_message_is_a_prompt_and_other_chats_are_refused(tmp_path):
+def test_a_chat_of_one_user_message_is_a_prompt_and_one_that_ends_with_an_answer_is_refused(tmp_path):
     chats = [[{"role": "user", "content": f"Say {i}"}] for i in range(20)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
     assert task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0).prompt.startswith("Say ")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "system", "content": "x"}, *chats[0]]}))
-    with pytest.raises(ValueError, match=r"line 1: .*prompt.*a chat of one user message"):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [*chats[0], {"role": "assistant", "content": "x"}]}))
+    with pytest.raises(ValueError, match=r"line 1: .*prompt.*a chat that ends with the user"):
         task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0)
 
 
@@ -81,3 +85,39 @@ def test_responses_are_scored_by_the_function_and_cut_ones_are_not_asked_about()
 def test_what_is_wrong_is_said_with_key_or_line(changes, text):
     with pytest.raises(ValueError, match=text):
         task(**changes).problem(0, "rows", 0)
+
+
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}]
+
+
+def test_a_chat_of_several_messages_is_written_by_the_template(tmp_path):
+    """As the data sets of verl have it, a system turn before the question."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": CHAT, "n": i}) + "\n" for i in range(3)))
+    task = OwnRows(path=str(path), train_path=str(path), reward="json:dumps", suffix=" Think.")
+    prompt = task.problem(0, "rows", 0).prompt
+    assert prompt == "Be short.\n\n1+1? Think." and pickle.loads(pickle.dumps(prompt)).messages == prompt.messages
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    written = tokenizer.decode(PromptFormat().encode(tokenizer, prompt))
+    assert written.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1+1? Think.<|im_end|>")
+    own = tokenizer.decode(PromptFormat(system="Be long.").encode(tokenizer, prompt))
+    assert own == written, "the row's own system turn counts"
+    assert tokenizer.decode(PromptFormat("plain").encode(tokenizer, prompt)) == "Be short.\n\n1+1? Think."
+
+
+def test_a_chat_that_the_template_refuses_is_one_line():
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    tokenizer.chat_template = "{{ raise_exception('only users') if messages[0].role == 'system' }}" + "x"
+    with pytest.raises(ValueError, match="chat template refuses a chat of system, user: only users"):
+        PromptFormat().encode(tokenizer, ChatPrompt(CHAT))
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [[], CHAT[:1], [*CHAT, {"role": "assistant", "content": "2"}], [{"role": "user"}], [*CHAT, 5], ["1+1?"]],
+)
+def test_other_lists_are_refused(tmp_path, chat):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": chat}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: .*prompt.*a chat that ends with the user"):
+        OwnRows(path=str(path), train_path=str(path), reward="json:dumps").size("rows")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from gspo.core.types import Problem
+from gspo.core.types import LARGEST_REWARD, Problem
 from gspo.tasks.environment import Environment, Outcome
-from gspo.tasks.player import LARGEST, EnvironmentFailed, Player, all_closed
+from gspo.tasks.player import EnvironmentFailed, Player, all_closed
 
 PROBLEM = Problem("game", 0, "Begin.", None)
 
@@ -266,7 +266,7 @@ def test_what_is_no_outcome_is_refused_in_words(found, text):
     assert failed.verdict == "environment-error" and text in str(failed)
 
 
-@pytest.mark.parametrize("reward", [0, 1, True, -0.5, LARGEST, -LARGEST])
+@pytest.mark.parametrize("reward", [0, 1, True, -0.5, LARGEST_REWARD, -LARGEST_REWARD])
 def test_every_ordinary_number_is_a_reward(reward):
     player = Player(lambda: Game(Outcome("so", reward, measures={"seconds": 2, "_x1": reward})), 20.0)
     found = player.finish(player.begin("step", "hello"))

@@ -13,8 +13,9 @@ import forked
 from analysis.wandb_files import payloads
 from commands import environment
 from gspo.tracking import artifacts
-from gspo.tracking.artifacts import HASHED, MODEL, allowed, described
+from gspo.tracking.artifacts import HASHED, allowed, described
 from gspo.tracking.settings import TrackingSettings
+from gspo.tracking.wandb_choice import MODEL
 from gspo.train.checkpoint import CHECKSUMS, seal
 from recorded_wandb import pause
 from wandb_server import serving

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import forked
@@ -15,7 +16,7 @@ import gspo.core.seeding
 import gspo.model.tokenizer
 import gspo.train.diagnostics
 from commands import environment, wandb_rows
-from gspo.core.seeding import permutation, seed_for, uniforms
+from gspo.core.seeding import permutation, seed_for, uniform_rows, uniforms
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.tracker import Progress, Tracker, read_rollouts, read_rows, supersede
@@ -109,6 +110,11 @@ def test_randomness_is_a_function_of_position():
     assert seed_for(1, "a", 2) != seed_for(1, "a", 3) != seed_for(2, "a", 3)
     assert seed_for("1") != seed_for(1)
     assert (uniforms(5, 1, "x") == uniforms(9, 1, "x")[:5]).all()
+    positions = [(1, "x"), (1, "y"), ("1", "x", 2**70)]
+    rows = uniform_rows(6, positions)
+    for row, position in zip(rows, positions, strict=True):
+        fresh = np.random.Generator(np.random.Philox(key=seed_for(*position)))
+        assert (row == fresh.random(6)).all(), "one generator that is started anew, or one for each position"
     assert sorted(permutation(7, 3)) == list(range(7)) and (permutation(7, 3) == permutation(7, 3)).all()
 
 

@@ -14,7 +14,7 @@ import pytest
 import forked
 from commands import ROOT, SMALL, command, environment, only_run, train
 from gspo.run.rollback import Rollbacks
-from gspo.tracking.wandb_run import own_arguments
+from gspo.tracking.wandb_choice import own_arguments
 from recorded_wandb import log, pause, rows, steps
 from wandb_server import SavedRun, serving
 

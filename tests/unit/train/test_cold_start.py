@@ -3,7 +3,7 @@
 import hashlib
 import json
 import multiprocessing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
 from gspo.tasks.guessing import Guessing
 from gspo.tasks.python_tool import PythonTool
+from gspo.train import cold_start as module
 from gspo.train.cold_start import ColdStartSettings, cold_start, demonstrations
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
@@ -38,6 +39,25 @@ def mean_logp(policy: Policy, settings: ColdStartSettings) -> float:
     batch = demonstrations(policy, TASK, settings, step=10_000)  # not trained on
     with torch.no_grad():
         return float(masked_sum(policy.forward(batch).logp_BT, batch.mask_BT).sum() / batch.mask_BT.sum())
+
+
+def mean_log_normalizer(folder: Path) -> float:
+    """log sum exp(logits), mean over the response tokens of demonstrations that were not trained on."""
+    policy = Policy(*load(str(folder)))
+    batch = demonstrations(policy, TASK, SETTINGS, step=10_000)
+    with torch.no_grad():
+        logits_BSV = policy.model(input_ids=batch.tokens_BS, attention_mask=batch.attention_BS.long()).logits
+    return float(logits_BSV[:, batch.prompt_width - 1 : -1].logsumexp(-1)[batch.mask_BT].mean())
+
+
+def test_logits_become_as_large_as_asked_for(tmp_path, monkeypatch):
+    """With a heavier weight than in use, under which it would take a thousand steps."""
+    monkeypatch.setattr(module, "NORMALIZER_WEIGHT", 1.0)
+    free = mean_log_normalizer(cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *_: None))
+    for asked in (8.0, 12.0):
+        drawn = replace(SETTINGS, steps=60, log_normalizer=asked)
+        reached = mean_log_normalizer(cold_start(MODEL, TASK, drawn, tmp_path, lambda *_: None))
+        assert abs(reached - asked) < 0.5 * abs(free - asked), (free, reached)
 
 
 def test_it_learns_is_cached_and_depends_on_its_settings(tmp_path):

@@ -110,7 +110,8 @@ def check_alike(one: tuple[list, list, list], several: list[tuple[list, list, li
         for one, other in zip(metrics, other_metrics, strict=True):
             assert set(other) - set(one) <= ({"mismatch/after_sync"} if copied else set()) and set(one) <= set(other)
             for name, value in one.items():
-                assert other[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+                if not name.startswith("ratio/floor_"):  # rounding, which is each process's own
+                    assert other[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
     first, *others = several
     for other in others:
         for a, b in zip(first[1], other[1], strict=True):
@@ -166,8 +167,9 @@ ROUNDED = {  # the case, settings of the policy, and by how much gradients may d
     "dense": ("dense", {}, 5e-6),
     "moe": ("gspo", {}, 5e-6),
     "moe, layers computed again": ("gspo", {"checkpointing": True}, 5e-6),
-    # an expert multiplies the tokens of both ranks at once, and their gradients are rounded together
-    "moe, experts dealt": ("gspo", {"experts": 2}, 1e-2),
+    # An expert multiplies the tokens of both ranks at once, and their gradients are rounded together: to 8 bits, in
+    # every one of three layers.
+    "moe, experts dealt": ("gspo", {"experts": 2}, 3e-2),
 }
 
 

@@ -68,7 +68,7 @@ def test_gradients_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
             assert_same_sums(ours, others)
         assert_same_sums(moved, results[0][2])
         for name, value in results[0][0].items():
-            if not name.startswith(("time", "throughput", "compute/seconds")):
+            if not name.startswith(("time", "throughput", "compute/seconds", "ratio/floor_")):
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 

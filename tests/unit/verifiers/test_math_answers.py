@@ -16,7 +16,7 @@ REFUSED = {  # right answers that the rules turn away
     ("9", r"\lfloor x \rfloor = 9"), ("5", "|z|=5"),  # an equation with one unknown, which may be left to solve
     ("4", r"\gcd(8,12) = 4"),  # restates the question
     ("A", "Ａ"),  # full-width letters are look-alikes of several scripts' letters
-    ("8", r"\color{blue}{8}"), ("15", r"15 \text{ 元}"), ("5", r"x=5\text{ (given)}"),  # not known
+    ("15", r"15 \text{ 元}"), ("5", r"x=5\text{ (given)}"),  # not known
     (r"(-\infty,-1)\cup(-1,0]", r"\mathbb{R}\setminus(\{-1\}\cup(0,\infty))"),
 }  # fmt: skip
 

@@ -1,0 +1,224 @@
+"""What all checks share: the device, the time that is left, models and responses of their own.
+
+Models are made on the device with random weights. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from torch import Tensor
+
+from gspo.core.batch import TrainBatch, pack
+from gspo.core.types import Problem, Response, Score
+from gspo.model.loading import random_model
+from gspo.model.policy import Policy
+from gspo.model.tokenizer import character_tokenizer
+from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.requests import Sampling
+from gspo.tasks.base import Task
+
+PROMPTS = ("7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "9-1=?")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a random Qwen3 model, or with experts of a Qwen3-MoE."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    width: int  # of the MLP, or of one expert
+    experts: int = 0
+    experts_per_token: int = 0
+    vocabulary: int = 0  # 0: the tokenizer's
+
+
+DENSE = Size("dense", 64, 3, 4, 2, 16, 128)
+SPARSE = Size("MoE", 64, 3, 4, 2, 16, 32, experts=8, experts_per_token=2)
+CPU_SIZES = (
+    Size("4 M dense", 256, 4, 8, 4, 32, 768, vocabulary=2048),
+    Size("10 M MoE", 256, 4, 8, 4, 32, 192, experts=16, experts_per_token=2, vocabulary=2048),
+)
+GPU_SIZES = (
+    Size("Qwen3-0.6B's shape", 1024, 28, 16, 8, 128, 3072, vocabulary=151_936),
+    Size("100 M MoE", 512, 8, 8, 8, 64, 256, experts=32, experts_per_token=4, vocabulary=16_384),
+)
+
+
+@dataclass
+class Bench:
+    """The machine that is checked. `matmul` and `copy` are the ceilings that were measured."""
+
+    device: torch.device
+    deadline: float  # by time.monotonic
+    bfloat16: bool = True
+    matmul: dict[torch.dtype, float] = field(default_factory=dict)  # FLOP/s of large products
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by check
+    copy: float = 0.0  # bytes a second that a copy within the device's memory reads and writes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The precision in which models train on this device."""
+        return torch.bfloat16 if self.on_gpu and self.bfloat16 else torch.float32
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The models whose speed is measured."""
+        return GPU_SIZES if self.on_gpu else CPU_SIZES
+
+    def synchronize(self) -> None:
+        """Wait until the device has done its work."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
+        """Return the least seconds that some work takes, after one call to warm up."""
+        work()
+        best = float("inf")
+        for _ in range(repeats):
+            self.synchronize()
+            started = time.perf_counter()
+            work()
+            self.synchronize()
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    def model(self, size: Size, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+        """Return a model with random weights, made on the device."""
+        with self.device:
+            model = random_model(kind_of(size), config_of(size), seed=0)
+        return model.to(dtype)
+
+    def policy(self, size: Size, precision: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32) -> Policy:
+        """Return a policy on the device whose matrix products are in `precision` and whose weights are `dtype`.
+
+        The weights of small models are spread so far that tokens and experts are not nearly tied."""
+        model = self.model(size, dtype)
+        if not size.vocabulary:
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+        return Policy(model, character_tokenizer(), precision=precision)
+
+
+def kind_of(size: Size) -> type[transformers.PreTrainedModel]:
+    """Return the class of a model of this size."""
+    return transformers.Qwen3MoeForCausalLM if size.experts else transformers.Qwen3ForCausalLM
+
+
+def config_of(size: Size) -> transformers.PretrainedConfig:
+    """Return the configuration of a model of this size."""
+    tokenizer = character_tokenizer()
+    shared = {
+        "vocab_size": size.vocabulary or len(tokenizer),
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.key_value_heads,
+        "head_dim": size.head_dim,
+        "intermediate_size": size.width,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "architectures": [kind_of(size).__name__],
+    }
+    if not size.experts:
+        return transformers.Qwen3Config(**shared)
+    return transformers.Qwen3MoeConfig(
+        **shared,
+        num_experts=size.experts,
+        num_experts_per_tok=size.experts_per_token,
+        moe_intermediate_size=size.width,
+        norm_topk_prob=True,
+    )
+
+
+def problems() -> list[Problem]:
+    """Return some problems of different lengths."""
+    return [Problem("digits", i, prompt, None) for i, prompt in enumerate(PROMPTS)]
+
+
+def sampled(policy: Policy, group_size: int, tokens: int, record_experts: bool = False) -> list[Response]:
+    """Sample responses to the problems with the in-process engine."""
+    engine = LocalEngine(policy, dtype=policy.model.dtype)
+    groups = engine.generate(problems(), group_size, Sampling(1.0, tokens), (1, "check"), record_experts=record_experts)
+    return [response for group in groups for response in group]
+
+
+def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
+    """Return the responses as a batch with random advantages."""
+    batch = pack(responses, policy.pad_id)
+    generator = torch.Generator().manual_seed(2)
+    batch.adv_BT += torch.randn(len(responses), 1, generator=generator)
+    return batch
+
+
+def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
+    """Return a batch of random tokens: `rows` responses, of which each `group` share a prompt."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(vocabulary, (rows // group, prompt), generator=generator).repeat_interleave(group, 0)
+    tokens = torch.cat([prompts, torch.randint(vocabulary, (rows, response), generator=generator)], 1)
+    mask = torch.ones(rows, response, dtype=torch.bool)
+    zeros = torch.zeros(rows, response)
+    return TrainBatch(
+        tokens_BS=tokens,
+        attention_BS=torch.ones_like(tokens, dtype=torch.bool),
+        mask_BT=mask,
+        sampled_BT=mask.clone(),
+        engine_logp_BT=zeros,
+        adv_BT=torch.randn(rows, 1, generator=generator).expand(rows, response).contiguous(),
+        prompts_B=torch.arange(rows) // group,
+    )
+
+
+def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[Tensor]:
+    """Return the gradients of the sum of advantage times log-prob, over the policy's parameters that have one."""
+    for micro in batch.split(micro_batch_size):
+        output = policy.forward(micro, entropy=False)
+        on_device = micro.to(policy.device)
+        torch.where(on_device.mask_BT, output.logp_BT * on_device.adv_BT, 0.0).sum().backward()
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    policy.model.zero_grad(set_to_none=True)
+    return gradients
+
+
+@dataclass
+class Digits(Task):
+    """A task that a random model learns in a hundred steps: the reward is the share of digits in the response."""
+
+    name: str = "digits"
+
+    def size(self, split: str) -> None:
+        return None
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        return Problem("digits", index, PROMPTS[index % len(PROMPTS)], None)
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        shares = [sum(map(str.isdigit, text)) / max(len(text), 1) for _, text, _ in answers]
+        return [Score(share, "digits") for share in shares]
+
+    def evaluation_sets(self) -> list[str]:
+        return []

@@ -1,0 +1,63 @@
+"""Runs the checks one after the other within the time that there is."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gspo.checking import kernels, machine, speed, training
+from gspo.checking.bench import Bench
+from gspo.checking.report import FAIL, SKIP, Finding
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: what it is about in words, the function, and the seconds it may take on a CPU or GPU."""
+
+    name: str
+    function: Callable[[Bench], Iterator[Finding]]
+    seconds: float
+
+
+CHECKS = (
+    Check("versions", machine.versions, 0),
+    Check("devices", machine.devices, 0),
+    Check("ceilings", machine.ceilings, 2),
+    Check("kernels against float64", kernels.kernels_against_float64, 2),
+    Check("precision of the head", kernels.head_precision, 1),
+    Check("micro-batch cuts", training.micro_batch_cuts, 2),
+    Check("engine against trainer", training.engine_against_trainer, 2),
+    Check("Routing Replay", training.routing_replay, 1),
+    Check("killed and resumed", training.resume, 35),
+    Check("first use of new shapes", speed.new_shapes, 2),
+    Check("waits for the GPU", speed.waits, 1),
+    Check("learning", training.learning, 5),
+    Check("decoding", speed.decoding, 5),
+    Check("updates", speed.updates, 3),
+    Check("memory against the plan", speed.memory_against_plan, 3),
+    Check("vLLM", training.vllm_engine, 60),
+)
+
+
+def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
+    """Yield what the checks find. A check that fails in an unforeseen way does not keep the others from running."""
+    for check in checks:
+        if bench.left < check.seconds:
+            yield Finding(SKIP, check.name, f"{max(bench.left, 0):.0f} s left", f"needs {check.seconds:g} s: --seconds")
+            continue
+        started = time.monotonic()
+        try:
+            yield from check.function(bench)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            yield Finding(FAIL, check.name, "out of memory; the other checks go on", detail=str(error))
+        # Whatever a machine that nobody has seen does in a check is what the user is to be told.
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            yield Finding(FAIL, check.name, f"{type(error).__name__}: {first}"[:150], detail=traceback.format_exc())
+        finally:
+            bench.spent[check.name] = round(time.monotonic() - started, 2)

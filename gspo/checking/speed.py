@@ -1,0 +1,191 @@
+"""How fast this machine samples and learns, beside what its memory and arithmetic would allow."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gspo.checking.bench import DENSE, PROMPTS, SPARSE, Bench, Size, backward, config_of, packed, random_batch, sampled
+from gspo.checking.machine import GB, short
+from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
+from gspo.core.types import Problem
+from gspo.model.policy import Policy
+from gspo.planning.memory import Work, batch, measure
+from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.requests import Sampling
+
+ROWS = (32, 256)
+# Times the bytes floor from which decoding is called slow. The models for a CPU are so small that calls take most.
+OVER_FLOOR = {"cuda": 10.0, "cpu": 60.0}
+SHARE_OF_PEAK = {"cuda": 0.05, "cpu": 0.1}  # of large products, below which an update is called slow
+NEW_SHAPE = 4.0  # times a shape's second use from which its first is called slow
+OVER_PLAN = 1.25  # times the planned memory
+# Operations that make a view or read a size, and so launch nothing.
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
+    "unsqueeze", "squeeze", "unflatten", "detach", "alias", "as_strided", "unbind", "chunk", "narrow", "empty",
+    "new_empty", "empty_like", "empty_strided", "view_as_real", "view_as_complex", "_conj", "lift_fresh",
+}  # fmt: skip
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that launch something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name.split("::")[1] not in VIEWS:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def decoding(bench: Bench) -> Iterator[Finding]:
+    """Measure tokens a second at 32 and 256 rows. The floor is the time in which weights and cache can be read."""
+    for size in bench.sizes:
+        policy = bench.policy(size, precision=bench.precision, dtype=bench.precision)
+        tokens = 128 if bench.on_gpu else 24
+        for rows in ROWS:
+            engine = LocalEngine(policy, batch_rows=rows, dtype=policy.model.dtype)
+            started = time.perf_counter()
+            decoded(engine, rows, 8)  # to warm up
+            if time.perf_counter() - started > bench.left / 4:
+                yield Finding(SKIP, f"decoding, {size.name}, {rows} rows", "no time left")
+                continue
+            bench.synchronize()
+            started = time.perf_counter()
+            count, longest = decoded(engine, rows, tokens)
+            bench.synchronize()
+            seconds = time.perf_counter() - started
+            floor = longest * bytes_of_step(policy, size, rows, longest) / bench.copy
+            most = OVER_FLOOR[bench.device.type]
+            finding = at_most(f"decoding, {size.name}, {rows} rows", seconds / floor, most, status=SLOW)
+            finding.number = f"{count / seconds:,.0f} tokens/s, {seconds / floor:.1f} x floor"
+            finding.bound = f"<= {most:g} x the time of reading the bytes"
+            yield finding
+        launches = launches_of(bench, lambda engine=engine: decoded(engine, 32, 17))
+        yield Finding(OK, f"launches for a token and layer, {size.name}", f"{launches / 17 / size.layers:.0f}")
+
+
+def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
+    """Sample `rows` responses and return how many tokens they have, and the most of one."""
+    problems = [Problem("digits", i, PROMPTS[i % len(PROMPTS)], None) for i in range(rows // 8)]
+    groups = engine.generate(problems, 8, Sampling(1.0, tokens), (1, "speed"))
+    lengths = [len(response.token_ids) for group in groups for response in group]
+    return sum(lengths), max(lengths)
+
+
+def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
+    """Return the bytes that decoding one token for all rows must read: the weights that the rows touch, and half of
+    the cache that there is at the end."""
+    item = policy.model.dtype.itemsize
+    parameters = sum(p.numel() for p in policy.model.parameters()) - policy.model.get_input_embeddings().weight.numel()
+    if size.experts:
+        of_experts = 3 * size.layers * size.experts * size.hidden * size.width
+        touched = min(1.0, rows * size.experts_per_token / size.experts)
+        parameters -= of_experts * (1 - touched)
+    cache = 2 * size.layers * size.key_value_heads * size.head_dim * rows * (len(PROMPTS[0]) + tokens / 2)
+    return item * (parameters + cache)
+
+
+def launches_of(bench: Bench, work: Callable[[], object]) -> int:
+    """Return how many kernels some work launches on a GPU, or on a CPU how many operations it calls."""
+    if not bench.on_gpu:
+        with Operations() as operations:
+            work()
+        return operations.count
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        work()
+        bench.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events())
+
+
+def updates(bench: Bench) -> Iterator[Finding]:
+    """Measure which share of the peak of large products a forward and backward pass reaches."""
+    for size in bench.sizes:
+        policy = bench.policy(size, precision=bench.precision)
+        rows, prompt, response = (8, 256, 768) if bench.on_gpu else (8, 32, 96)
+        micro = random_batch(rows, prompt, response, size.vocabulary, group=8)
+        seconds = bench.seconds(lambda policy=policy, micro=micro: backward(policy, micro, len(micro)), repeats=2)
+        lengths = torch.full((rows,), prompt + response)
+        repeated = policy.forward_flops(torch.full((rows - rows // 8,), prompt))
+        flops = 3 * (policy.forward_flops(lengths) - repeated)
+        share = flops / seconds / bench.matmul[bench.precision]
+        finding = at_least(f"update, {size.name}", share, SHARE_OF_PEAK[bench.device.type], status=SLOW)
+        finding.number = f"{rows * response / seconds:,.0f} tokens/s, {share:.0%} of peak"
+        finding.bound = f">= {SHARE_OF_PEAK[bench.device.type]:.0%} of peak"
+        yield finding
+
+
+def memory_against_plan(bench: Bench) -> Iterator[Finding]:
+    """Compare the memory of an update with what `gspo plan` says."""
+    if not bench.on_gpu:
+        yield Finding(SKIP, "memory against `gspo plan`", "a CPU's allocator does not say what is held")
+        return
+    for size in bench.sizes:
+        work = Work(
+            ranks=1, shard_size=1, experts=1, rows=8, scored=8, prompt=256, response=768, group=8,
+            precision=bench.precision, checkpointing=False,
+        )  # fmt: skip
+        planned = measure(config_of(size), work)
+        policy = bench.policy(size, precision=bench.precision)
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        backward(policy, batch(work, work.rows), work.rows)
+        held = torch.cuda.max_memory_allocated(bench.device)
+        expected = planned.weights + planned.trained + planned.update
+        finding = at_most(f"memory of an update, {size.name}", held / expected, OVER_PLAN)
+        finding.number = f"{held / GB:.2f} GB, {held / expected:.2f} of the plan"
+        finding.bound = f"<= {OVER_PLAN:g} of the plan"
+        yield finding
+        del policy
+
+
+def waits(bench: Bench) -> Iterator[Finding]:
+    """Count by place how often a forward and backward pass makes the CPU wait for the GPU."""
+    if not bench.on_gpu:
+        yield Finding(SKIP, "waits for the GPU", "there is no GPU to wait for")
+        return
+    for size in (DENSE, SPARSE):
+        policy = bench.policy(size, precision=bench.precision)
+        micro = packed(policy, sampled(policy, 8, 24))
+        backward(policy, micro, 8)  # to warm up
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                backward(policy, micro, 8)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+        finding = at_most(f"waits in four micro-batches, {size.name}", places.total(), 0, status=SLOW)
+        finding.detail = dict(places)
+        if places:
+            finding.bound += f"; most at {places.most_common(1)[0][0]}"
+        yield finding
+
+
+def new_shapes(bench: Bench) -> Iterator[Finding]:
+    """Compare the first use of new shapes with the second. The first is slow where something is planned for each."""
+    policy = bench.policy(SPARSE, precision=bench.precision)
+    batches = [random_batch(8, 11 + i, 19 + 2 * i, 20, group=4) for i in range(8)]
+    backward(policy, random_batch(8, 7, 9, 20, group=4), 8)  # to load the kernels
+
+    def used() -> float:
+        bench.synchronize()
+        started = time.perf_counter()
+        for micro in batches:
+            backward(policy, micro, 8)
+        bench.synchronize()
+        return time.perf_counter() - started
+
+    first, second = used(), min(used(), used())
+    finding = at_most("first against second use of new shapes", first / second, NEW_SHAPE, "x", status=SLOW)
+    finding.detail = {"first_s": first, "second_s": second, "precision": short(bench.precision)}
+    yield finding

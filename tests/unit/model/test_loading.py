@@ -1,0 +1,91 @@
+"""Models that people bring: what is mended when they are loaded, and what is refused before the first step."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from architectures import small_model
+from builders import small_policy
+from gspo.model import loading
+from gspo.model.loading import HFModel, check_can_be_written, load, save, writable
+from gspo.model.stand_in import StandIn
+from gspo.model.tokenizer import character_tokenizer
+
+
+def test_a_generation_configuration_that_cannot_be_written_is_mended():
+    read = transformers.GenerationConfig(do_sample=False, temperature=0.6, top_p=0.95, eos_token_id=[1, 2])
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        read.save_pretrained("nowhere")
+    mended = writable(read)
+    assert (mended.do_sample, mended.temperature, mended.top_p, mended.eos_token_id) == (True, 0.6, 0.95, [1, 2])
+    mended.validate(strict=True)
+    assert read.do_sample is False, "what was read is not changed"
+    assert writable(None) is None
+    plain = transformers.GenerationConfig(eos_token_id=2)
+    assert writable(plain).to_dict() == plain.to_dict()
+
+
+def test_one_that_nothing_mends_keeps_the_ids_of_tokens():
+    read = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
+    read.__dict__["early_stopping"] = "perhaps"  # as read from a file of another version
+    mended = writable(read)
+    mended.validate(strict=True)
+    assert (mended.eos_token_id, mended.pad_token_id, mended.bos_token_id) == (2, 0, None)
+
+
+def test_a_folder_with_such_a_file_is_loaded_and_written_again(tmp_path):
+    policy = small_policy()
+    save(policy.model, policy.tokenizer, tmp_path)
+    given = {"do_sample": False, "temperature": 0.6, "eos_token_id": policy.tokenizer.eos_token_id}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    model, tokenizer = load(str(tmp_path))
+    check_can_be_written(model, tokenizer)
+    save(model, tokenizer, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_what_cannot_be_written_is_said_before_the_first_step(monkeypatch):
+    model, tokenizer = StandIn().make()
+    check_can_be_written(model, tokenizer)
+    model.generation_config.temperature = 0.6
+    model.generation_config.do_sample = False
+    words = r"Qwen3ForCausalLM: a checkpoint of it cannot be written \(ValueError: GenerationConfig is invalid"
+    with pytest.raises(ValueError, match=words):
+        check_can_be_written(model, tokenizer)
+    model.generation_config.do_sample = True
+    other = StandIn(path="allenai/OLMoE-1B-7B-0924").make()[1]
+    monkeypatch.setattr(loading.transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: other)
+    with pytest.raises(ValueError, match="its tokenizer gives other tokens once it is written and read again"):
+        check_can_be_written(model, tokenizer)
+
+
+def test_weights_that_cannot_be_written_are_said_too():
+    model, tokenizer = StandIn().make()
+    layers = model.model.layers
+    layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight  # safetensors refuses what shares memory
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: a checkpoint of it cannot be written"):
+        check_can_be_written(model, tokenizer)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])
+def test_quantized_weights_are_refused_in_one_line(tmp_path, method):
+    policy = small_policy()
+    save(policy.model, policy.tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for make in (HFModel(path=str(tmp_path)).make, HFModel(path=str(tmp_path)).outline):
+        with pytest.raises(
+            ValueError, match=rf"its weights are quantized \({method}\), .*use the folder of 16 or 32 b"
+        ):
+            make()
+
+
+def test_an_architecture_without_pytorchs_attention_gets_its_own(tmp_path):
+    model = small_model("mamba")
+    save(model, character_tokenizer(), tmp_path)
+    loaded, _ = HFModel(path=str(tmp_path)).make()
+    ids = torch.arange(5)[None]
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)

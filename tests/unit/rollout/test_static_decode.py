@@ -1,0 +1,153 @@
+"""Decoding with tensors of fixed shapes, as on a GPU: the responses of the growing cache. Recording needs a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from builders import perturb, problems, small_policy
+from gspo.core.batch import pack
+from gspo.core.types import Problem
+from gspo.model.adapter import LoraSettings
+from gspo.model.loading import TinyDense
+from gspo.rollout import local_engine, static_decode
+from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.requests import Sampling
+from gspo.rollout.static_decode import StaticDecoder
+
+DENSE = TinyDense(hidden=32, layers=2, heads=2, width=32)
+
+
+def adapted():
+    policy = small_policy(DENSE)
+    policy.adapt(LoraSettings(rank=4), 1)
+    perturb(policy, 0.05)
+    return policy
+
+
+POLICIES = {
+    "dense": lambda: small_policy(DENSE),
+    "MoE": small_policy,
+    "bfloat16": lambda: small_policy().copy(torch.bfloat16),
+    "LoRA": adapted,
+}
+
+
+def gap(policy, responses) -> float:
+    """The mean absolute difference of the engine's log-probs to the trainer's."""
+    batch = pack(responses, policy.tokenizer.pad_token_id)
+    scored = policy.score(batch, 8).logp_BT
+    return float((scored - batch.engine_logp_BT).abs()[batch.mask_BT].mean())
+
+
+@pytest.fixture
+def static(monkeypatch):
+    """Let engines decode as on a GPU, without recording; returns the decoders that were made."""
+    made = []
+
+    class Watched(StaticDecoder):
+        def __init__(self, policy, new_tokens, records):
+            super().__init__(policy, new_tokens, records)
+            made.append(self)
+
+    def decoder(engine, rows):
+        return Watched(engine.sampler, max(row.limit for row in rows), records=False)
+
+    def use():
+        monkeypatch.setattr(LocalEngine, "_decoder", decoder)
+        return made
+
+    return use
+
+
+PLAIN, WITH_RULES = Sampling(1.0, 40), Sampling(0.7, 20, top_p=0.9, stop=("7", "+"))
+CASES = [("dense", WITH_RULES), ("MoE", PLAIN), ("MoE", WITH_RULES), ("bfloat16", PLAIN), ("LoRA", PLAIN)]
+
+
+@pytest.mark.parametrize(("name", "sampling"), CASES)
+def test_responses_are_those_of_the_growing_cache(static, monkeypatch, name, sampling):
+    """Also with prompts of unequal lengths, rows that end at different tokens, and several windows."""
+    policy = POLICIES[name]()
+    monkeypatch.setattr(static_decode, "WINDOW", 16)
+    engine = LocalEngine(policy, dtype=policy.model.dtype)
+    record = policy.routing.layers > 0
+    plain = engine.generate(problems(), 4, sampling, (1, "s"), record_experts=record)
+    made = static()
+    fixed = engine.generate(problems(), 4, sampling, (1, "s"), record_experts=record)
+    assert len(made) == 1 and made[0].window > 16
+    pairs = list(zip((r for g in plain for r in g), (r for g in fixed for r in g), strict=True))
+    assert len({a.length for a, _ in pairs}) > 2, "rows end at different tokens"
+    if policy.model.dtype == torch.bfloat16:  # a last bit may draw another token, after which responses part
+        growing, static_cache = gap(policy, [a for a, _ in pairs]), gap(policy, [b for _, b in pairs])
+        assert 0 < static_cache < 2 * growing
+        return
+    for a, b in pairs:
+        assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+        assert not record or (a.experts == b.experts).mean() > 0.99
+
+
+def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
+    """A graph reads and writes the tensors that it was recorded with."""
+    policy = small_policy()
+    made = static()
+    with policy.network.frozen(copy_experts=True), torch.no_grad():
+        decoder = StaticDecoder(policy, 12, records=False)
+        decoder.prefill([[5, 6, 7], [8, 9]], 2)
+        decoder.step(torch.tensor([3, 4, 5, 6]))
+
+        def places():
+            tensors = [*decoder.keys, *decoder.values, decoder.mask_RS, decoder.lengths_R, decoder.column]
+            return [x.data_ptr() for x in [*tensors, decoder.tokens_R, policy.network._rotation_table]]
+
+        before = places()
+        for token in range(10):
+            decoder.step(torch.full((4,), token))
+        assert places() == before
+        assert decoder.lengths_R.tolist() == [14, 14, 13, 13] and decoder.column.tolist() == [14]
+    assert not made
+
+
+def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
+    """Memory that was never written may hold NaN."""
+    policy = small_policy(DENSE)
+    plain = LocalEngine(policy).generate(problems(), 2, Sampling(1.0, 12), (1, "n"))
+    static()
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        fixed = LocalEngine(policy).generate(problems(), 2, Sampling(1.0, 12), (1, "n"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [r.token_ids for g in plain for r in g] == [r.token_ids for g in fixed for r in g]
+
+
+def test_an_engine_decodes_so_on_a_gpu_unless_told_otherwise(monkeypatch):
+    policy = small_policy(DENSE)
+    rows = [local_engine.Row(Problem("math", 0, "", ""), 0, [5], 0, limit) for limit in (3, 9)]
+    assert type(LocalEngine(policy)._decoder(rows)) is local_engine.Decoder
+    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    decoder = LocalEngine(policy)._decoder(rows)
+    assert isinstance(decoder, StaticDecoder) and decoder.spare == 9 and not decoder.records
+    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local_engine.Decoder
+
+
+def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypatch, capsys):
+    """This build of PyTorch has no CUDA graphs."""
+    policy = small_policy(DENSE)
+    monkeypatch.setattr(static_decode, "_reported", set())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def refuses():
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuses)
+    decoders = [StaticDecoder(policy, 6, records=records) for records in (False, True)]
+    with policy.network.frozen(copy_experts=True), torch.no_grad():
+        for decoder in decoders:
+            decoder.prefill([[5, 6], [7]], 1)
+        for token in range(5):
+            logits = [decoder.step(torch.full((2,), token))[0] for decoder in decoders]
+            assert torch.equal(*logits)
+    assert not decoders[1].records
+    said = capsys.readouterr().err
+    assert said.count("warning: decoding without CUDA graphs, which is slower: operation not permitted") == 1

@@ -1,0 +1,85 @@
+"""The CUDA stream of a rollout thread, with stand-ins for streams and events: what waits for what."""
+
+import threading
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from gspo.rollout import off_policy
+from gspo.rollout.streams import OwnStream
+from trainers import gap_trainer, steps
+
+
+class FakeStream:
+    def __init__(self, device, calls):
+        self.device, self.calls = device, calls
+
+    def wait_event(self, event):
+        self.calls.append(("wait", event))
+
+    def record_event(self):
+        self.calls.append("record")
+        return "event"
+
+
+def test_work_after_an_event_waits_for_it_and_keeps_what_it_reads(monkeypatch):
+    calls = []
+
+    @contextmanager
+    def stream(own):
+        calls.append("enter")
+        yield
+        calls.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device, calls))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(device, calls))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    own = OwnStream(torch.device("cuda"))
+    tensor = SimpleNamespace(is_cuda=True, record_stream=lambda s: calls.append("keep" if s is own.stream else "other"))
+    with own.after(own.queued(), [tensor, torch.zeros(1)]):
+        calls.append("work")
+    assert calls == ["record", "enter", ("wait", "event"), "keep", "work", "leave"]
+
+
+def test_on_a_cpu_there_is_no_stream():
+    own = OwnStream(torch.device("cpu"))
+    assert own.queued() is None
+    with own.after(None, [torch.zeros(1)]):
+        assert own.stream is None
+
+
+def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
+    calls = []
+
+    class Recording(OwnStream):
+        def queued(self):
+            calls.append(("queued", threading.current_thread().name.startswith("rollout")))
+            return len(calls)
+
+        @contextmanager
+        def after(self, event, tensors=()):
+            calls.append(("after", event, threading.current_thread().name.startswith("rollout"), len(list(tensors))))
+            yield
+
+    monkeypatch.setattr(off_policy, "OwnStream", Recording)
+    t = gap_trainer(old="behaviour", staleness=1, overlap=True)
+    plain = t.policy.named_tensors
+
+    def named_tensors():
+        calls.append("weights")
+        return plain()
+
+    monkeypatch.setattr(t.policy, "named_tensors", named_tensors)
+    steps(t, 1)
+    wait([batch for batch in t.source.batches.values() if isinstance(batch, Future)])
+    t.source.close()
+    marks = [call for call in calls if call[0] == "queued"]
+    assert marks and not any(in_thread for _, in_thread in marks)
+    after = [call for call in calls if call[0] == "after"]
+    assert len(after) == len(marks) and all(in_thread for _, _, in_thread, _ in after)
+    weights = len(dict(plain()))
+    assert sorted(count for *_, count in after) == [0, 0, weights]
+    with_weights = next(call for call in after if call[3])
+    assert with_weights[1] - 1 > calls.index("weights"), "the event is recorded after the copies are queued"
