@@ -467,10 +467,9 @@ def test_messages_that_the_chat_template_refuses_are_a_failure_of_the_environmen
             return Outcome(done=True)
 
     for r in played(Scripted(kind=Tool), policy=Policy(model, tokenizer)):
-        assert (
-            r.score.verdict == "environment-error"
-            and "refuses what reset returned: TemplateError: users first" in r.score.reason
-        )
+        assert r.score.verdict == "environment-error"
+        assert "refuses what reset returned" in r.score.reason
+        assert r.score.reason.endswith("users first")
 
 
 CALLING = (
