@@ -173,8 +173,10 @@ def targets(count: int, vocabulary: int) -> Tensor:
 
 
 def our_logprobs(x: Tensor, head: Tensor) -> Tensor:
-    split = x.device.type == "cuda" and x.dtype == torch.float32
-    logp, entropy = TokenLogProbs.apply(x, head, targets(len(x), len(head)).to(x.device), 0.7, True, split)
+    # Where the layers are in bfloat16, the trainer's head takes their float32 sums and multiplies in parts.
+    split = x.dtype == torch.bfloat16 and kernels.SPLITS.get(x.device.type, False)
+    tokens = targets(len(x), len(head)).to(x.device)
+    logp, entropy = TokenLogProbs.apply(x.float(), head, tokens, 0.7, True, split)
     return logp + 0.3 * entropy
 
 

@@ -32,13 +32,13 @@ CHECKS = (
     Check("micro-batch cuts", training.micro_batch_cuts, 2),
     Check("engine against trainer", training.engine_against_trainer, 2),
     Check("Routing Replay", training.routing_replay, 1),
-    Check("killed and resumed", training.resume, 35),
     Check("first use of new shapes", speed.new_shapes, 2),
     Check("waits for the GPU", speed.waits, 1),
     Check("learning", training.learning, 5),
     Check("decoding", speed.decoding, 5),
     Check("updates", speed.updates, 3),
     Check("memory against the plan", speed.memory_against_plan, 3),
+    Check("killed and resumed", training.resume, 35),
     Check("vLLM", training.vllm_engine, 60),
 )
 

@@ -163,7 +163,7 @@ def waits(bench: Bench) -> Iterator[Finding]:
                 backward(policy, micro, 8)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+        places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message))
         finding = at_most(f"waits in four micro-batches, {size.name}", places.total(), 0, status=SLOW)
         finding.detail = dict(places)
         if places:

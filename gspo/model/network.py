@@ -210,7 +210,7 @@ def experts(
     if way == "all" and not ranks and not any(adapters):
         return _all_experts(up, down.transpose(1, 2).flatten(0, 1), h_NW, weights_NK, experts_NK)
     flat = experts_NK.flatten()
-    order = flat.argsort(stable=True)
+    order = flat.to(torch.int16).argsort(stable=True)  # a GPU sorts 16 bits in a quarter of the passes
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     counts_E = flat.new_zeros(own.num_experts).scatter_add_(
         0, flat, torch.ones_like(flat)

@@ -1,11 +1,11 @@
 """Decoding on a GPU with tensors whose shapes and places do not change from token to token.
 
 A token is then the same list of kernels each time. It is recorded once as a CUDA graph and replayed, which hands the
-GPU one order in place of some fifty for each layer. The cache has its full length from the start, and a mask says which
-columns are filled. What is recorded holds for a number of rows and a window of columns, with others it is recorded
-anew.
+GPU one order in place of some fifty for each layer. The cache has its full length from the start, and counts on the
+device say how many columns of each row are filled. What is recorded holds for a number of rows. Where attention needs
+a mask it also holds for a window of columns. With others it is recorded anew.
 
-Shape suffixes: R live rows, S cached positions, H query heads, J key/value heads, D head dimension.
+Shape suffixes: R live rows, S columns of the cache, H query heads, J key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import math
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.core.batch import to_device
+from gspo.model.packing import attention
 from gspo.model.policy import Policy
+from gspo.rollout.cached_attention import by_counts, by_mask, counts_are_used, filled_columns
 from gspo.rollout.decode import Decoder, Step, masked
 
 WINDOW = 256  # columns: attention reads the least multiple of it that holds all filled ones
@@ -28,8 +28,9 @@ _reported: set[str] = set()  # why tokens could not be recorded, as far as this 
 class StaticDecoder(Decoder):
     """Decodes at most `new_tokens` tokens after the prompts. With `records` a token is recorded as a CUDA graph."""
 
-    # Rows that have ended are dropped once so few are left: another number of rows must be recorded again.
-    live_share = 0.75
+    # Rows that have ended are dropped once so few are left: another number of rows must be recorded again, which takes
+    # as long as some ten tokens, and an ended row costs little beside the weights that are read for all rows.
+    live_share = 0.5
 
     def __init__(self, policy: Policy, new_tokens: int, records: bool):
         super().__init__(policy)
@@ -41,21 +42,37 @@ class StaticDecoder(Decoder):
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
         step = super().prefill(prompts, group_size)
-        for states in (self.keys, self.values):
-            for state in states:
-                state[:, :, self.filled :] = 0  # what is masked must still be a number
-        dtype, device = self.keys[0].dtype, self.lengths_R.device
-        mask_RS = masked(torch.ones(len(self.lengths_R), self.room, dtype=torch.bool, device=device), dtype)
-        mask_RS[:, : self.filled] = 0.0 if self.mask_RS is None else self.mask_RS
-        self.mask_RS = mask_RS
-        self.column = to_device(torch.tensor([self.filled]), device)
+        self.mask_RS = None  # counts take its place
         self.tokens_R = torch.zeros_like(self.lengths_R)
+        self._count()
         return step
+
+    def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        """Attend within the prompts, and write their keys and values into the cache [R, S, J, D]."""
+        q, k, v = (x.unflatten(0, self.shape) for x in (q_NHD, k_NJD, v_NJD))
+        if layer == 0:
+            sizes = q.shape[2], k.shape[2], k.shape[3]
+            self.uses_counts = counts_are_used(k.device, k.dtype, *sizes)
+        for states, new in ((self.keys, k), (self.values, v)):
+            prompts, _, heads, dim = new.shape
+            state = new.new_empty(prompts * self.group_size, self.room, heads, dim)
+            state[:, : self.prompt] = new.repeat_interleave(self.group_size, 0)
+            if not self.uses_counts:
+                state[:, self.prompt :] = 0  # what is masked must still be a number
+            states.append(state)
+        return attention(q, k, v)
+
+    def _count(self) -> None:
+        """Set what depends on the number of rows, after it has changed."""
+        self.filled_columns = filled_columns(self.lengths_R, self.room)
+        self.columns_S = torch.arange(self.room, device=self.lengths_R.device)
+        self.begins_R = torch.arange(len(self.lengths_R), device=self.lengths_R.device) * self.room
 
     def step(self, tokens_R: Tensor) -> Step:
         """Feed one token per row, and return the next step's logits and experts, which the next call overwrites."""
         self.filled += 1
-        self.window = min(self.room, math.ceil(self.filled / WINDOW) * WINDOW)
+        window = math.ceil(self.filled / WINDOW) * WINDOW
+        self.window = self.room if self.uses_counts else min(self.room, window)
         self.tokens_R.copy_(tokens_R)
         shape = len(tokens_R), self.window
         if not self.records or shape != self.recorded_for:
@@ -89,25 +106,28 @@ class StaticDecoder(Decoder):
 
     def _advance(self) -> Step:
         """Compute one token from `tokens_R`, and move on by a column. Everything that changes is changed in place."""
-        self.mask_RS.index_fill_(1, self.column, 0.0)
+        self.places_R = self.begins_R + self.lengths_R
+        self.filled_columns.counts_R.add_(1)
+        if not self.uses_counts:
+            empty_RS = self.columns_S[: self.window] > self.lengths_R[:, None]
+            self.mask_RS = masked(empty_RS, self.keys[0].dtype)
         hidden_RW, own_RLK = self.network(self.tokens_R, self.lengths_R, self.room, self._attend_cache)
         self.lengths_R.add_(1)
-        self.column.add_(1)
         return self.network.logits(hidden_RW), None if own_RLK is None else own_RLK.unsqueeze(1)
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
         """Write one token's keys and values per row into the cache, and attend over the filled columns."""
         keys, values = self.keys[layer], self.values[layer]
-        keys.index_copy_(2, self.column, k_RJD.unsqueeze(2))
-        values.index_copy_(2, self.column, v_RJD.unsqueeze(2))
-        window = slice(0, self.window)
-        mask = self.mask_RS[:, None, None, window]
-        # The query heads of one key head take the place of several query positions: they read its keys without copies.
-        q = q_RHD.unflatten(1, (k_RJD.shape[1], -1))
-        return F.scaled_dot_product_attention(q, keys[:, :, window], values[:, :, window], attn_mask=mask).flatten(1, 2)
+        keys.flatten(0, 1).index_copy_(0, self.places_R, k_RJD)
+        values.flatten(0, 1).index_copy_(0, self.places_R, v_RJD)
+        if self.uses_counts:
+            return by_counts(q_RHD, keys, values, self.filled_columns)
+        return by_mask(q_RHD, keys, values, self.mask_RS)
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows and drop the others."""
+        self.mask_RS = None
         super().keep(rows)
         self.tokens_R = self.tokens_R[rows]
+        self._count()
         self.recorded, self.recorded_for = None, (0, 0)

@@ -9,7 +9,8 @@ from gspo.core.batch import pack
 from gspo.core.types import Problem
 from gspo.model.adapter import LoraSettings
 from gspo.model.loading import TinyDense
-from gspo.rollout import local_engine, static_decode
+from gspo.model.variable_lengths import by_formula
+from gspo.rollout import cached_attention, local_engine, static_decode
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.rollout.static_decode import StaticDecoder
@@ -86,6 +87,53 @@ def test_responses_are_those_of_the_growing_cache(static, monkeypatch, name, sam
         assert not record or (a.experts == b.experts).mean() > 0.99
 
 
+def attention_by_formula(q_RHD, keys_RSJD, values_RSJD, filled):
+    """What FlashAttention computes: each row's query over as many columns as the row's count says."""
+    rows, columns = keys_RSJD.shape[:2]
+    assert filled.query_ends.tolist() == list(range(rows + 1))
+    assert filled.key_ends.tolist() == [row * columns for row in range(rows + 1)]
+    counts = filled.counts_R.tolist()
+    assert max(counts) <= columns
+    keys, values = (torch.cat([x[r, :count] for r, count in enumerate(counts)]) for x in (keys_RSJD, values_RSJD))
+    return by_formula(q_RHD, keys, values, tuple((1, count) for count in counts))
+
+
+@pytest.mark.parametrize("name", ["dense", "MoE"])
+def test_counts_of_filled_columns_take_the_place_of_a_mask(static, monkeypatch, name):
+    """With the formula in the place of FlashAttention. Columns that are not filled hold NaN."""
+    policy = POLICIES[name]()
+    plain = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
+    made = static()
+    monkeypatch.setattr(static_decode, "counts_are_used", lambda *sizes: True)
+    monkeypatch.setattr(static_decode, "by_counts", attention_by_formula)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        counted = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made[0].window == made[0].room, "no window bounds what attention reads"
+    responses, others = ([r for group in groups for r in group] for groups in (plain, counted))
+    assert len({r.length for r in responses}) > 2
+    assert [r.token_ids for r in responses] == [r.token_ids for r in others]
+
+
+def test_attention_by_counts_is_tried_before_it_is_used(monkeypatch):
+    """A CPU has no such operator. A kernel that reads too many columns or mixes rows up is found out."""
+    cpu = torch.device("cpu")
+    assert not cached_attention.counts_are_used(cpu, torch.bfloat16, 4, 2, 16)
+    assert "refuses counts of keys" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
+    monkeypatch.setattr(cached_attention, "by_counts", attention_by_formula)
+    assert cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16) == ""
+
+    def reads_too_much(q, keys, values, filled):
+        filled.counts_R.add_(1)
+        return attention_by_formula(q, keys, values, filled)
+
+    monkeypatch.setattr(cached_attention, "by_counts", reads_too_much)
+    assert "is off by" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
+
+
 def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
     """A graph reads and writes the tensors that it was recorded with."""
     policy = small_policy()
@@ -96,14 +144,16 @@ def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
         decoder.step(torch.tensor([3, 4, 5, 6]))
 
         def places():
-            tensors = [*decoder.keys, *decoder.values, decoder.mask_RS, decoder.lengths_R, decoder.column]
+            counts = decoder.filled_columns
+            tensors = [*decoder.keys, *decoder.values, decoder.lengths_R, decoder.begins_R, decoder.columns_S]
+            tensors += [counts.counts_R, counts.query_ends, counts.key_ends]
             return [x.data_ptr() for x in [*tensors, decoder.tokens_R, policy.network._rotation_table]]
 
         before = places()
         for token in range(10):
             decoder.step(torch.full((4,), token))
         assert places() == before
-        assert decoder.lengths_R.tolist() == [14, 14, 13, 13] and decoder.column.tolist() == [14]
+        assert decoder.lengths_R.tolist() == decoder.filled_columns.counts_R.tolist() == [14, 14, 13, 13]
     assert not made
 
 
