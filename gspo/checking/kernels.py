@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -43,7 +44,11 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # Only the filling of new tensors is wanted of the deterministic mode. Attention's backward pass has no
+            # deterministic way on a GPU, and PyTorch would say so here.
+            warnings.filterwarnings("ignore", "[^.]*defaults to a non-deterministic algorithm")
+            yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filled

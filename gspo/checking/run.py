@@ -34,10 +34,10 @@ CHECKS = (
     Check("Routing Replay", training.routing_replay, 1),
     Check("first use of new shapes", speed.new_shapes, 2),
     Check("waits for the GPU", speed.waits, 1),
-    Check("learning", training.learning, 5),
-    Check("decoding", speed.decoding, 5),
+    Check("learning", training.learning, 12),
+    Check("decoding", speed.decoding, 8),
     Check("updates", speed.updates, 3),
-    Check("memory against the plan", speed.memory_against_plan, 3),
+    Check("memory against the plan", speed.memory_against_plan, 10),
     Check("killed and resumed", training.resume, 35),
     Check("vLLM", training.vllm_engine, 60),
 )

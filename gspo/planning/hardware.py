@@ -43,6 +43,20 @@ KNOWN = {
 }
 # What of the peaks is reached; large matrices reach more and small batches less.
 ARITHMETIC, MEMORY = 0.4, 0.6
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The seconds that one layer takes beside its arithmetic: its kernels are launched one after the other, and most of
+    them are small. Measured on an H200 (docs/gpu.md)."""
+
+    learning: float  # forward and backward of one micro-batch
+    scoring: float  # forward of one micro-batch
+    token: float  # one token of all rows in the in-process engine, replayed from a CUDA graph
+
+
+OF_DENSE_LAYER = Launches(learning=3e-3, scoring=1e-3, token=1.2e-4)
+OF_MOE_LAYER = Launches(learning=6e-3, scoring=2e-3, token=2e-4)
 # GB of a GPU that neither PyTorch's tensors nor the engine's get: CUDA's context, NCCL's buffers, fragmentation.
 RESERVE = 5.0
 

@@ -3,8 +3,9 @@
 For example, Qwen3-30B-A3B on 16 GPUs: each holds a sixteenth of the weights, of their gradients and of AdamW's two
 moments (7.6 + 7.6 + 15.3 GB), gathers a layer's weights while it computes, and keeps the activations of one
 micro-batch. What is held is counted by gspo.planning.memory; times are those of a roofline: arithmetic at 40 % of the
-GPU's peak, memory at 60 % of its bandwidth (gspo.planning.hardware), nothing at the same time as anything else, and
-every response of the greatest length. So a time is right to a factor of two, and its parts say what binds.
+GPU's peak, memory at 60 % of its bandwidth, and what launching kernels took on an H200 (gspo.planning.hardware).
+Nothing happens at the same time as anything else, and every response has the greatest length. So a time is right to a factor of
+two, and its parts say what binds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from transformers import PretrainedConfig
 from gspo.config.checks import check_processes, samples_ahead, shares_weights
 from gspo.config.settings import Settings
 from gspo.model.cost import forward_flops
-from gspo.planning.hardware import ARITHMETIC, GB, MEMORY, RESERVE, Hardware
+from gspo.planning.hardware import (
+    ARITHMETIC,
+    GB,
+    MEMORY,
+    OF_DENSE_LAYER,
+    OF_MOE_LAYER,
+    RESERVE,
+    Hardware,
+    Launches,
+)
 from gspo.planning.memory import Measured, Work, measure
 from gspo.planning.models import config_of
 
@@ -90,6 +100,10 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
     times |= exchange_times(traffic, work, hardware) | rollout_times(measured, work, engine, hardware)
+    if settings.rollout.name == "local":
+        waves = math.ceil(engine.rows / engine.at_once)
+        tokens = waves * work.response
+        times["rollout: kernels launched"] = tokens * config.num_hidden_layers * launches_of(measured).token
     return Plan(settings, hardware, work, measured, engine, phases(settings, measured, engine), traffic, times)
 
 
@@ -244,10 +258,20 @@ def update_times(
     seconds *= 1 if work.precision == torch.bfloat16 else FLOAT32
     # a backward costs two forwards, with LoRA one; checkpointing computes one again
     per_pass = 1 + (1 if work.lora.rank else 2) + work.checkpointing
+    layers = config.num_hidden_layers
+    launches = launches_of(measured)
     return {
         "update: arithmetic": passes.learning * work.rows * per_pass * seconds,
+        "update: kernels launched": passes.learning * layers * launches.learning,
         "old log-probs: arithmetic": passes.scoring * work.scored * seconds,
+        "old log-probs: kernels launched": passes.scoring * layers * launches.scoring,
     }
+
+
+def launches_of(measured: Measured) -> Launches:
+    """Return what launching a layer's kernels takes: more in an MoE layer."""
+    sparse = measured.active is not None and measured.active < measured.parameters
+    return OF_MOE_LAYER if sparse else OF_DENSE_LAYER
 
 
 def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:

@@ -80,23 +80,21 @@ def test_the_miniature_of_the_study_and_its_further_settings_compose():
 
 
 @small_or_not
-def test_the_check_its_benchmarks_and_the_cold_start_are_understood(miniature, tmp_path):
-    first, *others, last = box.commands("check", tmp_path, miniature)
+def test_the_check_and_its_benchmarks_are_understood(miniature, tmp_path):
+    first, *others = box.commands("check", tmp_path, miniature)
     assert first.words[2] == "check" and check.options_of(list(first.words[3:])).json == str(tmp_path / "check.json")
+    peers = []
     for command in others:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             asked = to_dataclass(compose("benchmark", overrides=list(command.words[1:])))
         workload = WORKLOADS[asked.workload].resized(asked.size)
-        assert workload.peer and asked.arms == ["trl", "best"]
+        peers.append(asked.peer)
         settings(*workload.overrides())
-    single = composed(*jobs(last.words))
-    sweep = composed(jobs(box.commands("study", tmp_path, miniature)[0].words)[0])
-    assert (single.model, single.task, single.cold_start) == (sweep.model, sweep.task, sweep.cold_start)
-    assert single.seed == 101 and single.steps == 1 and single.study != sweep.study
+    assert peers == ["trl", "none"]
 
 
-def test_the_commands_that_the_study_must_follow_fit_into_the_part():
-    assert sum(command.seconds for command in box.commands("check", OUT, False)[:3]) <= box.SECONDS["check"]
+def test_the_commands_of_the_check_fit_into_the_part():
+    assert sum(command.seconds for command in box.commands("check", OUT, False)) <= box.SECONDS["check"]
 
 
 def test_every_wheel_is_pinned():
