@@ -4,8 +4,8 @@ For example, Qwen3-30B-A3B on 16 GPUs: each holds a sixteenth of the weights, of
 moments (7.6 + 7.6 + 15.3 GB), gathers a layer's weights while it computes, and keeps the activations of one
 micro-batch. What is held is counted by gspo.planning.memory; times are those of a roofline: arithmetic at 40 % of the
 GPU's peak, memory at 60 % of its bandwidth, and what launching kernels took on an H200 (gspo.planning.hardware).
-Nothing happens at the same time as anything else, and every response has the greatest length. So a time is right to a factor of
-two, and its parts say what binds.
+Nothing happens at the same time as anything else, and every response has the greatest length. So a time is right to a
+factor of two, and its parts say what binds.
 """
 
 from __future__ import annotations
