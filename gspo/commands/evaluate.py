@@ -248,7 +248,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = settings_and_checkpoint(
-        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code
+        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code, command.addresses
     )
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)

@@ -47,10 +47,24 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
     def command() -> object:
-        sys.argv[1:] = map(quoted, sys.argv[1:])
+        words = list(map(quoted, sys.argv[1:]))
+        resumes = any(word.startswith("resume=") for word in words)
+        sys.argv[1:] = map(of_any_option, words) if resumes else words
         return main()
 
     return command
+
+
+def of_any_option(word: str) -> str:
+    """Return a word beside resume= so that Hydra takes settings of options that it has not composed: those of the run.
+    Whether the run has the setting is checked when the run is read.
+
+    >>> of_any_option("rollout.url=http://127.0.0.1:8000")
+    '++rollout.url=http://127.0.0.1:8000'
+    """
+    key, sign, _ = word.partition("=")
+    plain = sign and "." in key and key[0].isalpha() and not key.startswith("hydra.")
+    return f"++{word}" if plain else word
 
 
 def quoted(word: str) -> str:

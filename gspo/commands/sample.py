@@ -32,7 +32,7 @@ def job(config: DictConfig) -> None:
     """Sample responses to a few problems, score them, and print them."""
     command: SampleCommand = to_dataclass(config)
     settings, checkpoint = settings_and_checkpoint(
-        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code
+        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code, command.addresses
     )
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:

@@ -5,7 +5,8 @@
 
 The words are those of `gspo train`: model and rollout must be the run's. What stands after -- goes to `vllm serve` as
 it is. The server has random weights until a run hands it its own. It listens at rollout.url, which is an address of
-this machine alone unless you give another: whoever reaches it can change its weights.
+this machine alone unless you give another. It answers to trainers that can read the key in its folder, which are those
+of the user who has started it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 
 from gspo.commands.option_files import composed_settings
 from gspo.config.settings import Settings
+from gspo.core.files import replace_text
 from gspo.model.loading import positions, save_configuration
-from gspo.rollout.engine_folder import DESCRIPTION, EngineFolder
+from gspo.rollout.engine_folder import EngineFolder
 from gspo.rollout.outside_engine import PIECE_BYTES
+from gspo.rollout.server_guard import DESCRIPTION, SERVERS_PROCESS, Guard, write_key
 from gspo.rollout.vllm import (
     check_heads,
     check_installed,
@@ -61,6 +64,7 @@ def serve() -> None:
         "TMPDIR": str(folder.path),
         "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
         DESCRIPTION: str(folder.path / "description.json"),
+        SERVERS_PROCESS: str(os.getpid()),  # which becomes the server, and whose end vLLM's workers follow
     }
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
     command = [sys.executable, "-P", "-m", "gspo.rollout.vllm_serve", str(folder.path / "model")]
@@ -83,7 +87,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     longest = rollout.max_model_len or positions(model)
     save_configuration(model, tokenizer, folder.path / "model")
     description = {
-        "folder": str(folder.path),
+        "url": rollout.url,
         "on_cpu": on_cpu,
         "dtype": rollout.dtype,
         "head_dtype": settings.policy.head_dtype,
@@ -92,12 +96,14 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "max_model_len": longest,
         "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }
-    (folder.path / "description.json").write_text(json.dumps(description), encoding="utf-8")
+    write_key(folder.path)
+    replace_text(folder.path / "description.json", json.dumps(description))
     place = urlsplit(rollout.url)
     return vllm_options(rollout, settings.policy.head_dtype, longest, on_cpu) | {
         "load_format": "dummy",
         "tokens_only": True,
         "disable_uvicorn_access_log": True,
+        "middleware": f"{Guard.__module__}.{Guard.__name__}",
         "host": place.hostname,
         "port": place.port,
     }

@@ -45,6 +45,8 @@ class EvaluateCommand(Truncation):
     allow_weak_sandbox: bool = False
     # consent to import the code that the run directory names if this user did not make the run
     allow_outside_code: bool = False
+    # addresses that the run's task names and may reach although this user did not make the run: [http://host:8000]
+    addresses: list[str] = field(default_factory=list)
     # the folder of a finished evaluation of the same problems, such as the base model's, to compare with
     against: str = ""
     out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
@@ -134,6 +136,8 @@ class SampleCommand(Truncation):
     rollout: Any = None
     allow_weak_sandbox: bool = False
     allow_outside_code: bool = False  # import the code that the run names, although this user did not make the run
+    # addresses that the run's task names and may reach although this user did not make the run: [http://host:8000]
+    addresses: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()

@@ -6,6 +6,7 @@ settings are not taken over.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -99,6 +100,10 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     settle(settings)
     check(settings)
     return settings
+
+
+# What begins like an address: a scheme of URLs and two slashes.
+ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]) -> Settings:
@@ -223,18 +228,55 @@ def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str
     return f"{folder}: {change}" if change else ""
 
 
+def addresses(content: dict[str, Any]) -> dict[str, str]:
+    """Return the addresses in recorded settings, such as http://host:8000, by their dotted keys: values that begin with
+    a scheme. Those of W&B are left out, since tracking has rules of its own."""
+    found: dict[str, str] = {}
+
+    def search(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                search(part, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, list):
+            for number, part in enumerate(value):
+                search(part, f"{key}.{number}")
+        elif isinstance(value, str) and ADDRESS.match(value):
+            found[key] = value
+
+    search({name: part for name, part in content.items() if name not in ("tracking", "inputs", "options")}, "")
+    return found
+
+
+def refuse_addresses(folder: Path, named: dict[str, str], words: str) -> None:
+    """Raise ValueError for addresses, by their settings, that another user wrote and no command has given: what a run
+    reads would be sent there. `words` is how to give them."""
+    if named:
+        there = ", ".join(f"{key}={value}" for key, value in sorted(named.items()))
+        raise ValueError(
+            f"{folder / 'settings.yaml'} {doubt()}, and it names addresses to which the run's data and responses would "
+            f"go: {there}. If you want that, say {words}"
+        )
+
+
 def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) -> Settings:
     """Return a run directory's settings with the changes of the command line. Refuses settings that may not change, and
     outside code that has changed.
 
     Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the W&B account are not
-    taken over, and tracking is offline. How many processes there were is not taken over either, nor how many held one
-    copy of the weights, or shared the experts, if parallel.mode is given.
+    taken over, and tracking is offline. The addresses that it names must be given by the command line. How many
+    processes there were is not taken over either, nor how many held one copy of the weights, or shared the experts, if
+    parallel.mode is given.
     """
+    overrides = [override.lstrip("+") for override in overrides]
     recorded = recorded_config(folder, trust=trust)
     if change := source_change(folder, recorded, to_settings(recorded)):
         raise ValueError(f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run")
+    named: dict[str, str] = {}
     if not own(folder / "settings.yaml"):
+        named = addresses(OmegaConf.to_container(recorded))
+        given = {override.split("=")[0] for override in overrides}
+        missing = {key: value for key, value in named.items() if key not in given}
+        refuse_addresses(folder, missing, " ".join(f"{key}={value}" for key, value in missing.items()))
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
         recorded.tracking.upload_checkpoints = False
@@ -246,15 +288,16 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     keys, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
     changeable = changeable_on_resume()
     for override in overrides:
-        key = override.split("=")[0].lstrip("+")
+        key = override.split("=")[0]
         if key.startswith("~"):
             raise ValueError(f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=...")
         if key not in keys and key.partition(".")[0] not in NAMED:
             raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
         free = key in ("resume", "dry_run", "allow_outside_code") or key.endswith(f".{CONSENT}")
+        free = free or (key in named and override == f"{key}={named[key]}")
         if not free and not {key, key.split(".")[0]} & set(changeable):
             raise ValueError(f"{override} with resume={folder}: only {', '.join(changeable)} may be changed")
         if any(name.startswith(f"{key}.") for name in keys):
             raise ValueError(f"{override} with resume={folder}: say which of its settings, {key}.NAME=...")
-        changes.append(override.lstrip("+"))
+        changes.append(override)
     return to_settings(OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)}))

@@ -15,7 +15,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from gspo.rollout.engine_folder import DESCRIPTION
+from gspo.rollout.server_guard import DESCRIPTION
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 Every rank sends its rows to the server, each as a request of its own with a seed of its own. Rank 0 hands the weights
 over: it writes them, piece by piece, to a folder that the server has made and both can see, and the server loads them.
-As long as a trainer uses a server it holds a lock in that folder, so that a second one is refused.
+As long as a trainer uses a server it holds a lock in that folder, so that a second one is refused. The folder is found
+in the file system. It holds a key by which server and trainer recognise each other, and what the server is.
 
 This module speaks HTTP, and needs no vLLM.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
 import io
 import json
+import resource
 import secrets
 import socket
 from collections.abc import Sequence
@@ -26,9 +29,10 @@ import numpy as np
 
 from gspo.core.ranks import Ranks
 from gspo.model.policy import Policy
-from gspo.rollout.engine_folder import ServersFolder
+from gspo.rollout.engine_folder import FoundServer, ServersFolder, found_servers
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.outside_engine import OutsideEngine
+from gspo.rollout.server_guard import HEALTH, NONCE, PROOF, proof
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.vllm_host import Sampled
@@ -37,7 +41,10 @@ CONNECT_SECONDS = 30.0
 # A machine that is gone says nothing. After so many seconds of silence the kernel asks whether it is there, again after
 # so many, and gives up after so many questions.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
-MOST_REQUESTS = 4096  # as many can be under way at a time; further ones wait here
+MOST_REQUESTS = 4096  # as many can be under way at a time, if as many files may be open; further ones wait here
+# The most bytes of an answer: the experts of some million positions, in base64. That of a server which has not proved
+# what it is may have a few.
+MOST_ANSWER, FEW = 512 << 20, 64 << 10
 START = "start one by `gspo serve`, with the words of this run"
 
 
@@ -48,8 +55,8 @@ class Refused(RuntimeError):
 class Server:
     """A vLLM server at an address such as http://127.0.0.1:8000, with the methods that a `Host` has."""
 
-    def __init__(self, url: str, routes: bool):
-        self.name, self.routes = f"the vLLM server at {url}", routes
+    def __init__(self, url: str, routes: bool, key: str = ""):
+        self.name, self.routes, self.key = f"the vLLM server at {url}", routes, key
         self.host, self.port = urlsplit(url).hostname, urlsplit(url).port
         self.label, self.numbers = secrets.token_hex(8), count()  # the names of requests, which no other trainer has
         self.threads: ThreadPoolExecutor | None = None  # each waits for one of the requests that were added
@@ -58,24 +65,45 @@ class Server:
     def call(self, path: str, body: Any = None) -> Any:
         """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the server does not answer
         or has failed, Refused if it refuses."""
+        text = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        said = self.send("GET" if body is None else "POST", path, text, headers, MOST_ANSWER)
+        try:
+            return json.loads(said) if said else None
+        except (ValueError, RecursionError):
+            raise EngineEnded(f"{self.name} answers {path} with something that is no JSON: {said[:200]!r}") from None
+
+    def is_that_of(self, key: str) -> bool:
+        """Return whether the server knows this key. The key itself is not sent."""
+        nonce = secrets.token_hex(16)
+        try:
+            said = self.send("GET", PROOF, None, {NONCE: nonce}, FEW)
+        except Refused:
+            return False
+        return hmac.compare_digest(said.encode(), proof(key, nonce).encode())
+
+    def send(self, method: str, path: str, text: str | None, headers: dict[str, str], most: int) -> str:
+        """Send a request and return the answer, which may have so many bytes."""
         connection = HTTPConnection(self.host, self.port, timeout=CONNECT_SECONDS)
         try:
             connection.connect()
-            keep_alive(connection.sock)
-            text = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+            if most > FEW:
+                keep_alive(connection.sock)
+            connection.request(method, path, text, headers)
             answer = connection.getresponse()
-            content = answer.read()
+            content = answer.read(most + 1)
         except (OSError, HTTPException) as error:
             raise EngineEnded(f"{self.name} does not answer: {error or type(error).__name__}") from None
         finally:
             connection.close()
+        if len(content) > most:
+            raise EngineEnded(f"{self.name} answers {path} with more than {most:,} bytes")
         said = content.decode(errors="replace")
         if answer.status >= 500:
-            raise EngineEnded(f"{self.name} has failed: {answer.status} {said[:200]}")
+            raise EngineEnded(f"{self.name} has failed: {answer.status} {said[:200]!r}")
         if answer.status != 200:
-            raise Refused(f"{self.name} refuses {path}: {answer.status} {said[:200]}")
-        return json.loads(said) if said else None
+            raise Refused(f"{self.name} refuses {path}: {answer.status} {said[:200]!r}")
+        return said
 
     def on_workers(self, method: str, *arguments: Any) -> Any:
         """Call a method of WorkerExtension on all workers, and return what the first returns."""
@@ -85,7 +113,7 @@ class Server:
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
         """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         names = [f"{self.label}n{next(self.numbers)}" for _ in prompts]
-        with ThreadPoolExecutor(len(prompts), thread_name_prefix="request") as threads:
+        with ThreadPoolExecutor(min(len(prompts), most_requests()), thread_name_prefix="request") as threads:
             sampled = list(threads.map(self._generate_one, names, prompts, params))
         if self.routes and any(one.experts is None for one in sampled):  # the CPU's way: WorkerExtension records them
             experts = self.on_workers("routes_of", names)
@@ -96,7 +124,7 @@ class Server:
     def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
         """Send requests without waiting for them. Their responses come from `ended`, under these names, and without
         experts."""
-        self.threads = self.threads or ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="request")
+        self.threads = self.threads or ThreadPoolExecutor(most_requests(), thread_name_prefix="request")
         for name, prompt, own in zip(names, prompts, params, strict=True):
             there = f"{self.label}n{next(self.numbers)}"
             self.added[self.threads.submit(self._generate_one, there, prompt, own)] = name
@@ -118,12 +146,17 @@ class Server:
 
     def _generate_one(self, name: str, prompt: list[int], params: dict[str, Any]) -> Sampled:
         request = {"request_id": name, "token_ids": prompt, "sampling_params": params}
-        (choice,) = self.call("/inference/v1/generate", request)["choices"]
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineEnded(f"{self.name} has broken off a response: {choice['finish_reason']}")
-        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        experts = array(choice["routed_experts"]) if choice["routed_experts"] else None
-        return Sampled(choice["token_ids"], logprobs, experts, choice["finish_reason"])
+        answer = self.call("/inference/v1/generate", request)
+        try:
+            (choice,) = answer["choices"]
+            finish_reason, token_ids = choice["finish_reason"], choice["token_ids"]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            experts = array(choice["routed_experts"]) if choice["routed_experts"] else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineEnded(f"{self.name} answers otherwise than vLLM does: {type(error).__name__} {error}") from None
+        if finish_reason not in ("stop", "length"):
+            raise EngineEnded(f"{self.name} has broken off a response: {finish_reason}")
+        return Sampled(token_ids, logprobs, experts, finish_reason)
 
     def begin_load(self) -> None:
         """Prepare for new weights. Nothing may be sampled until `end_load`."""
@@ -153,13 +186,14 @@ class VLLMServerEngine(OutsideEngine):
         """Take the server and give it the policy's weights. Raises ValueError, in one line, if there is no server, if
         it does not fit the policy or the settings, or if another trainer uses it."""
         super().__init__(policy, settings, ranks or Ranks())
-        description = check_server(settings)
+        found = check_server(settings)
+        description = found.description
         check_model(settings, description, {name: list(shape) for name, shape in self.shapes.items()})
         check_head(settings, description, str(policy.head_dtype).removeprefix("torch."))
         self.max_model_len = description["max_model_len"]
-        self.server = Server(settings.url, settings.routes)
+        self.server = Server(settings.url, settings.routes, found.key)
         if self.ranks.index == 0:
-            self.folder = ServersFolder(description["folder"], settings.url)
+            self.folder = ServersFolder(found.path, settings.url)
         try:
             if self.folder:
                 self._take(description["on_cpu"])
@@ -190,17 +224,15 @@ class VLLMServerEngine(OutsideEngine):
         return getattr(self.server, method)(*arguments)
 
 
-def check_server(settings: VLLMServerRollout) -> dict[str, Any]:
-    """Return what the server says of itself. Raises ValueError if there is none, or if it was started with another
-    vLLM or other settings."""
-    server = Server(settings.url, settings.routes)
+def check_server(settings: VLLMServerRollout) -> FoundServer:
+    """Return the folder, key and description of the server at the settings' address. Raises ValueError if there is
+    none, if it is not this user's, or if it was started with another vLLM or other settings."""
+    found = find_server(settings)
+    description = found.description
     try:
-        version = server.call("/version")["version"]
-        description = server.on_workers("describe")
-    except EngineEnded as error:
+        version = Server(settings.url, settings.routes, found.key).call("/version")["version"]
+    except (EngineEnded, Refused) as error:
         raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
-    except Refused:
-        raise ValueError(f"rollout.url={settings.url}: the server there was not started by `gspo serve`") from None
     if not version.startswith(f"{TESTED_VERSION}."):
         raise ValueError(
             f"rollout.url={settings.url}: the server has vLLM {version}, this engine was tested with "
@@ -222,7 +254,36 @@ def check_server(settings: VLLMServerRollout) -> dict[str, Any]:
             f"rollout.max_model_len={settings.max_model_len}: the server at {settings.url} was started with "
             f"{description['max_model_len']}; {START}"
         )
-    return description
+    return found
+
+
+def find_server(settings: VLLMServerRollout) -> FoundServer:
+    """Return the folder whose key the server at the settings' address knows. Raises ValueError if there is none."""
+    server = Server(settings.url, settings.routes)
+    folders = list(found_servers(server.port, settings.folder))
+    try:
+        for found in folders:
+            if server.is_that_of(found.key):
+                return found
+        if not folders:
+            with contextlib.suppress(Refused):
+                server.send("GET", HEALTH, None, {}, FEW)
+    except EngineEnded as error:
+        raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
+    places = "the folder of one that listens at this port is not to be seen here"
+    if folders:
+        places = f"it does not know the key in {folders[0].path}"
+    raise ValueError(
+        f"rollout.url={settings.url}: what answers there is not a server that this user has started by `gspo serve`: "
+        f"{places}; {START}, and give rollout.folder to both where they run on different machines"
+    )
+
+
+def most_requests() -> int:
+    """Return how many requests can be under way: each is an open file, and half of those that this process may open are
+    left to everything else."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_REQUESTS if allowed == resource.RLIM_INFINITY else max(1, min(MOST_REQUESTS, allowed // 2))
 
 
 def check_model(settings: VLLMServerRollout, description: dict[str, Any], shapes: dict[str, Sequence[int]]) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
+import select
+import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,18 +25,47 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from gspo.rollout.engine_folder import DESCRIPTION
 from gspo.rollout.route_checks import UNKNOWN
+from gspo.rollout.server_guard import DESCRIPTION, SERVERS_PROCESS, WEIGHTS
+
+
+def end_with(process: int) -> None:
+    """Let this process end as soon as the server's has ended, however that was: a killed server cannot tell its
+    workers, and they would keep their memory."""
+    if process not in ancestors():  # on another machine that number is another process's
+        return
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the server", daemon=True).start()
+
+
+def ancestors() -> Iterator[int]:
+    """Yield the numbers of this process, of its parent, and so on."""
+    process = os.getpid()
+    while process > 1:
+        yield process
+        try:
+            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        process = int(text.rpartition(")")[2].split()[1])  # behind the name, which may hold blanks, and the state
+
+
+if SERVERS_PROCESS in os.environ:  # vLLM imports this module in each of a server's workers
+    end_with(int(os.environ[SERVERS_PROCESS]))
 
 
 class WorkerExtension:
     """The methods that vLLM's collective_rpc calls on every worker."""
 
     capture: Capture | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `gspo serve` has written about this server."""
-        return json.loads(Path(os.environ[DESCRIPTION]).read_text(encoding="utf-8"))
 
     def begin_load(self) -> None:
         """Begin to load weights that come in several files: vLLM's `reload_weights` takes them all at once, so its
@@ -49,7 +79,10 @@ class WorkerExtension:
             initialize_layerwise_reload(model)
 
     def load_piece(self, path: str) -> None:
-        """Load the weights of a safetensors file whose names are those of transformers."""
+        """Load the weights of a safetensors file whose names are those of transformers. A server loads that of its own
+        folder alone."""
+        if DESCRIPTION in os.environ and Path(path) != Path(os.environ[DESCRIPTION]).with_name(WEIGHTS):
+            raise ValueError(f"{path} is not the file of weights in this server's folder")
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(load_file(path).items()))
 

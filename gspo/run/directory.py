@@ -17,11 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from gspo.config.load import (
+    addresses,
     copy_outside_code,
     read_settings,
     recorded_config,
+    refuse_addresses,
     source_change,
     to_settings,
     write_settings,
@@ -260,14 +263,22 @@ def has_reached(checkpoint: Path | None, steps: int) -> bool:
     return checkpoint is not None and read_state(checkpoint)["step"] >= steps
 
 
-def settings_and_checkpoint(run: str, step: int, consent: bool, trust: bool) -> tuple[Settings, Path | None]:
+def settings_and_checkpoint(
+    run: str, step: int, consent: bool, trust: bool, allowed: Collection[str] = ()
+) -> tuple[Settings, Path | None]:
     """Return settings and checkpoint of a run directory; step -1 means the newest checkpoint, and step 0 the policy
     that the run started from, without a checkpoint.
 
-    `consent` is the user's consent to run programs in a weak sandbox, `trust` that to import code that the run names.
-    Raises ValueError if the checkpoint is not there or is damaged."""
+    `consent` is the user's consent to run programs in a weak sandbox, `trust` that to import code that the run names,
+    and `allowed` are the addresses that another user's run may reach. Raises ValueError if the checkpoint is not there
+    or is damaged, and for addresses that are not allowed."""
     recorded = recorded_config(Path(run), consent, trust)
     settings = to_settings(recorded)
+    if not own(Path(run) / SETTINGS):
+        content = OmegaConf.to_container(recorded)
+        content.pop("rollout")  # the engine is this command's
+        named = {key: value for key, value in addresses(content).items() if value not in allowed}
+        refuse_addresses(Path(run), named, f"addresses=[{','.join(named.values())}]")
     if change := source_change(Path(run), recorded, settings):
         print(f"warning: {change}; what is there now is used", file=sys.stderr)
     if not own(Path(run) / SETTINGS) and (reads := places_outside(settings)):

@@ -658,8 +658,9 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
     write_settings(settings("seed=5"), tmp_path)
     assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(tmp_path, ["checkpoint.keep=1"])
     for override in ("foo=1", "+foo=1", "++rollout.top_q=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
-        key = override.lstrip("+").split("=")[0]
-        with pytest.raises(ValueError, match=re.escape(f"{override}: there is no setting {key}: the nearest is ")):
+        word = override.lstrip("+")
+        said = f"{word}: there is no setting {word.split('=')[0]}: the nearest is "
+        with pytest.raises(ValueError, match=re.escape(said)):
             resumed_settings(tmp_path, [f"resume={tmp_path}", override])
 
 
