@@ -45,6 +45,12 @@ def write_signed(file: Path, text: str) -> None:
     replace_text(file, text)
 
 
+def derived_key(purpose: str) -> bytes | None:
+    """Return a key of this user's for another purpose than signing files; None if there is no place to keep one."""
+    key = _key()
+    return None if key is None else hmac.new(key, f"for {purpose}".encode(), hashlib.sha256).digest()
+
+
 def _signature(key: bytes, file: Path, content: bytes) -> str:
     """Compute the keyed hash of a file's content and place."""
     place = json.dumps([file.parent.resolve().name, file.name]).encode()

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo.core.signed_objects import sign_objects
+
 T = TypeVar("T")
 BUCKET = 2**24  # numbers that are added in one exchange
 
@@ -87,13 +89,14 @@ class Processes(Ranks):
     """The ranks of torch.distributed's default group, which has been initialised; with `size` this one and its
     neighbours, `size` in all.
 
-    Numbers on a GPU are added by the default group if these are all its ranks. Everything else is exchanged by a group
-    of its own, on gloo: instances may be used by several threads, one thread each. Every rank must make its instances
-    in the same order. An exchange on gloo raises RankLost if another rank has ended, or if one does not answer within
-    `timeout`.
+    Objects are signed (gspo.core.signed_objects). Numbers on a GPU are added by the default group if these are all its
+    ranks. Everything else is exchanged by a group of its own, on gloo: instances may be used by several threads, one
+    thread each. Every rank must make its instances in the same order. An exchange on gloo raises RankLost if another
+    rank has ended, or if one does not answer within `timeout`.
     """
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30), size: int = 0):
+        sign_objects()
         everyone, rank = dist.get_world_size(), dist.get_rank()
         self.count, self.timeout = size or everyone, timeout
         with lost_ranks():

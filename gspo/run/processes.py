@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -175,6 +176,7 @@ def join(settings: Settings) -> Peers:
         return Peers(Ranks())
     check_processes(settings, launched())
     timeout = timedelta(minutes=settings.parallel.timeout_minutes)
+    stay_on_one_machine()
     backend = "gloo"
     if settings.policy.device != "cpu" and torch.cuda.is_available():
         if (here := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
@@ -191,6 +193,17 @@ def join(settings: Settings) -> Peers:
     check_agreement(settings, peers.ranks)
     stop_signal().repeats = 1  # what a terminal sends to all, torchrun passes on once more
     return peers
+
+
+def stay_on_one_machine() -> None:
+    """Let gloo and NCCL listen at the loopback address where all ranks are on this machine, unless the user has chosen
+    an interface. By themselves they would listen on the network too."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback:
+            os.environ.setdefault(variable, loopback[0])
 
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:

@@ -81,7 +81,7 @@ def killed_with_all_its_processes(pid: int) -> None:
     assert children, "the engine has a process of its own"
     memory = set(os.listdir("/dev/shm"))
     os.kill(pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, alive
     time.sleep(0.5)
     left = set(os.listdir("/dev/shm")) & memory
