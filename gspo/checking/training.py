@@ -154,7 +154,7 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
         f"policy.device={bench.device}", f"policy.deterministic={str(bench.on_gpu).lower()}", f"runs={runs}",
         f"study={study}", "threads=1",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "gspo.commands.main", "train", *words]
+    command = [sys.executable, "-P", "-m", "gspo.commands.main", "train", *words]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 
@@ -31,6 +32,8 @@ SWEEP = "a sweep, with several processes: they share one run; start each run by 
 
 def main() -> None:
     """Make the run, or the sweep of runs, that the command line asks for."""
+    # The workers of a sweep import what is installed, whatever files lie in the folder that they are started in.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     stop_signal().loud = not is_follower()
     if is_follower():
         silence()

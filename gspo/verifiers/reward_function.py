@@ -50,8 +50,9 @@ class RewardFunction:
         if self._process and self._process.poll() is None:
             return
         ours, theirs = multiprocessing.Pipe()
-        words = [sys.executable, "-m", "gspo.verifiers.reward_worker", str(theirs.fileno()), self.path, self.key]
-        paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
+        words = [sys.executable, "-P", "-m", "gspo.verifiers.reward_worker", str(theirs.fileno()), self.path, self.key]
+        # The current folder is searched last, by `import_object`: its files must not stand in for installed modules.
+        paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
         self._process = subprocess.Popen(
             [*words, str(os.getpid())],
             pass_fds=[theirs.fileno()],
