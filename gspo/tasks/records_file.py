@@ -28,6 +28,8 @@ LINES = 1 << 22  # most lines of a file
 UNPACKED = 100  # a compressed file may unpack to this many times its size; texts are 3 to 20 times as long
 SMALL = 1 << 26  # any compressed file may unpack to this many bytes
 PARQUET_ROWS = 16  # rows that are in memory at a time
+MOST_ELEMENTS = 1 << 22  # most values in these rows, those within lists included
+MOST_VALUES = 1 << 26  # most values of a column in one row group, which pyarrow may decode at once
 UNREADABLE = (OSError, EOFError, zlib.error)  # gzip raises these for a file that is cut off, damaged or not compressed
 
 
@@ -271,11 +273,53 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS):
+        file = parquet.ParquetFile(path)
+        check_counts(file.metadata)
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
             if batch.nbytes > LONGEST:
                 raise OSError(f"there are more than {LONGEST} bytes in {PARQUET_ROWS} records")
-            for values in batch.to_pylist():
+            if sum(map(elements, batch.columns)) > MOST_ELEMENTS:
+                raise OSError(f"there are more than {MOST_ELEMENTS} values in {PARQUET_ROWS} records")
+            try:
+                records = batch.to_pylist()
+            except (ValueError, OverflowError) as error:  # a date before the year 1 or after 9999, for example
+                place = f"records {number + 1} to {number + len(batch)}"
+                raise OSError(f"{place} hold a value that Python has no type for: {error}") from None
+            for values in records:
                 number += 1
                 yield f"{path}, record {number}", values
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def check_counts(metadata: Any) -> None:
+    """Raise OSError if a Parquet file says that it unpacks to more than is read. A list of 4e8 nulls takes a few bytes
+    in the file and gigabytes in memory."""
+    if metadata.num_rows > LINES:
+        raise OSError(f"there are more than {LINES} records")
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.num_values > MOST_VALUES:
+                raise OSError(
+                    f"{column.path_in_schema} has more than {MOST_VALUES} values in one row group: write the file with "
+                    "smaller ones, or without this column"
+                )
+            if column.total_uncompressed_size > max(SMALL, UNPACKED * column.total_compressed_size):
+                raise OSError(f"{column.path_in_schema} unpacks to more than {UNPACKED} times its size")
+
+
+def elements(array: Any) -> int:
+    """Return how many values an array of pyarrow has, those within its lists and structs included. Values that nothing
+    refers to count too, since they are in memory."""
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_map(kind):
+        inner = [array.keys, array.items]
+    elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        inner = [array.values]
+    elif pyarrow.types.is_struct(kind):
+        inner = [array.field(i) for i in range(kind.num_fields)]
+    else:
+        inner = []
+    return len(array) + sum(map(elements, inner))

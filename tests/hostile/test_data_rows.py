@@ -263,3 +263,57 @@ def test_packed_tests_of_43_kilobytes_take_no_gigabyte():
     with pytest.raises(ValueError, match="values"):
         LiveCodeBench().tests(Packed("here", "", public, "[]", IMPORTS))
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 300
+
+
+def list_of(count: int, kind: pa.DataType) -> pa.Array:
+    """One list of so many nulls."""
+    return pa.ListArray.from_arrays(pa.array([0, count], type=pa.int32()), pa.nulls(count, kind))
+
+
+def refused(folder: Path, **columns: pa.Array) -> str:
+    """What is said of a Parquet file with one record of these columns."""
+    parquet.write_table(pa.table({"problem": ["1+1"], **columns}), folder / "a.parquet")
+    assert (folder / "a.parquet").stat().st_size < 1 << 16
+    with pytest.raises(ValueError, match=r"a\.parquet: cannot be read as Parquet: ") as caught:
+        list(file_rows(folder / "a.parquet"))
+    return str(caught.value).partition("as Parquet: ")[2]
+
+
+@pytest.mark.parametrize("kind", [pa.bool_(), pa.int8()], ids=str)
+def test_a_parquet_file_of_a_kilobyte_does_not_fill_the_memory(tmp_path, kind):
+    """A list of nulls takes a few bytes in the file."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = refused(tmp_path, x=list_of(70_000_000, kind))
+    assert said.startswith("x.list.element has more than 67108864 values in one row group: write the file with smaller")
+    table = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert table < 600 * 1024, "kilobytes, most of them to write the file"
+
+
+@pytest.mark.parametrize("nested", ["list", "large list", "fixed", "struct", "map", "list of structs"])
+def test_values_are_counted_however_they_are_nested(tmp_path, monkeypatch, nested):
+    monkeypatch.setattr(records_file, "MOST_ELEMENTS", 100)
+    inner = pa.array(range(101))
+    column = {
+        "list": lambda: pa.array([list(range(101))]),
+        "large list": lambda: pa.array([list(range(101))], type=pa.large_list(pa.int64())),
+        "fixed": lambda: pa.FixedSizeListArray.from_arrays(inner, 101),
+        "struct": lambda: pa.array([{"a": {"b": list(range(101))}}]),
+        "map": lambda: pa.array([[(str(i), i) for i in range(60)]], type=pa.map_(pa.string(), pa.int64())),
+        "list of structs": lambda: pa.array([[{"a": i} for i in range(60)]]),
+    }[nested]()
+    assert refused(tmp_path, x=column) == "there are more than 100 values in 16 records"
+    monkeypatch.setattr(records_file, "MOST_ELEMENTS", 300)
+    assert len(list(file_rows(tmp_path / "a.parquet"))) == 1
+
+
+def test_dates_that_python_has_no_type_for_are_one_line(tmp_path):
+    assert refused(tmp_path, x=pa.array([10**7], type=pa.date32())).startswith(
+        "records 1 to 1 hold a value that Python has no type for: "
+    )
+
+
+def test_a_parquet_file_with_too_many_records_is_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(records_file, "LINES", 20)
+    parquet.write_table(pa.table({"problem": ["x"] * 21}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="there are more than 20 records"):
+        list(file_rows(tmp_path / "a.parquet"))
