@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,6 +23,8 @@ from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.environment import Environment, EnvironmentTask, Message, Outcome
 
 INSTALL = 'pip install "gspo[openenv]"'
+CONNECT_SECONDS = 10.0
+MOST_MEGABYTES = 8.0  # of one message of the server
 RESERVED = ("seed", "episode_id")  # arguments of `reset` that are ours to give
 
 
@@ -67,15 +70,24 @@ class OpenEnv(EnvironmentTask):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split: its prompt is its beginning, its answer the seed. Raises ValueError if the
-        server does not answer."""
+        """Return game `index` of a split: its prompt is its beginning, its answer the seed.
+
+        Raises ValueError if the server does not begin the first game that it is asked for. Later the reason takes the
+        prompt's place: the episodes ask for the game themselves, and count it as a failure if they do not get it."""
         check_split(split, self.evaluation_sets())
         position = seed_for(seed, self.name, split, index) % 2**31
-        if position not in self._beginnings:
-            if len(self._beginnings) >= self.evaluation_size:
-                self._beginnings.clear()
-            self._beginnings[position] = asyncio.run(self._beginning(position))
-        return Problem(self.name, index, self._beginnings[position], position)
+        if position in self._beginnings:
+            return Problem(self.name, index, self._beginnings[position], position)
+        try:
+            beginning = asyncio.run(self._beginning(position))
+        except ValueError as error:
+            if not self._beginnings:
+                raise
+            return Problem(self.name, index, f"(no beginning: {error})", position)
+        if len(self._beginnings) >= self.evaluation_size:
+            self._beginnings.clear()
+        self._beginnings[position] = beginning
+        return Problem(self.name, index, beginning, position)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return OpenEnvSession(self)
@@ -86,13 +98,18 @@ class OpenEnv(EnvironmentTask):
         return {}
 
     async def _beginning(self, seed: int) -> str:
+        """Return what a game begins with. Raises ValueError in one line for whatever the server does instead."""
         session = OpenEnvSession(self)
         try:
-            return await session.begin(seed)
-        except (OSError, RuntimeError) as error:  # not reached, or it has refused
-            raise ValueError(f"{self.key}.url={self.url}: {type(error).__name__}: {error}") from error
+            async with asyncio.timeout(self.step_seconds + CONNECT_SECONDS):
+                return await session.begin(seed)
+        except Exception as error:  # not reached, refused, or an answer from elsewhere that its client cannot read
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ValueError(f"{self.key}.url={self.url}: {reason}") from error
         finally:
-            await session.close()
+            with suppress(Exception):  # a session that cannot be ended is the server's to forget
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await session.close()
 
 
 class OpenEnvSession(Environment):
@@ -104,7 +121,12 @@ class OpenEnvSession(Environment):
         except ImportError:
             raise ValueError(f"task={task.name} needs the package openenv: {INSTALL}") from None
         self.task = task
-        self.client = GenericEnvClient(base_url=task.url, message_timeout_s=task.step_seconds)
+        self.client = GenericEnvClient(
+            base_url=task.url,
+            connect_timeout_s=CONNECT_SECONDS,
+            message_timeout_s=task.step_seconds,
+            max_message_size_mb=MOST_MEGABYTES,
+        )
 
     async def reset(self, problem: Problem) -> list[Message]:
         return [{"role": "user", "content": await self.begin(problem.answer)}]
@@ -147,7 +169,9 @@ class OpenEnvSession(Environment):
         return {**written, **self.task.values}
 
     def _shown(self, observation: dict[str, Any]) -> str:
-        """Return what the policy reads of an observation. Raises ValueError if it lacks the field."""
+        """Return what the policy reads of an observation. Raises ValueError if it is no object, or lacks the field."""
+        if not isinstance(observation, dict):
+            raise ValueError(f"the server's observation is no object but {type(observation).__name__}")
         if not self.task.text:
             return json.dumps({k: v for k, v in observation.items() if k != "metadata"}, ensure_ascii=False)
         if self.task.text not in observation:

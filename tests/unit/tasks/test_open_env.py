@@ -3,10 +3,13 @@
 import asyncio
 import random
 import sys
+import threading
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from gspo.tasks.open_env import OpenEnv
+from gspo.tasks.player import EnvironmentFailed, Player
 
 URL = "http://127.0.0.1:1"
 needs_openenv = pytest.mark.environments
@@ -121,3 +124,68 @@ def test_a_failure_of_the_server_is_no_reward(url):
         OpenEnv(url=url, text="said").problem(1, "train", 0)
     with pytest.raises(ValueError, match=r"task\.url=http://127\.0\.0\.1:1: ConnectionError"):
         OpenEnv(url=URL).problem(1, "train", 0)
+
+
+# --- a server that is something else
+
+
+HOSTILE = {
+    "a list": "[]",
+    "null": "null",
+    "no JSON": "<html>",
+    "deep": "[" * 100_000,
+    "data is a list": '{"type": "observation", "data": []}',
+    "no data": '{"type": "observation"}',
+    "observation is a list": '{"type": "observation", "data": {"observation": [1], "reward": 0, "done": false}}',
+    "observation is null": '{"type": "observation", "data": {"observation": null, "reward": 0, "done": false}}',
+    "90 MB": '{"type": "observation", "data": {"observation": {"prompt": "' + "x" * 90_000_000 + '"}}}',
+    "nothing": None,
+}
+
+
+@contextmanager
+def answering(answers: list):
+    """A server that answers each message with the next of these texts, the last of them for ever."""
+    from websockets.exceptions import ConnectionClosed
+    from websockets.sync.server import serve
+
+    left = list(answers)
+
+    def handle(connection):
+        with suppress(ConnectionClosed):
+            for _ in connection:
+                answer = left.pop(0) if len(left) > 1 else left[0]
+                if answer is not None:
+                    connection.send(answer)
+
+    with serve(handle, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+
+
+@needs_openenv
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_a_server_answers_to_reset_is_one_line(kind):
+    with answering([HOSTILE[kind]]) as address:
+        task = OpenEnv(url=address, text="prompt", step_seconds=2.0)
+        with pytest.raises(ValueError, match=rf"^task\.url={address}: ") as caught:
+            task.problem(1, "train", 0)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@needs_openenv
+@pytest.mark.parametrize("kind", ["observation is a list", "90 MB", "nothing"])
+def test_a_server_that_fails_later_ends_no_run(kind):
+    """The reason takes the prompt's place, and episodes that ask again are failures of the environment."""
+    good = '{"type": "observation", "data": {"observation": {"prompt": "Guess."}, "reward": 0, "done": false}}'
+    with answering([good, HOSTILE[kind]]) as address:
+        task = OpenEnv(url=address, text="prompt", step_seconds=2.0)
+        assert task.problem(1, "train", 0).prompt == "Guess."
+        later = task.problem(1, "train", 1)
+        assert later.prompt.startswith(f"(no beginning: task.url={address}: ")
+        assert task.problem(1, "train", 0).prompt == "Guess."
+        player = Player(lambda: task.environment(later, (1,)), task.step_seconds)
+        with pytest.raises(EnvironmentFailed):
+            player.finish(player.begin("reset", later))
+        player.close()
