@@ -19,7 +19,9 @@ import transformers
 
 from gspo.core.files import errors_of_the_disk
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.model.claimed_size import check_claimed_size
 from gspo.model.gathered import architecture
+from gspo.model.template_trial import check_template
 from gspo.model.tokenizer import character_tokenizer
 
 UNPACKED_WHEN_LOADED = ("mxfp4",)  # methods whose weights transformers turns into 16 bits where it has no kernels
@@ -170,6 +172,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = load_config(path, attention)
     check_not_quantized(config, path)
+    check_claimed_size(config, path)
     with one_line(path):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -263,6 +266,7 @@ def usable(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transf
     """Return the tokenizer, with a padding token. Raises ValueError if responses could not end with it."""
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+    check_template(tokenizer.chat_template, tokenizer.special_tokens_map, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,75 @@ print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETR
             command, env=clean | told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
         )
         assert done.stdout.strip() == "True True false"
+
+
+CLAIMS = [
+    ({"num_hidden_layers": 5_000_000, "layer_types": None}, r"says num_hidden_layers=5000000, but its weights are \d+ tensors"),
+    ({"vocab_size": 60_000_000}, r"says vocab_size=60000000, but its weights are [\d,]+ numbers"),
+    ({"intermediate_size": 2**40}, r"says intermediate_size=1099511627776, but its weights are"),
+    ({"vocab_size": 10_000_000}, r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ numbers"),
+    ({"hidden_size": 2**16, "vocab_size": 2**16}, r"makes a model of [\d,]+ numbers"),
+]
+
+
+@pytest.mark.parametrize(("claim", "message"), CLAIMS)
+def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(folder, claim, message):
+    change(folder / "config.json", **claim)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': config\.json {message}") as caught:
+        load(str(folder))
+    assert "\n" not in str(caught.value) and time.monotonic() - started < 60
+
+
+def test_damaged_weights_are_named(folder):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (
+        b"",
+        b"\xff" * 100,
+        whole[:20],
+        (2**40).to_bytes(8, "little"),
+        (9).to_bytes(8, "little") + b"[" * 9,
+    ):
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors") as caught:
+            load(str(folder))
+        assert "\n" not in str(caught.value)
+    weights.write_bytes(whole)
+    load(str(folder))
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATES = [
+    LOOP,
+    "{% if messages|length > 4 %}" + LOOP + "{% endif %}",
+    "{% if tools %}" + LOOP + "{% endif %}",
+    "{{ 'a' * 3000000000 }}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}",
+    "{{ 'a'|center(3000000000) }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_that_hangs_or_fills_the_memory_is_refused(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(
+        ValueError, match=r"its chat template takes more than 5 s, 1 GB or 1,048,576 characters"
+    ) as caught:
+        load(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only users') }}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}",
+        "{{ strftime_now('%Y') }}{{ tools|tojson(indent=2) }}{{ bos_token }}",
+    ],
+)
+def test_templates_that_do_little_are_not_refused(folder, template):
+    """Whatever they raise: the run says that itself where it matters."""
+    (folder / "chat_template.jinja").write_text(template)
+    load(str(folder))
