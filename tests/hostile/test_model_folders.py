@@ -111,7 +111,10 @@ print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETR
 
 
 CLAIMS = [
-    ({"num_hidden_layers": 5_000_000, "layer_types": None}, r"says num_hidden_layers=5000000, but its weights are \d+ tensors"),
+    (
+        {"num_hidden_layers": 5_000_000, "layer_types": None},
+        r"says num_hidden_layers=5000000, but its weights are \d+ tensors",
+    ),
     ({"vocab_size": 60_000_000}, r"says vocab_size=60000000, but its weights are [\d,]+ numbers"),
     ({"intermediate_size": 2**40}, r"says intermediate_size=1099511627776, but its weights are"),
     ({"vocab_size": 10_000_000}, r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ numbers"),
