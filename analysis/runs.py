@@ -90,8 +90,11 @@ class Run:
 
     def column(self, metric: str, first_step: int = 1) -> pd.Series:
         """Return a metric by step without its NaN values; empty where it was not reported."""
-        rows = self.rows[self.rows["step"] >= first_step].sort_values("step").set_index("step")
-        return rows[metric].astype(float).dropna() if metric in rows else pd.Series(dtype=float)
+        if metric not in self.rows or metric == "step":
+            return pd.Series(dtype=float)
+        rows = self.rows[["step", metric]]  # not all of them: a run has hundreds of metrics
+        rows = rows[rows["step"] >= first_step].sort_values("step").set_index("step")
+        return rows[metric].astype(float).dropna()
 
 
 @dataclass

@@ -26,6 +26,7 @@ from pyarrow import parquet
 from analysis import wandb_files
 from gspo.core import untrusted
 from gspo.core.files import replace_bytes
+from gspo.core.ownership import own
 
 SERVER = "wandb:"
 NOT_TRAINED = ("report", "eval")  # runs of W&B that hold a report's pictures, or the numbers of one evaluation
@@ -105,7 +106,7 @@ def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     """Return the rows of metrics.jsonl, each a step and numbers; null (a NaN or infinity when written) becomes NaN. Cut
     and damaged lines are left out, and noted."""
     try:
-        rows, damaged = untrusted.read_rows(file)
+        rows, damaged = untrusted.read_rows(file, bounded=not own(file.with_name("settings.yaml")))
     except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))
         return []

@@ -98,6 +98,9 @@ def t_quantile(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
+AT_ONCE = 2**22  # numbers that the bootstrap holds at once
+
+
 def t_interval(values_S: np.ndarray) -> Interval:
     """Return the mean over seeds with the interval mean ± t_{0.975, S-1} sd / sqrt(S); a single seed has no
     interval."""
@@ -109,9 +112,14 @@ def t_interval(values_S: np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half, len(values_S), tuple(values_S.tolist()))
 
 
+def block_length(steps: int) -> int:
+    """Return how many neighbouring batches a block has."""
+    return max(1, round(math.sqrt(steps)))
+
+
 def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarray:
     """Return `length` positions below `steps`: circular blocks of round(sqrt(steps)) neighbours from random starts."""
-    block = max(1, round(math.sqrt(steps)))
+    block = block_length(steps)
     starts = rng.integers(steps, size=math.ceil(length / block))
     return ((starts[:, None] + np.arange(block)) % steps).ravel()[:length]
 
@@ -126,9 +134,15 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
     values_T = values_T[np.isfinite(values_T)]
     if not len(values_T):
         return Interval(math.nan, math.nan, math.nan, 1)
-    rng = np.random.default_rng(0)
-    draws = [values_T[block_indices(len(values_T), len(values_T), rng)].mean() for _ in range(reps)]
-    low, high = np.quantile(draws, [0.025, 0.975])
+    rng, length = np.random.default_rng(0), len(values_T)
+    block = block_length(length)
+    # All starts at once are the numbers that as many calls of `block_indices` draw, in their order.
+    starts_RB = rng.integers(length, size=(reps, math.ceil(length / block)))
+    draws = []
+    for starts in np.array_split(starts_RB, math.ceil(reps * length / AT_ONCE)):
+        places = (starts[:, :, None] + np.arange(block)) % length
+        draws.append(values_T[places.reshape(len(starts), -1)[:, :length]].mean(axis=1))
+    low, high = np.quantile(np.concatenate(draws), [0.025, 0.975])
     return Interval(float(values_T.mean()), float(low), float(high), 1)
 
 

@@ -5,8 +5,8 @@
 
 Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
 run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
-tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
-W&B files, wandb:ENTITY/PROJECT.
+tokens, routing consistency, tokens, compute, time. Of more than 12 runs a summary by groups of seeds comes first. Any
+source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
 
 Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy by set, its 95 %
 interval (Student's t over the problems' paired differences) and exact sign-flip p, and what of the gain is format, more
@@ -18,18 +18,21 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from analysis import load, script
 from analysis.load import Run
-from analysis.stats import START, WINDOW, block_bootstrap
+from analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.core.arguments import key_values
 from gspo.core.escaping import line
 from gspo.tracking.collapse import levels
 
+FEW = 12  # with more runs a summary comes before the table
 MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
     "clipped tokens": ("clip/token_active", ".3g"),
     "routing consistency": ("routing/consistency", ".4f"),
@@ -62,6 +65,8 @@ def compare(arguments: list[str]) -> int:
             print(f"note: {line(note)}")
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
+    if len(data.runs) > FEW:
+        print("\n".join([*summary(data.runs), ""]))
     print("\n".join(table(data.runs)))
     return 0
 
@@ -80,16 +85,43 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
     return 0
 
 
+def differing(runs: list[Run]) -> list[str]:
+    """Return the settings in which runs differ, but for those that say where and how a run is recorded."""
+    keys = sorted({key for run in runs for key in run.settings})
+    told = [key for key in keys if key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing")]
+    return [key for key in told if len({str(run.settings.get(key, "-")) for run in runs}) > 1]
+
+
+def summary(runs: list[Run]) -> list[str]:
+    """Return aligned lines: for each group of runs that differ in their seeds alone, their number, the mean reward
+    of the last batches with the t interval over seeds, and how they ended. The highest reward comes first."""
+    keys = [key for key in differing(runs) if key not in ("seed", "cold_start.seed")]
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(str(run.settings.get(key, "-")) for key in keys), []).append(run)
+    found = []
+    for values, members in groups.items():
+        rewards = [reward(run).tail(WINDOW).mean() for run in members]
+        known = [value for value in rewards if not math.isnan(value)]
+        of_seeds = t_interval(np.array(known)) if known else None
+        ends = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
+        ended_so = ", ".join(f"{count} {how}" for how, count in sorted(ends.items()))
+        text = of_seeds.text() if of_seeds else "-"
+        found.append((-of_seeds.mean if of_seeds else math.inf, [*values, str(len(members)), text, ended_so]))
+    found.sort(key=lambda pair: pair[0])
+    rows = [[*keys, "runs", f"reward, last {WINDOW}", "ended"], *(cells for _, cells in found)]
+    rows = [[line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    title = f"{len(runs)} runs in {len(found)} groups that differ in more than the seed; all of them below"
+    return [title, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+
+
 def table(runs: list[Run]) -> list[str]:
     """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered, with a legend
     above."""
-    keys = sorted({key for run in runs for key in run.settings})
     lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
-    for key in keys:
-        values = [str(run.settings.get(key, "-")) for run in runs]
-        if len(set(values)) > 1 and key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing"):
-            rows.append([key, *values])
+    rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
     rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
     rows = [[line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,9 @@ STEPS = 1_000_000  # the last step that a row may describe
 METRICS = 5_000  # the most different metrics of a run
 NUMBERS = 20_000_000  # the most numbers in all rows of a run
 CELLS = 40_000_000  # the most cells of the rows as a table, with empty ones, of which rows of unlike metrics have many
+TREES = frozenset([dict, list])
+BLOCK = 64 << 10  # bytes from the end of a file that are read at first for its last rows
+SPARE = 20  # lines beyond the last rows that are parsed, since some may be damaged
 DAMAGED = 10_000  # a file with more lines that are not rows is refused
 FAR = 1e100  # larger numbers count as not finite, because their sums and squares would not be
 
@@ -87,10 +90,10 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, with their line ends."""
+def lines(path: Path, bounded: bool = True) -> Iterator[bytes]:
+    """Yield the lines of a file, with their line ends. Without `bounded` it may have any size."""
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size > LONG:
+        if bounded and os.fstat(file.fileno()).st_size > LONG:
             raise Unreadable(f"{path} is larger than {LONG:,} bytes, the most that is read of it")
         while line := file.readline(LINE + 1):
             if len(line) > LINE:
@@ -194,15 +197,15 @@ def _check_events(content: bytes) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+def read_rows(path: Path, bounded: bool = True) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     """Read the rows of a metrics file. Returns the rows, and as (number, line) the lines that are not rows.
 
     A row is a step and numbers, None for a number that is not finite. Lines that a kill cut short or a disk damaged are
-    not rows.
+    not rows. Without `bounded`, which is for one's own run, there may be any number of rows.
     """
     rows, damaged, names, numbers = [], [], set(), 0
-    for number, line in enumerate(lines(path), start=1):
-        row = _row(line)
+    for number, line in enumerate(lines(path, bounded), start=1):
+        row = _row(line, names)
         if row is None:
             damaged.append((number, line))
         else:
@@ -211,8 +214,27 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]
             numbers += len(row)
         if len(damaged) > DAMAGED:
             raise Unreadable(f"{path} has more than {DAMAGED:,} lines that are no rows")
-        check_table(path, len(rows), len(names), numbers)
+        if bounded:
+            check_table(path, len(rows), len(names), numbers)
     return rows, damaged
+
+
+def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Read the last `count` rows of a metrics file, or all if it has fewer, without reading what comes before them."""
+    with opened(path) as file:
+        begin = os.fstat(file.fileno()).st_size
+        tail, rows = b"", []
+        while begin and len(rows) < count and len(tail) <= count * LINE:
+            size = min(begin, max(len(tail), BLOCK))
+            begin -= size
+            file.seek(begin)
+            tail = file.read(size) + tail
+            whole = tail if not begin else tail.partition(b"\n")[2]  # the first line may have begun before
+            rows = []
+            for line in reversed(whole.splitlines()[-count - SPARE :]):
+                if len(rows) < count and (row := _row(line)) is not None:
+                    rows.append(row)
+    return rows[::-1]
 
 
 def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
@@ -224,15 +246,25 @@ def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
         )
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of a metrics file; None if it is not a row."""
+def _row(line: bytes, known: Collection[str] = ()) -> dict[str, Any] | None:
+    """Parse a line of a metrics file; None if it is not a row. `known` are names that earlier rows had."""
     try:
-        row = parse_json(line)
-    except ValueError:  # it is not JSON, or not UTF-8
+        row = json.loads(line, parse_int=_integer)
+        if not TREES.isdisjoint(map(type, row.values())):
+            check(row)
+        step = row.get("step")
+    except (ValueError, RecursionError, AttributeError):  # it is not JSON, not UTF-8, or no mapping
         return None
-    if not isinstance(row, dict) or not is_step(row.get("step")) or any(map(HALVES.search, row)):
+    if not is_step(step) or any(name not in known and HALVES.search(name) for name in row):
         return None
-    return {name: value if name == "step" else finite(value) for name, value in row.items() if is_number(value)}
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        kind = type(value)
+        if kind is float:
+            found[name] = value if -FAR <= value <= FAR else None  # NaN compares as neither
+        elif value is None or kind is int:
+            found[name] = value if name == "step" else finite(value)
+    return found
 
 
 def is_step(value: object) -> bool:

@@ -46,3 +46,17 @@ def test_one_run_or_none_is_one_line(tmp_path):
         done = compare(*paths)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert compare("--help").returncode == 0 and compare().returncode == 2
+
+
+def test_of_many_runs_a_summary_by_groups_of_seeds_comes_first(tmp_path):
+    runs = [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in range(7)]
+    runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
+    lines = compare(*runs).stdout.splitlines()
+    assert lines[0] == "13 runs in 2 groups that differ in more than the seed; all of them below"
+    names, best, worst = (line.split("  ") for line in lines[2:5])
+    names, best, worst = ([cell.strip() for cell in row if cell.strip()] for row in (names, best, worst))
+    assert names[-3:] == ["runs", "reward, last 10", "ended"] and "seed" not in names
+    assert best[-3:] == ["7", "0.500 [0.500, 0.500]", "7 finished"]
+    assert worst[-3:] == ["6", "0.100 [0.100, 0.100]", "6 collapsed"]
+    assert lines[6] == f"[1] {runs[0]}", "the table follows"
+    assert "groups" not in compare(*runs[:12]).stdout
