@@ -31,26 +31,6 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_by
 ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a metrics file. Lines that a kill cut short or a disk damaged are left out.
-
-    Raises ValueError if the content is not rows at all.
-    """
-    return rows_and_damage(path)[0]
-
-
-def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
-    """Read the rows of a metrics file, and separately the lines that are damaged. That of one's own run may have any
-    size."""
-    from gspo.core.ownership import own  # which writes files by this module
-
-    try:
-        rows, damaged = untrusted.read_rows(path, bounded=not own(path.with_name("settings.yaml")))
-    except FileNotFoundError:
-        return [], []
-    return rows, [line.decode(errors="replace") for _, line in damaged]
-
-
 def read_events(path: Path) -> list[dict]:
     """Read the monitor's events of a run: step, kind, signal and text of each.
 

@@ -37,13 +37,13 @@ from gspo.core.files import (
     CreatedFiles,
     append_to,
     note_start,
-    read_rows,
     read_status,
     refuse_links,
     remove_unfinished,
     replace_text,
 )
 from gspo.core.ownership import SIGNATURES, doubt, own
+from gspo.core.rows import read_rows
 from gspo.core.untrusted import read_json
 from gspo.run.cli import Stopped
 from gspo.run.rollback import Rollbacks

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from gspo.config.remarks import warnings
 from gspo.config.settings import Settings
-from gspo.core.files import CreatedFiles, read_rows
+from gspo.core.files import CreatedFiles
 from gspo.core.ranks import RankLost
+from gspo.core.rows import read_rows
 from gspo.model.gathered import architecture
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded

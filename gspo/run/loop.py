@@ -15,6 +15,7 @@ from gspo.config.remarks import cut_off_pays, engine_mismatch, nothing_to_learn,
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.core.ranks import ranks_lost_in_passes
+from gspo.core.rows import read_rows
 from gspo.evaluation.evaluate import evaluate
 from gspo.model.policy import Policy
 from gspo.rollout.engine import Engine
@@ -24,7 +25,7 @@ from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory
 from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
-from gspo.tracking.tracker import PAUSE, Progress, Tracker, read_rows
+from gspo.tracking.tracker import PAUSE, Progress, Tracker
 from gspo.train.checkpoint import CheckpointWriter
 from gspo.train.extensions import Callback
 from gspo.train.trainer import Trainer

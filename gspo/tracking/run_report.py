@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from gspo.core import untrusted
-from gspo.core.files import CONTINUED, read_events, read_rows, read_status, replace_text
+from gspo.core.files import CONTINUED, read_events, read_status, replace_text
+from gspo.core.rows import read_rows
 from gspo.tracking.collapse import collapse, is_finite, levels
 from gspo.tracking.episodes import reward, turns_of
 from gspo.tracking.metrics import Metric, custom_metrics, lookup

@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from gspo.core import untrusted
 from gspo.core.escaping import line
-from gspo.core.files import append_to, read_rows, replace_text, rows_and_damage
+from gspo.core.files import append_to, replace_text
+from gspo.core.rows import read_rows, rows_and_damage
 from gspo.core.types import Response
 from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import TrackingSettings

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from commands import ROOT, SMALL, command, comparable, environment, only_run, train, wait_for_step
-from gspo.core.files import read_rows
+from gspo.core.rows import read_rows
 from rank_processes import launch
 from served import free_url, served
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, command, environment, only_run, train, wait_for_step
-from gspo.core.files import read_rows
+from gspo.core.rows import read_rows
 from gspo.core.telemetry import OFF
 from gspo.core.types import Problem
 from gspo.model.loading import TinyDense

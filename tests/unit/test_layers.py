@@ -124,7 +124,13 @@ def test_heavy_packages_stay_in_their_rooms():
 
 
 def test_analysis_needs_neither_torch_nor_the_trainer():
-    allowed = {"gspo.tracking.metrics", "gspo.tracking.collapse", "gspo.core.files", "gspo.core.untrusted"}
+    allowed = {
+        "gspo.tracking.metrics",
+        "gspo.tracking.collapse",
+        "gspo.core.files",
+        "gspo.core.untrusted",
+        "gspo.core.ownership",
+    }
     allowed |= {"gspo.core.escaping", "gspo.core.arguments", "gspo.tracking.pages"}
     for path in sorted((ROOT / "analysis").glob("*.py")):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, path

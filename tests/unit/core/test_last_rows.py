@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from gspo.core import files, ownership, untrusted
-from gspo.core.files import rows_and_damage
+from gspo.core import ownership, rows, untrusted
+from gspo.core.rows import rows_and_damage
 from gspo.core.untrusted import Unreadable, last_rows, read_rows
 
 
@@ -37,9 +37,9 @@ def test_they_are_those_of_the_whole_file(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(untrusted, "BLOCK", block)
     path = tmp_path / "metrics.jsonl"
     path.write_text(CASES[name])
-    rows = read_rows(path)[0]
+    whole = read_rows(path)[0]
     for count in (1, 3, 10):
-        assert last_rows(path, count) == rows[-count:]
+        assert last_rows(path, count) == whole[-count:]
 
 
 def test_little_of_a_large_file_is_read(tmp_path, monkeypatch):
@@ -67,4 +67,4 @@ def test_rows_of_ones_own_run_have_no_bound(tmp_path, monkeypatch):
     assert len(rows_and_damage(tmp_path / "metrics.jsonl")[0]) == 1000
     (tmp_path / "signed.json").unlink()
     with pytest.raises(Unreadable, match="is larger than 500 bytes"):
-        files.read_rows(tmp_path / "metrics.jsonl")
+        rows.read_rows(tmp_path / "metrics.jsonl")

@@ -11,6 +11,7 @@ import yaml
 import forked
 from commands import ROOT
 from gspo.core import files
+from gspo.core.rows import read_rows
 from gspo.tracking import run_report
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -97,7 +98,7 @@ def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
     for pid, checkpoint, expected in ((0, None, []), (0, 4, [4]), (os.getpid(), 2, [4]), (0, 8, [4, 8]), (0, None, [])):
         (tmp_path / "status.json").write_text(json.dumps({"how": "rolled back", "pid": pid}))
         files.note_start(tmp_path, checkpoint)
-        assert [row["step"] for row in files.read_rows(noted)] == expected
+        assert [row["step"] for row in read_rows(noted)] == expected
 
 
 def test_responses_of_different_problems_are_shown(tmp_path):
