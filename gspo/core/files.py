@@ -187,6 +187,8 @@ def locked(folder: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, ValueError):  # there is no lock file, or not a regular one, or it may not be read
+    except PermissionError:  # another user's
+        return read_status(folder).get("how") == "running"
+    except (OSError, ValueError):  # there is no lock file, or not a regular one
         return False
     return False

@@ -18,26 +18,25 @@ from gspo.core import untrusted
 MOST_HEADER = 100 << 20  # bytes: what the format safetensors allows
 # Tied weights are stored once, and of some quantized formats two numbers share a byte.
 MORE_THAN_STORED = 4
+FEW_LAYERS = 64  # as many are built whatever the weights are
 SMALL = 1 << 24  # numbers: a model up to this size is built whatever its weights are
 LAYERS = ("layers", "n_layer", "n_blocks")  # parts of the names of settings that say how many layers there are
 SIZES = ("vocab", "hidden", "size", "dim", "width", "embd", "inner", "heads", "experts", "rank")
 
 
-def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
-    """Raise ValueError if a model folder's configuration makes far more numbers, or more layers, than its weights have.
+def check_stated_sizes(path: str) -> None:
+    """Raise ValueError if a model folder's config.json states a size, or a number of layers, beyond what its weights
+    have. This comes before transformers reads the file, which makes a list of as many entries as there are layers.
 
     A name of the hub is not checked."""
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    if not files:
+    file = Path(path) / "config.json"
+    shapes = shapes_in(path)
+    if shapes is None or not file.is_file():
         return
-    tensors, numbers = 0, 0
-    for file in files:
-        for shape in stored_shapes(file):
-            tensors += 1
-            numbers += torch.Size(shape).numel()
-    for key, value in claimed_numbers(config.to_dict()):
+    tensors, numbers = len(shapes), sum(torch.Size(shape).numel() for shape in shapes)
+    for key, value in claimed_numbers(untrusted.read_json(file)):
         name = key.rpartition(".")[2]
-        if any(part in name for part in LAYERS) and value > max(tensors, 64):
+        if any(part in name for part in LAYERS) and value > max(tensors, FEW_LAYERS):
             raise ValueError(
                 f"model.path={path!r}: config.json says {key}={value}, but its weights are {tensors} tensors"
             )
@@ -45,6 +44,14 @@ def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None
             raise ValueError(
                 f"model.path={path!r}: config.json says {key}={value}, but its weights are {numbers:,} numbers in all"
             )
+
+
+def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
+    """Raise ValueError if a model folder's configuration makes far more numbers than its weights have."""
+    shapes = shapes_in(path)
+    if shapes is None:
+        return
+    numbers = sum(torch.Size(shape).numel() for shape in shapes)
     try:
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -56,6 +63,12 @@ def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None
             f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, but its weights are {numbers:,} "
             "numbers in all"
         )
+
+
+def shapes_in(path: str) -> list[list[int]] | None:
+    """Return the shapes of all tensors in a folder's files of weights; None if there are none, or no folder."""
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    return [shape for file in files for shape in stored_shapes(file)] if files else None
 
 
 def stored_shapes(file: Path) -> list[list[int]]:

@@ -19,7 +19,7 @@ import transformers
 
 from gspo.core.files import errors_of_the_disk
 from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
-from gspo.model.claimed_size import check_claimed_size
+from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.gathered import architecture
 from gspo.model.template_trial import check_template
 from gspo.model.tokenizer import character_tokenizer
@@ -168,6 +168,7 @@ class HFModel(ModelSettings):
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
     """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if that fails."""
+    check_stated_sizes(path)
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = load_config(path, attention)
@@ -282,6 +283,11 @@ def one_line(path: str) -> Iterator[None]:
         raise ValueError(
             f"model.path={path!r} is a LoRA adapter without its model: merge the two (docs/algorithms.md), or name its "
             "run, as in `gspo evaluate run=RUN`"
+        )
+    if Path(path, "adapter_config.json").exists():  # transformers would apply it without a word
+        raise ValueError(
+            f"model.path={path!r} holds a LoRA adapter (adapter_config.json) beside a whole model: merge the two "
+            "(docs/algorithms.md), or move the adapter away"
         )
     try:
         yield

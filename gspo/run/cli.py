@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -247,9 +248,18 @@ def print_error(error: BaseException) -> int:
         print(f"error: {line(error)}", file=sys.stderr)
         return 1
     disk = isinstance(error, OSError) and error.errno in DISK
-    mend = "; what was written is kept: mend this and go on with resume=RUN" if disk else ""
+    run = run_of(error.filename) if disk else None
+    further = f"resume={run}" if run else "the same command"
+    mend = f"; what was written is kept: mend this and go on with {further}" if disk else ""
     print(f"error: {line(explain(error))}{mend}", file=sys.stderr)
     return 1 if mend else 2
+
+
+def run_of(file: object) -> Path | None:
+    """Return the run directory that a file lies in, None if it lies in none."""
+    if not isinstance(file, str | bytes | os.PathLike):
+        return None
+    return next((folder for folder in Path(os.fsdecode(file)).parents if (folder / "settings.yaml").is_file()), None)
 
 
 def explain(error: BaseException) -> str:

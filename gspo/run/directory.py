@@ -60,6 +60,7 @@ REPORT = "report.txt"
 SETTINGS = "settings.yaml"
 DIFF = "code.diff"
 MOST_DIFF = 1_000_000  # characters
+MOST_CHANGED = 32 << 20  # bytes of changed files, beyond which they are named alone
 PLACES = ("path", "train_path", "hub")  # settings of a task or a model that name a file, a folder or a data set
 ENDED = ("finished", "collapsed")  # the status of a run that has nothing left to do
 
@@ -246,6 +247,8 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFile
     made = CreatedFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with append_to(folder / LOCK) as lock:
+        with suppress(PermissionError):  # of a lock file that another user has made
+            os.fchmod(lock.fileno(), 0o600)  # who cannot open it cannot hold the lock
         for patience in (0.1, 0.3, 0.6, 0.0):  # a process that only asks whether the folder is locked holds it briefly
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -321,6 +324,10 @@ def uncommitted() -> str:
     if this code is in no repository. Of very large changes only the files are named."""
     if not git("ls-files", "--", Path(__file__).name):
         return ""
+    root = Path(git("rev-parse", "--show-toplevel").strip())
+    changed = [root / name for name in git("diff", "HEAD", "--name-only", "-z").split("\0") if name]
+    if sum(path.stat().st_size for path in changed if path.is_file()) > MOST_CHANGED:
+        return "".join(f"# changed: {path.relative_to(root)}\n" for path in changed)  # git would take minutes
     diff = git("diff", "HEAD", "--no-color", "--no-ext-diff")
     return diff if len(diff) <= MOST_DIFF else git("diff", "HEAD", "--no-color", "--no-ext-diff", "--stat")
 

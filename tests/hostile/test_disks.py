@@ -16,7 +16,7 @@ import forked
 from commands import ROOT, SMALL, environment, train
 from gspo.core.files import CreatedFiles, errors_of_the_disk
 from gspo.model.loading import TinyMoE, save
-from gspo.run.cli import DISK
+from gspo.run.cli import DISK, print_error
 from gspo.run.directory import exclusive, settings_and_checkpoint
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.train.checkpoint import CheckpointWriter, damage, latest_checkpoint
@@ -95,6 +95,16 @@ def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "File too large" in done.stderr.splitlines()[-1] and "mend this and go on" in done.stderr.splitlines()[-1]
+
+
+def test_the_advice_names_the_run(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "settings.yaml").touch()
+    inside = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "checkpoints" / "x"))
+    assert print_error(inside) == 1
+    assert capsys.readouterr().err.endswith(f"mend this and go on with resume={tmp_path / 'run'}\n")
+    assert print_error(OSError(errno.ENOSPC, "No space left on device")) == 1
+    assert capsys.readouterr().err.endswith("mend this and go on with the same command\n")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import yaml
 
 import forked
 from commands import ROOT, SMALL, environment, evaluate, only_run, train
+from gspo.core import files, untrusted
 from gspo.core.files import append_to, locked, note_start, read_status, refuse_links, replace_text
 from gspo.evaluation.resumable import WRITTEN, Folder
 from gspo.run.directory import RunDirectory, exclusive
@@ -73,6 +74,22 @@ def test_what_stands_in_a_lock_stays(run):
     with exclusive(run):
         assert locked(run)
     assert (run / ".lock").read_text() == "a note" and not locked(run)
+
+
+def test_who_may_only_read_a_run_cannot_hold_its_lock(run, monkeypatch):
+    """It is enough to open a file to lock it. Nobody else can open this one; whether a run works there its status says
+    to them."""
+    (run / ".lock").touch(0o644)
+    with exclusive(run):
+        assert (run / ".lock").stat().st_mode & 0o777 == 0o600
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(untrusted, "opened", refused)
+    for how, expected in (("running", True), ("finished", False)):
+        monkeypatch.setattr(files, "read_status", lambda folder, how=how: {"how": how})
+        assert locked(run) is expected
 
 
 PLACES = [

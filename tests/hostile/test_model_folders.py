@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -125,10 +124,9 @@ CLAIMS = [
 @pytest.mark.parametrize(("claim", "message"), CLAIMS)
 def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(folder, claim, message):
     change(folder / "config.json", **claim)
-    started = time.monotonic()
-    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': config\.json {message}") as caught:
+    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': config\.json {message}.*$") as caught:
         load(str(folder))
-    assert "\n" not in str(caught.value) and time.monotonic() - started < 60
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_weights_are_named(folder):
@@ -183,3 +181,13 @@ def test_templates_that_do_little_are_not_refused(folder, template):
     """Whatever they raise: the run says that itself where it matters."""
     (folder / "chat_template.jinja").write_text(template)
     load(str(folder))
+
+
+def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(folder):
+    change_to = {"peft_type": "LORA", "base_model_name_or_path": "x", "r": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(change_to))
+    message = (
+        r"holds a LoRA adapter \(adapter_config\.json\) beside a whole model: merge the two .*, or move the adapter"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(str(folder))

@@ -98,6 +98,20 @@ def test_the_gpu_environment_pins_the_same_versions_and_adds_vllm():
     assert PROJECT["requires-python"] == ">=3.11" and float(python.split("=3.")[1]) >= 11
 
 
+def test_the_gpu_environment_pins_what_its_packages_need():
+    """As far as both have a package it is the tested version, but for what vLLM asks for in another one."""
+    assert "-c constraints-gpu.txt" in CONDA_PIP
+    gpu = pins((ROOT / "constraints-gpu.txt").read_text())
+    assert gpu.items() >= pins("\n".join(CONDA_PIP)).items()
+    assert {name for name in gpu.keys() & CONSTRAINTS.keys() if gpu[name] != CONSTRAINTS[name]} <= {
+        "numpy",
+        "setuptools",
+    }
+    for requirement in REQUIREMENTS:
+        assert gpu[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    assert {name for name in gpu if name.startswith("nvidia-")} >= {"nvidia-cudnn-cu13", "nvidia-nccl-cu13"}
+
+
 def test_the_vllm_environment_has_what_the_project_names_with_an_older_numpy():
     for requirement in REQUIREMENTS:
         name = canonicalize_name(requirement.name)

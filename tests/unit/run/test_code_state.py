@@ -25,3 +25,7 @@ def test_a_copy_that_lies_in_another_repository_has_no_commit(tmp_path, monkeypa
     assert len(state["commit"]) == 40 and state["changed_files"] == ["env/directory.py"]
     file.write_text("changed\n" * 200_000)
     assert "env/directory.py" in directory.uncommitted() and len(directory.uncommitted()) < 1000
+    monkeypatch.setattr(directory, "MOST_CHANGED", 1000)
+    assert directory.uncommitted() == "# changed: env/directory.py\n", "git is not asked what has changed in it"
+    file.unlink()
+    assert "-" in directory.uncommitted() and "deleted file" in directory.uncommitted()
