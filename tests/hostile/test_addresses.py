@@ -105,8 +105,11 @@ def test_a_strangers_server_gets_no_prompt_and_no_file_is_written(tmp_path):
     mine.mkdir()
     precious = mine / "weights.safetensors"
     precious.write_bytes(b"precious")
-    rows = tmp_path / "private.jsonl"
-    rows.write_text('{"question": "the private question", "answer": "#### 1"}\n' * 8)
+    rows = tmp_path / "private"
+    rows.mkdir()
+    for name in ("train", "test"):
+        text = "".join(f'{{"question": "private question {i} of {name}", "answer": "#### 1"}}\n' for i in range(8))
+        (rows / f"{name}.jsonl").write_text(text)
 
     def answer(path, headers):
         said = {"/version": {"version": "0.32.0"}, "/collective_rpc": {"results": [{"folder": str(mine)}]}}
