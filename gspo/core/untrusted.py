@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -259,6 +260,7 @@ def _row(line: bytes, known: Collection[str] = ()) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {}
     for name, value in row.items():
+        name = sys.intern(name)  # else every row would hold all names anew, which takes more memory than its numbers
         kind = type(value)
         if kind is float:
             found[name] = value if -FAR <= value <= FAR else None  # NaN compares as neither
