@@ -58,8 +58,7 @@ class Guard:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]):
         self.app = app
         description = Path(os.environ[DESCRIPTION])
-        self.folder = description.parent
-        self.key = (self.folder / KEY).read_text(encoding="ascii")
+        self.key = description.with_name(KEY).read_text(encoding="ascii")
         self.hosts = names_of(json.loads(description.read_text(encoding="utf-8"))["url"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,8 +107,8 @@ class Guard:
         if not known:
             await answer(send, 403, f"this server calls {', '.join(METHODS)} and no other method")
             return
-        if method == "load_piece" and arguments != [str(self.folder / WEIGHTS)]:
-            await answer(send, 403, f"this server loads {self.folder / WEIGHTS} and no other file")
+        if method == "load_piece" and arguments != [WEIGHTS]:
+            await answer(send, 403, f"this server loads {WEIGHTS} in its own folder and no other file")
             return
         # Written anew, so that vLLM cannot read the same bytes in another way.
         as_read = json.dumps({"method": method, "args": arguments}).encode()

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPConnection, HTTPException
 from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -163,8 +164,8 @@ class Server:
         self.on_workers("begin_load")
 
     def load(self, path: str) -> None:
-        """Load the weights of this file, which is one of several."""
-        self.on_workers("load_piece", path)
+        """Load the weights of this file in the server's folder, which is one of several."""
+        self.on_workers("load_piece", Path(path).name)
 
     def end_load(self) -> None:
         """Sample from the weights that were loaded from now on."""

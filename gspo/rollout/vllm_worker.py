@@ -80,9 +80,11 @@ class WorkerExtension:
 
     def load_piece(self, path: str) -> None:
         """Load the weights of a safetensors file whose names are those of transformers. A server loads that of its own
-        folder alone."""
-        if DESCRIPTION in os.environ and Path(path) != Path(os.environ[DESCRIPTION]).with_name(WEIGHTS):
-            raise ValueError(f"{path} is not the file of weights in this server's folder")
+        folder alone, whose path may be another one for the trainer."""
+        if DESCRIPTION in os.environ:
+            if path != WEIGHTS:
+                raise ValueError(f"{path} is not {WEIGHTS}, the file in this server's folder")
+            path = str(Path(os.environ[DESCRIPTION]).with_name(WEIGHTS))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(load_file(path).items()))
 

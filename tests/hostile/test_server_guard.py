@@ -107,14 +107,13 @@ def test_the_server_proves_that_it_knows_the_key(guarded):
 def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded(guarded):
     guard, behind, key, folder = guarded
     bearer = ("Authorization", f"Bearer {key}")
-    weights = str(folder / WEIGHTS)
-    elsewhere = f"{folder}/../{folder.name}/{WEIGHTS}"
+    elsewhere = [f"../{WEIGHTS}", f"./{WEIGHTS}", str(folder / WEIGHTS), "/etc/passwd", "", [WEIGHTS], None]
     refused = [
         call("save_sharded_state", "/home/user", pattern="notes.txt"), call("load_model"), call("__class__"),
         b"", b"{", b"[]", b'"begin_load"', b"[" * 10**5, call(["begin_load"]), call({"a": 1}),
         call("begin_load", kwargs={"a": 1}), call("begin_load", args="x"),
-        call("load_piece"), call("load_piece", "/etc/passwd"), call("load_piece", elsewhere),
-        call("load_piece", weights, weights), call("load_piece", weights, kwargs={"path": "/etc/passwd"}),
+        call("load_piece"), *(call("load_piece", path) for path in elsewhere),
+        call("load_piece", WEIGHTS, WEIGHTS), call("load_piece", WEIGHTS, kwargs={"path": "/etc/passwd"}),
         b'{"method": "begin_load", "method": "save_sharded_state"}',
     ]  # fmt: skip
     for body in refused:
@@ -122,7 +121,7 @@ def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded
             assert ask(guard, path, bearer, ("Content-Type", "text/plain"), body=body)[0] == 403, body[:80]
     assert not behind.reached
     for method in METHODS:
-        body = call(method, *([weights] if method == "load_piece" else []))
+        body = call(method, *([WEIGHTS] if method == "load_piece" else []))
         assert ask(guard, CALLS, bearer, body=body, pieces=3) == (200, b"vLLM")
         path, handed_on = behind.reached.pop()
         assert (path, json.loads(handed_on)) == (CALLS, json.loads(body))
