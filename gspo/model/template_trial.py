@@ -1,8 +1,8 @@
 """Renders a chat template in a process with little memory and time, before it is rendered in the run's own.
 
 A template is a program. That of a stranger's model may loop for years, or write gigabytes. This file is also the
-process's script. It reads {"templates": [...], "variables": {...}, "chats": [...]} as JSON and imports jinja2 alone,
-since transformers takes seconds to import. What a template raises is no matter here: the run says that itself.
+process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5} as JSON and imports jinja2 alone, since
+transformers takes seconds to import. What a template raises is no matter here: the run says that itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_template(template: str | dict[str, str] | None, special_tokens: dict[s
         return
     templates = list(template.values()) if isinstance(template, dict) else [template]
     texts = {name: value for name, value in special_tokens.items() if isinstance(value, str)}
-    asked = json.dumps({"templates": templates, "variables": texts})
+    asked = json.dumps({"templates": templates, "variables": texts, "seconds": CPU_SECONDS})
     command = [sys.executable, "-P", "-B", __file__]
     try:
         done = subprocess.run(
@@ -78,7 +78,7 @@ def main() -> None:
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, default=str)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for template in asked["templates"]:
         for chat in CHATS:
