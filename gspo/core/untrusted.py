@@ -22,6 +22,7 @@ import yaml
 SMALL = 4 << 20  # the most bytes of a file that is read as a whole
 SETTINGS = 256 << 10  # the most bytes of settings.yaml
 LONG = 256 << 20  # the most bytes of a file of rows
+OWN = 32  # times as much is read of one's own runs, which may have many steps
 LINE = 8 << 20  # the most bytes of one line
 DEPTH = 50  # how deeply mappings and lists may be nested
 LARGEST = 2**63  # integers must be smaller
@@ -35,6 +36,7 @@ NUMBERS = 20_000_000  # the most numbers in all rows of a run
 CELLS = 40_000_000  # the most cells of the rows as a table, with empty ones, of which rows of unlike metrics have many
 TREES = frozenset([dict, list])
 BLOCK = 64 << 10  # bytes from the end of a file that are read at first for its last rows
+TAIL = 32 << 20  # bytes from the end of a file that are read at most for its last rows
 SPARE = 20  # lines beyond the last rows that are parsed, since some may be damaged
 DAMAGED = 10_000  # a file with more lines that are not rows is refused
 FAR = 1e100  # larger numbers count as not finite, because their sums and squares would not be
@@ -91,11 +93,11 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def lines(path: Path, bounded: bool = True) -> Iterator[bytes]:
-    """Yield the lines of a file, with their line ends. Without `bounded` it may have any size."""
+def lines(path: Path, factor: int = 1) -> Iterator[bytes]:
+    """Yield the lines of a file, with their line ends. It may have LONG bytes, times a factor."""
     with opened(path) as file:
-        if bounded and os.fstat(file.fileno()).st_size > LONG:
-            raise Unreadable(f"{path} is larger than {LONG:,} bytes, the most that is read of it")
+        if os.fstat(file.fileno()).st_size > factor * LONG:
+            raise Unreadable(f"{path} is larger than {factor * LONG:,} bytes, the most that is read of it")
         while line := file.readline(LINE + 1):
             if len(line) > LINE:
                 raise Unreadable(f"{path} has a line of more than {LINE:,} bytes")
@@ -198,14 +200,14 @@ def _check_events(content: bytes) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
-def read_rows(path: Path, bounded: bool = True) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+def read_rows(path: Path, factor: int = 1) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     """Read the rows of a metrics file. Returns the rows, and as (number, line) the lines that are not rows.
 
     A row is a step and numbers, None for a number that is not finite. Lines that a kill cut short or a disk damaged are
-    not rows. Without `bounded`, which is for one's own run, there may be any number of rows.
+    not rows. The bounds of size and number are multiplied by `factor`, which is OWN for one's own run.
     """
     rows, damaged, names, numbers = [], [], set(), 0
-    for number, line in enumerate(lines(path, bounded), start=1):
+    for number, line in enumerate(lines(path, factor), start=1):
         row = _row(line, names)
         if row is None:
             damaged.append((number, line))
@@ -215,32 +217,33 @@ def read_rows(path: Path, bounded: bool = True) -> tuple[list[dict[str, Any]], l
             numbers += len(row)
         if len(damaged) > DAMAGED:
             raise Unreadable(f"{path} has more than {DAMAGED:,} lines that are no rows")
-        if bounded:
-            check_table(path, len(rows), len(names), numbers)
+        check_table(path, len(rows), len(names), numbers, factor)
     return rows, damaged
 
 
 def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Read the last `count` rows of a metrics file, or all if it has fewer, without reading what comes before them."""
+    """Read the last `count` rows of a metrics file, or all if it has fewer, without reading what comes before them.
+
+    At most TAIL bytes are read from its end, and lines that are longer than LINE are no rows."""
     with opened(path) as file:
         begin = os.fstat(file.fileno()).st_size
         tail, rows = b"", []
-        while begin and len(rows) < count and len(tail) <= count * LINE:
+        while begin and len(rows) < count and len(tail) < TAIL:
             size = min(begin, max(len(tail), BLOCK))
             begin -= size
             file.seek(begin)
             tail = file.read(size) + tail
             whole = tail if not begin else tail.partition(b"\n")[2]  # the first line may have begun before
             rows = []
-            for line in reversed(whole.splitlines()[-count - SPARE :]):
-                if len(rows) < count and (row := _row(line)) is not None:
+            for line in reversed(whole.rsplit(b"\n", count + SPARE)[1 if begin else 0 :]):
+                if len(rows) < count and len(line) <= LINE and (row := _row(line)) is not None:
                     rows.append(row)
     return rows[::-1]
 
 
-def check_table(path: Path, rows: int, names: int, numbers: int) -> None:
+def check_table(path: Path, rows: int, names: int, numbers: int, factor: int = 1) -> None:
     """Raise Unreadable if a table of so many rows, metrics and numbers would fill the memory."""
-    if rows > STEPS + 1 or names > METRICS or numbers > NUMBERS or rows * names > CELLS:
+    if rows > STEPS + 1 or names > METRICS or numbers > factor * NUMBERS or rows * names > factor * CELLS:
         raise Unreadable(
             f"{path} has more than {STEPS:,} rows, {METRICS:,} metrics or {NUMBERS:,} numbers, or a table "
             f"of them more than {CELLS:,} cells"

@@ -1,7 +1,7 @@
 """Renders a chat template in a process with little memory and time, before it is rendered in the run's own.
 
 A template is a program. That of a stranger's model may loop for years, or write gigabytes. This file is also the
-process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5} as JSON and imports jinja2 alone, since
+process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5} as JSON, and imports jinja2 alone:
 transformers takes seconds to import. What a template raises is no matter here: the run says that itself.
 """
 

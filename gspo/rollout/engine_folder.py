@@ -116,7 +116,7 @@ def is_own_folder(path: Path) -> bool:
         about = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o700
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and about.st_mode & 0o777 == 0o700
 
 
 def is_locked(path: Path) -> bool:
@@ -167,7 +167,7 @@ def remove_left_behind(parent: str) -> None:
             continue
         try:
             about = os.fstat(handle)
-            mine = about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o700
+            mine = about.st_uid == os.geteuid() and about.st_mode & 0o777 == 0o700
             if mine and time.time() - about.st_ctime > YOUNG_SECONDS:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

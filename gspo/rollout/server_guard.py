@@ -1,8 +1,9 @@
 """Lets only its owner's trainers use a vLLM server: the key, and the layer of the server that asks for it.
 
-`gspo serve` writes a random key into the server's folder, which no other user can read. A trainer that can read it
-sends it with each request. Before it sends anything else it asks the server for a proof that it knows the key too, so
-that neither prompts nor the key go to whoever else listens at the address.
+`gspo serve` writes a random key into the server's folder, which no other user can read. The key is never sent. On each
+connection the server first proves to the trainer that it knows the key, for a random number of the trainer's. Then the
+trainer signs its request. Both sign the address at which the server has the connection, so that nobody in between can
+pass proofs on. So neither prompts nor requests go to whoever else listens at an address, or takes a port over.
 
 vLLM imports `Guard` by its name (`vllm serve --middleware`). This module needs no vLLM.
 """
@@ -24,12 +25,13 @@ SERVERS_PROCESS = "GSPO_SERVERS_PROCESS"  # the environment variable with the nu
 KEY = "key"  # the file with the key, in the server's folder
 WEIGHTS = "weights.safetensors"  # the file through which weights go, in the server's folder
 PROOF = "/gspo/proof"
-NONCE = "x-gspo-nonce"
+NONCE, SIGNATURE = "x-gspo-nonce", "x-gspo-signature"  # the headers of a request
+MOST_NONCES = 1_000_000  # of earlier requests, whose numbers may not be used again
 HEALTH = "/health"
 CALLS = "/collective_rpc"
 # The methods of WorkerExtension. vLLM's own methods of a worker write files, among other things.
 METHODS = ("begin_load", "load_piece", "end_load", "stored_dtype", "install_capture", "routes_of")
-MOST_BODY = 64 << 20  # bytes of a request to CALLS: names of requests, at most
+MOST_BODY = 64 << 20  # bytes of a request
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
@@ -45,13 +47,29 @@ def write_key(folder: Path) -> None:
         file.write(secrets.token_hex(32))
 
 
-def proof(key: str, nonce: str) -> str:
-    """Return what a server answers that knows the key: HMAC-SHA256 of the nonce."""
-    return hmac.new(key.encode(), b"server\n" + nonce.encode(), hashlib.sha256).hexdigest()
+def proof(key: str, address: str, nonce: str) -> str:
+    """Return what a server answers that knows the key: HMAC-SHA256 of its address and the trainer's number."""
+    return signed(key, "server", address, nonce)
+
+
+def signature(key: str, address: str, nonce: str, method: str, path: str, body: bytes) -> str:
+    """Return the signature of a trainer's request to the server at an address."""
+    return signed(key, "request", address, nonce, method, path, hashlib.sha256(body).hexdigest())
+
+
+def signed(key: str, *texts: str) -> str:
+    """Return HMAC-SHA256 of some texts, whose borders count."""
+    return hmac.new(key.encode(), json.dumps(texts).encode(), hashlib.sha256).hexdigest()
+
+
+def place(address: Any) -> str:
+    """Return the host and port of one end of a connection, the same for both of its sides."""
+    host, port = address[0].removeprefix("::ffff:"), address[1]
+    return f"{host}:{port}"
 
 
 class Guard:
-    """An ASGI layer that answers 403 to requests of web pages and of other names, and 401 to those without the key.
+    """An ASGI layer that answers 403 to requests of web pages and of other names, and 401 to unsigned ones.
 
     `/health` needs no key, since it says nothing but that the server answers."""
 
@@ -60,6 +78,7 @@ class Guard:
         description = Path(os.environ[DESCRIPTION])
         self.key = description.with_name(KEY).read_text(encoding="ascii")
         self.hosts = names_of(json.loads(description.read_text(encoding="utf-8"))["url"])
+        self.nonces: dict[str, None] = {}  # in the order of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on to vLLM."""
@@ -76,15 +95,32 @@ class Guard:
         if refused := self.why_not_from_here(headers):
             await answer(send, 403, refused)
         elif path == PROOF:
-            await answer(send, 200, proof(self.key, only(headers, NONCE)))
+            await answer(send, 200, proof(self.key, place(scope["server"]), only(headers, NONCE)))
         elif path == HEALTH and scope["method"] == "GET":
             await self.app(scope, receive, send)
-        elif not hmac.compare_digest(only(headers, "authorization").encode(), f"Bearer {self.key}".encode()):
-            await answer(send, 401, "this server answers to trainers that know its key")
-        elif path.rstrip("/") == CALLS:
-            await self.call(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            await self.signed_request(scope, headers, path, receive, send)
+
+    async def signed_request(
+        self, scope: Scope, headers: dict[str, list[str]], path: str, receive: Receive, send: Send
+    ) -> None:
+        """Hand a request on if it is signed with the key. It is read as a whole before, since its body is signed."""
+        body, nonce = await whole_body(receive), only(headers, NONCE)
+        if body is None:
+            await answer(send, 413, f"this server reads requests of at most {MOST_BODY:,} bytes")
+            return
+        target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else "")
+        expected = signature(self.key, place(scope["server"]), nonce, scope["method"], target, body)
+        if not hmac.compare_digest(only(headers, SIGNATURE).encode(), expected.encode()) or nonce in self.nonces:
+            await answer(send, 401, "this server answers to trainers that know its key")
+            return
+        self.nonces[nonce] = None
+        if len(self.nonces) > MOST_NONCES:
+            del self.nonces[next(iter(self.nonces))]
+        if path.rstrip("/") == CALLS:
+            await self.call(scope, body, receive, send)
+        else:
+            await self.hand_on(scope, body, receive, send)
 
     def why_not_from_here(self, headers: dict[str, list[str]]) -> str:
         """Say why a request is refused whatever it asks; "" if it is not. Browsers name the page that sends a request,
@@ -95,11 +131,10 @@ class Guard:
             return "this server does not answer to this name"
         return ""
 
-    async def call(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Hand a call of a worker's method on if it is one of METHODS, and loads no other file than the trainer's."""
-        body = await whole_body(receive)
         try:
-            asked = json.loads(body or b"")
+            asked = json.loads(body)
             method, arguments = asked["method"], asked.get("args", [])
             known = method in METHODS and isinstance(arguments, list) and not asked.get("kwargs")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -111,8 +146,11 @@ class Guard:
             await answer(send, 403, f"this server loads {WEIGHTS} in its own folder and no other file")
             return
         # Written anew, so that vLLM cannot read the same bytes in another way.
-        as_read = json.dumps({"method": method, "args": arguments}).encode()
-        pending = [{"type": "http.request", "body": as_read, "more_body": False}]
+        await self.hand_on(scope, json.dumps({"method": method, "args": arguments}).encode(), receive, send)
+
+    async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Hand a request with this body on to vLLM."""
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> MutableMapping[str, Any]:
             return pending.pop() if pending else await receive()
@@ -151,6 +189,8 @@ async def whole_body(receive: Receive) -> bytes | None:
 
 async def answer(send: Send, status: int, text: str) -> None:
     """Answer a request with a line of plain text."""
+    body = text.encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
+    headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text.encode()})
+    await send({"type": "http.response.body", "body": body})

@@ -33,7 +33,7 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine_folder import FoundServer, ServersFolder, found_servers
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.outside_engine import OutsideEngine
-from gspo.rollout.server_guard import HEALTH, NONCE, PROOF, proof
+from gspo.rollout.server_guard import HEALTH, NONCE, PROOF, SIGNATURE, place, proof, signature
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.vllm_host import Sampled
@@ -65,38 +65,44 @@ class Server:
 
     def call(self, path: str, body: Any = None) -> Any:
         """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the server does not answer
-        or has failed, Refused if it refuses."""
-        text = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        said = self.send("GET" if body is None else "POST", path, text, headers, MOST_ANSWER)
+        or has failed, Refused if it refuses or is another one."""
+        said = self.send("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         try:
             return json.loads(said) if said else None
         except (ValueError, RecursionError):
             raise EngineEnded(f"{self.name} answers {path} with something that is no JSON: {said[:200]!r}") from None
 
-    def is_that_of(self, key: str) -> bool:
-        """Return whether the server knows this key. The key itself is not sent."""
-        nonce = secrets.token_hex(16)
-        try:
-            said = self.send("GET", PROOF, None, {NONCE: nonce}, FEW)
-        except Refused:
-            return False
-        return hmac.compare_digest(said.encode(), proof(key, nonce).encode())
-
-    def send(self, method: str, path: str, text: str | None, headers: dict[str, str], most: int) -> str:
-        """Send a request and return the answer, which may have so many bytes."""
+    def send(self, method: str, path: str, text: str | None = None) -> str:
+        """Send a request and return the answer, on a connection on which the server has proved that it knows the key.
+        Without a key only HEALTH can be asked for."""
         connection = HTTPConnection(self.host, self.port, timeout=CONNECT_SECONDS)
         try:
             connection.connect()
-            if most > FEW:
+            connection.auto_open = 0  # a further connection might lead to another server
+            address = place(connection.sock.getpeername())
+            headers = {"Content-Type": "application/json"}
+            if self.key:
+                nonce = secrets.token_hex(16)
+                connection.request("GET", PROOF, headers={NONCE: nonce})
+                said = self._read(connection, PROOF, FEW)
+                if not hmac.compare_digest(said.encode(), proof(self.key, address, nonce).encode()):
+                    raise Refused(f"{self.name} is another one than `gspo serve` has started: it does not know the key")
+                nonce, body = secrets.token_hex(16), (text or "").encode()
+                headers |= {NONCE: nonce, SIGNATURE: signature(self.key, address, nonce, method, path, body)}
+                if connection.sock is None:
+                    raise EngineEnded(f"{self.name} has ended a connection on which it was to be asked")
                 keep_alive(connection.sock)
             connection.request(method, path, text, headers)
-            answer = connection.getresponse()
-            content = answer.read(most + 1)
+            return self._read(connection, path, MOST_ANSWER if self.key else FEW)
         except (OSError, HTTPException) as error:
             raise EngineEnded(f"{self.name} does not answer: {error or type(error).__name__}") from None
         finally:
             connection.close()
+
+    def _read(self, connection: HTTPConnection, path: str, most: int) -> str:
+        """Return the answer to the last request, which may have so many bytes."""
+        answer = connection.getresponse()
+        content = answer.read(most + 1)
         if len(content) > most:
             raise EngineEnded(f"{self.name} answers {path} with more than {most:,} bytes")
         said = content.decode(errors="replace")
@@ -228,12 +234,8 @@ class VLLMServerEngine(OutsideEngine):
 def check_server(settings: VLLMServerRollout) -> FoundServer:
     """Return the folder, key and description of the server at the settings' address. Raises ValueError if there is
     none, if it is not this user's, or if it was started with another vLLM or other settings."""
-    found = find_server(settings)
+    found, version = find_server(settings)
     description = found.description
-    try:
-        version = Server(settings.url, settings.routes, found.key).call("/version")["version"]
-    except (EngineEnded, Refused) as error:
-        raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
     if not version.startswith(f"{TESTED_VERSION}."):
         raise ValueError(
             f"rollout.url={settings.url}: the server has vLLM {version}, this engine was tested with "
@@ -258,17 +260,18 @@ def check_server(settings: VLLMServerRollout) -> FoundServer:
     return found
 
 
-def find_server(settings: VLLMServerRollout) -> FoundServer:
-    """Return the folder whose key the server at the settings' address knows. Raises ValueError if there is none."""
-    server = Server(settings.url, settings.routes)
-    folders = list(found_servers(server.port, settings.folder))
+def find_server(settings: VLLMServerRollout) -> tuple[FoundServer, str]:
+    """Return the folder whose key the server at the settings' address knows, and the server's version of vLLM. Raises
+    ValueError if there is none."""
+    unknown = Server(settings.url, settings.routes)
+    folders = list(found_servers(unknown.port, settings.folder))
     try:
         for found in folders:
-            if server.is_that_of(found.key):
-                return found
+            with contextlib.suppress(Refused):
+                return found, Server(settings.url, settings.routes, found.key).call("/version")["version"]
         if not folders:
             with contextlib.suppress(Refused):
-                server.send("GET", HEALTH, None, {}, FEW)
+                unknown.send("GET", HEALTH)
     except EngineEnded as error:
         raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
     places = "the folder of one that listens at this port is not to be seen here"

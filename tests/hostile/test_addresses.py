@@ -4,7 +4,8 @@ import json
 import os
 import resource
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gspo.config.load import addresses, resumed_settings, write_settings
 from gspo.rollout import engine_folder, vllm_server
 from gspo.rollout.engine_folder import EngineFolder, found_servers
 from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.server_guard import KEY, PROOF, proof, write_key
+from gspo.rollout.server_guard import KEY, NONCE, PROOF, SIGNATURE, proof, signature, write_key
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm_server import Server, check_server, most_requests
 from gspo.run.directory import settings_and_checkpoint
@@ -31,14 +32,19 @@ def answering(answer):
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # with several requests on a connection
+
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             asked.append((self.path, dict(self.headers), body))
             status, content = answer(self.path, self.headers)
+            pieces = content if isinstance(content, list) else [content]
             self.send_response(status)
+            self.send_header("Content-Length", str(sum(map(len, pieces))))
             self.end_headers()
-            for piece in content if isinstance(content, list) else [content]:
-                self.wfile.write(piece)
+            with suppress(OSError):  # who asked may have gone
+                for piece in pieces:
+                    self.wfile.write(piece)
 
         do_GET = do_POST
 
@@ -178,24 +184,80 @@ def test_who_does_not_know_the_key_gets_neither_prompts_nor_the_key(folders):
     assert key not in json.dumps([[path, headers, body.decode()] for path, headers, body in asked])
 
 
-def test_who_knows_the_key_is_asked_with_it(folders):
+def test_who_knows_the_key_is_asked_on_the_same_connection(folders):
     def answer(path, headers):
-        return 200, proof(key, headers["x-gspo-nonce"]).encode() if path == PROOF else b'{"version": "0.1"}'
+        return 200, proof(key, here, headers[NONCE]).encode() if path == PROOF else b'{"version": "0.1"}'
 
     with answering(answer) as (url, asked):
+        here = url.removeprefix("http://")
         folder = servers_folder(url, folders)
         key = (folder.path / KEY).read_text()
         with pytest.raises(ValueError, match=r"the server has vLLM 0\.1"):
             check_server(VLLMServerRollout(url=url))
         folder.close()
-    (_, first, _), (path, second, _) = asked
-    assert "Authorization" not in first and (path, second["Authorization"]) == ("/version", f"Bearer {key}")
+    (first, _, _), (path, headers, _) = asked
+    assert (first, path) == (PROOF, "/version")
+    assert headers[SIGNATURE] == signature(key, here, headers[NONCE], "GET", "/version", b"")
+
+
+def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
+    """A stranger at another address asks the real server for it."""
+
+    def real(path, headers):
+        return 200, proof(key, place, headers[NONCE]).encode()
+
+    with answering(real) as (url, _):
+        place = url.removeprefix("http://")
+        folder = servers_folder(url, folders)
+        key = (folder.path / KEY).read_text()
+
+        def passed_on(path, headers):
+            connection = HTTPConnection(place)
+            connection.request("GET", path, headers={NONCE: headers[NONCE]} if NONCE in headers else {})
+            return 200, connection.getresponse().read()
+
+        with answering(passed_on) as (other, asked):
+            # the same folder is found: its port is that of the stranger, at another address of this machine
+            (folder.path / "description.json").write_text(json.dumps({"url": other}))
+            with pytest.raises(ValueError, match="it does not know the key in"):
+                check_server(VLLMServerRollout(url=other))
+        folder.close()
+    assert {path for path, _, _ in asked} == {PROOF}
+
+
+def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
+    """Who takes the port over could not be told apart on a new connection."""
+    asked = []
+
+    def answer(path, headers):
+        asked.append(path)
+        return 200, proof(key, place, headers[NONCE]).encode()
+
+    key = "k" * 64
+    with answering(answer) as (url, _):
+        place = url.removeprefix("http://")
+        server = Server(url, False, key)
+        closing = server._read
+
+        def read(connection, path, most):
+            said = closing(connection, path, most)
+            connection.close()
+            return said
+
+        server._read = read
+        with pytest.raises(EngineEnded, match="has ended a connection"):
+            server.call("/inference/v1/generate", {"token_ids": [1]})
+    assert asked == [PROOF]
 
 
 def refusal(content, ask=lambda server: server.call("/x")) -> str:
-    """What is said of a server that answers this, with "ADDRESS" for its address."""
-    with answering(lambda path, headers: (200, content)) as (url, _), pytest.raises(EngineEnded) as caught:
-        ask(Server(url, False))
+    """What is said of a server that proves itself and answers this, with "ADDRESS" for its address."""
+
+    def answer(path, headers):
+        return 200, proof("key", url.removeprefix("http://"), headers[NONCE]).encode() if path == PROOF else content
+
+    with answering(answer) as (url, _), pytest.raises(EngineEnded) as caught:
+        ask(Server(url, False, "key"))
     return str(caught.value).replace(url, "ADDRESS")
 
 

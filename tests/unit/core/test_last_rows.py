@@ -58,13 +58,25 @@ def test_a_link_is_not_read(tmp_path):
         last_rows(tmp_path / "metrics.jsonl", 3)
 
 
-def test_rows_of_ones_own_run_have_no_bound(tmp_path, monkeypatch):
+def test_neither_many_lines_nor_a_long_one_fill_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(row(1) + "{}\n" * 100_000 + row(2))
+    assert [r["step"] for r in last_rows(path, 1)] == [2]
+    monkeypatch.setattr(untrusted, "TAIL", 1000)
+    monkeypatch.setattr(untrusted, "BLOCK", 500)
+    assert [r["step"] for r in last_rows(path, 3)] == [2], "the rest is not looked for"
+    monkeypatch.setattr(untrusted, "LINE", 50)
+    path.write_text(row(1) + json.dumps({"step": 2, "a": "x" * 60}) + "\n")
+    assert [r["step"] for r in last_rows(path, 3)] == [1]
+
+
+def test_rows_of_ones_own_run_have_wider_bounds(tmp_path, monkeypatch):
     """A run of 60,000 steps has more bytes than are read of a stranger's."""
     (tmp_path / "metrics.jsonl").write_text(ROWS)
     ownership.write_signed(tmp_path / "settings.yaml", "seed: 1\n")
-    for bound in ("LONG", "STEPS", "NUMBERS", "CELLS"):
-        monkeypatch.setattr(untrusted, bound, 1000 if bound == "STEPS" else 500)
+    for bound in ("LONG", "NUMBERS", "CELLS"):
+        monkeypatch.setattr(untrusted, bound, 2000)
     assert len(rows_and_damage(tmp_path / "metrics.jsonl")[0]) == 1000
     (tmp_path / "signed.json").unlink()
-    with pytest.raises(Unreadable, match="is larger than 500 bytes"):
+    with pytest.raises(Unreadable, match="is larger than 2,000 bytes"):
         rows.read_rows(tmp_path / "metrics.jsonl")
