@@ -102,8 +102,10 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     return settings
 
 
-# What begins like an address: a scheme of URLs and two slashes.
-ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# What is, or holds, an address: a URL with or without its scheme, or a host with a port.
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:/+\w|(^|[\s=])//\w|\b[\w-]+(\.[\w-]+)+:\d|\blocalhost:\d|\]:\d", re.IGNORECASE)
+INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+NO_ADDRESSES = ("tracking", "inputs", "options", "prompt", "outside")  # groups of settings in which nothing is reached
 
 
 def chosen_settings(config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]) -> Settings:
@@ -229,21 +231,23 @@ def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str
 
 
 def addresses(content: dict[str, Any]) -> dict[str, str]:
-    """Return the addresses in recorded settings, such as http://host:8000, by their dotted keys: values that begin with
-    a scheme. Those of W&B are left out, since tracking has rules of its own."""
+    """Return the values in recorded settings that are or hold an address, such as http://host:8000 or host.org:80, by
+    their dotted keys. Those of W&B are left out, since tracking has rules of its own."""
     found: dict[str, str] = {}
 
     def search(value: Any, key: str) -> None:
         if isinstance(value, dict):
             for name, part in value.items():
-                search(part, f"{key}.{name}" if key else str(name))
+                inner = f"{key}.{name}" if key else str(name)
+                search(part, inner)
+                search(str(name), f"{inner} (its name)")
         elif isinstance(value, list):
             for number, part in enumerate(value):
                 search(part, f"{key}.{number}")
-        elif isinstance(value, str) and ADDRESS.match(value):
+        elif isinstance(value, str) and ADDRESS.search(INVISIBLE.sub("", value)):
             found[key] = value
 
-    search({name: part for name, part in content.items() if name not in ("tracking", "inputs", "options")}, "")
+    search({name: part for name, part in content.items() if name not in NO_ADDRESSES}, "")
     return found
 
 

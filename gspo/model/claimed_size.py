@@ -7,6 +7,7 @@ files say at their beginning which tensors they hold, and reading that takes nex
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,73 +17,108 @@ import transformers
 from gspo.core import untrusted
 
 MOST_HEADER = 100 << 20  # bytes: what the format safetensors allows
-# Tied weights are stored once, and of some quantized formats two numbers share a byte.
-MORE_THAN_STORED = 4
+MOST_SETTINGS = 64 << 20  # bytes of a file of settings, or of the weights' index
+MORE_THAN_STORED = 2  # numbers for each byte: of some quantized formats two share one, and tied weights are stored once
 FEW_LAYERS = 64  # as many are built whatever the weights are
 SMALL = 1 << 24  # numbers: a model up to this size is built whatever its weights are
+LARGEST = 10_000_000  # of the whole numbers in a model's settings, but for those that stand for no size
+NO_SIZES = ("theta", "base", "position", "length", "window", "freq", "seed", "token_id")
 LAYERS = ("layers", "n_layer", "n_blocks")  # parts of the names of settings that say how many layers there are
 SIZES = ("vocab", "hidden", "size", "dim", "width", "embd", "inner", "heads", "experts", "rank")
+SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json")
+INDEX = "model.safetensors.index.json"
 
 
 def check_stated_sizes(path: str) -> None:
-    """Raise ValueError if a model folder's config.json states a size, or a number of layers, beyond what its weights
-    have. This comes before transformers reads the file, which makes a list of as many entries as there are layers.
+    """Raise ValueError if a model folder's settings state a size, or a number of layers, beyond any model's or beyond
+    what its weights have. This comes before transformers reads them, which makes lists of so many entries.
 
     A name of the hub is not checked."""
-    file = Path(path) / "config.json"
-    shapes = shapes_in(path)
-    if shapes is None or not file.is_file():
+    folder = Path(path)
+    for name in SETTINGS if folder.is_dir() else ():
+        if (folder / name).is_file():
+            for key, value in claimed_numbers(content_of(folder / name)):
+                if abs(value) > LARGEST and not any(part in key.lower() for part in NO_SIZES):
+                    raise ValueError(f"model.path={path!r}: {name} says {key}={value}, which no model has")
+    stored = stored_in(path)
+    if stored is None or not (folder / "config.json").is_file():
         return
-    tensors, numbers = len(shapes), sum(torch.Size(shape).numel() for shape in shapes)
-    for key, value in claimed_numbers(untrusted.read_json(file)):
+    tensors, size = stored
+    for key, value in claimed_numbers(content_of(folder / "config.json")):
         name = key.rpartition(".")[2]
         if any(part in name for part in LAYERS) and value > max(tensors, FEW_LAYERS):
             raise ValueError(
                 f"model.path={path!r}: config.json says {key}={value}, but its weights are {tensors} tensors"
             )
-        if any(part in name for part in SIZES) and value > max(numbers, SMALL):
+        if any(part in name for part in SIZES) and value > max(size, SMALL):
             raise ValueError(
-                f"model.path={path!r}: config.json says {key}={value}, but its weights are {numbers:,} numbers in all"
+                f"model.path={path!r}: config.json says {key}={value}, but its weights are {size:,} bytes in all"
             )
 
 
 def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
     """Raise ValueError if a model folder's configuration makes far more numbers than its weights have."""
-    shapes = shapes_in(path)
-    if shapes is None:
+    stored = stored_in(path)
+    if stored is None:
         return
-    numbers = sum(torch.Size(shape).numel() for shape in shapes)
     try:
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception:  # transformers raises exceptions of many types; loading the model says what is wrong
         return
     claimed = sum(parameter.numel() for parameter in outline.parameters())
-    if claimed > max(MORE_THAN_STORED * numbers, SMALL):
+    if claimed > max(MORE_THAN_STORED * stored[1], SMALL):
         raise ValueError(
-            f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, but its weights are {numbers:,} "
-            "numbers in all"
+            f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, but its weights are {stored[1]:,} "
+            "bytes in all"
         )
 
 
-def shapes_in(path: str) -> list[list[int]] | None:
-    """Return the shapes of all tensors in a folder's files of weights; None if there are none, or no folder."""
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    return [shape for file in files for shape in stored_shapes(file)] if files else None
+def stored_in(path: str) -> tuple[int, int] | None:
+    """Return how many tensors, and bytes of them, a folder's weights have; None for another path, and for a folder
+    without weights. Of several files those count that transformers would read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    if (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    elif (folder / INDEX).exists():
+        index = content_of(folder / INDEX)
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
+        files = [untrusted.inside(folder, name) for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    counts = [stored_tensors(file) for file in files]
+    return sum(tensors for tensors, _ in counts), sum(size for _, size in counts)
 
 
-def stored_shapes(file: Path) -> list[list[int]]:
-    """Return the shapes of the tensors in a file of weights. Raises ValueError for a file that is no safetensors."""
+def stored_tensors(file: Path) -> tuple[int, int]:
+    """Return how many tensors, and bytes of them, a file of weights has. Raises ValueError for a file that is no
+    safetensors, or shorter than its tensors."""
     try:
         with untrusted.opened(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > MOST_HEADER:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
-        shapes = [about["shape"] for name, about in header.items() if name != "__metadata__"]
-        return [shape for shape in shapes if all(isinstance(size, int) and 0 <= size < 2**48 for size in shape)]
+            size = os.fstat(opened.fileno()).st_size - 8 - length
+        ends = [about["data_offsets"] for name, about in header.items() if name != "__metadata__"]
+        if any(not 0 <= begin <= end <= size for begin, end in ends):
+            raise ValueError("it is shorter than its tensors")
+        return len(ends), sum(end - begin for begin, end in ends)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as safetensors: {type(error).__name__}: {error}"[:300]) from None
+
+
+def content_of(file: Path) -> Any:
+    """Return what a JSON file holds; None for one that cannot be read, which loading the model refuses."""
+    try:
+        return json.loads(untrusted.read_bytes(file, MOST_SETTINGS))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def claimed_numbers(content: Any, prefix: str = "") -> list[tuple[str, int]]:

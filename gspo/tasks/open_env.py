@@ -21,6 +21,7 @@ from gspo.core.seeding import seed_for
 from gspo.core.types import Problem
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.environment import Environment, EnvironmentTask, Message, Outcome
+from gspo.tasks.player import readable
 
 INSTALL = 'pip install "gspo[openenv]"'
 CONNECT_SECONDS = 10.0
@@ -134,7 +135,7 @@ class OpenEnvSession(Environment):
     async def begin(self, seed: int) -> str:
         """Begin the game of a seed, and return what the policy reads."""
         began = await self.client.reset(seed=seed, **self.task.options)
-        return "\n\n".join(filter(None, [self.task.instruction, self._shown(began.observation)]))
+        return readable("\n\n".join(filter(None, [self.task.instruction, self._shown(began.observation)])))
 
     async def step(self, text: str) -> Outcome:
         """Send the policy's action, unless it is none."""

@@ -29,7 +29,7 @@ UNPACKED = 100  # a compressed file may unpack to this many times its size; text
 SMALL = 1 << 26  # any compressed file may unpack to this many bytes
 PARQUET_ROWS = 16  # rows that are in memory at a time
 MOST_ELEMENTS = 1 << 22  # most values in these rows, those within lists included
-MOST_VALUES = 1 << 26  # most values of a column in one row group, which pyarrow may decode at once
+MOST_VALUES = 1 << 26  # most values of all columns in one row group, which pyarrow may decode at once
 UNREADABLE = (OSError, EOFError, zlib.error)  # gzip raises these for a file that is cut off, damaged or not compressed
 
 
@@ -275,9 +275,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         file = parquet.ParquetFile(path)
         check_counts(file.metadata)
+        room = max(LONGEST, UNPACKED * path.stat().st_size)
         for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-            if batch.nbytes > LONGEST:
+            size = sum(map(bytes_of, batch.columns))
+            if size > LONGEST:
                 raise OSError(f"there are more than {LONGEST} bytes in {PARQUET_ROWS} records")
+            room -= size
+            if room < 0:
+                raise OSError(
+                    f"it unpacks to more than {UNPACKED} times its size: if that is meant, write it as .jsonl"
+                )
             if sum(map(elements, batch.columns)) > MOST_ELEMENTS:
                 raise OSError(f"there are more than {MOST_ELEMENTS} values in {PARQUET_ROWS} records")
             try:
@@ -298,14 +305,32 @@ def check_counts(metadata: Any) -> None:
     if metadata.num_rows > LINES:
         raise OSError(f"there are more than {LINES} records")
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            if column.num_values > MOST_VALUES:
-                raise OSError(
-                    f"{column.path_in_schema} has more than {MOST_VALUES} values in one row group: write the file with "
-                    "smaller ones, or without this column"
-                )
+        columns = list(map(group.column, range(group.num_columns)))
+        if (values := sum(column.num_values for column in columns)) > MOST_VALUES:
+            most = max(columns, key=lambda column: column.num_values)
+            raise OSError(
+                f"a row group has {values} values, more than {MOST_VALUES}, and most of them are of "
+                f"{most.path_in_schema}: write the file with smaller row groups, or without this column"
+            )
+        for column in columns:
             if column.total_uncompressed_size > max(SMALL, UNPACKED * column.total_compressed_size):
                 raise OSError(f"{column.path_in_schema} unpacks to more than {UNPACKED} times its size")
+
+
+def bytes_of(array: Any) -> int:
+    """Return how many bytes the values of an array of pyarrow take as Python gets them: a text that a dictionary holds
+    once counts for each row that refers to it. Raises OSError for such dictionaries within lists or structs."""
+    import pyarrow
+    from pyarrow import compute
+
+    if pyarrow.types.is_dictionary(array.type):
+        kind = array.type.value_type
+        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()):
+            return array.nbytes
+        return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+    if "dictionary<" in str(array.type):
+        raise OSError(f"a column of type {str(array.type)[:80]} is not read: write its texts out")
+    return array.nbytes
 
 
 def elements(array: Any) -> int:

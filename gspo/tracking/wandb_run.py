@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -29,7 +30,7 @@ import wandb
 
 from gspo.core.files import append_to
 from gspo.core.ownership import doubt, own, write_signed
-from gspo.core.untrusted import HALVES, read_json
+from gspo.core.untrusted import HALVES, read_bytes, read_json
 from gspo.tracking.artifacts import Lineage
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
@@ -44,7 +45,24 @@ COLLAPSED = 4  # and for one that the monitor ended
 # A segment's folder for the files of tables until they are uploaded; W&B would put them into the home folder.
 STAGING = "staging"
 RECENT = 10  # how many batches the means in the summary go over
+PUBLIC = "https://api.wandb.ai"
+BASE_URL = re.compile(r"^\s*base_url\s*[=:]\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 PART = 100  # rollout batches per table: W&B shows no more of one, and each of its rows names all of them
+
+
+def refuse_settings_of_the_folder() -> None:
+    """Raise ValueError if W&B would take from the current folder to whom the user's key and data go: W&B reads
+    wandb/settings or .wandb/settings there. `wandb init` makes such a file; a stranger's folder may hold one too."""
+    for path in (Path("wandb", "settings"), Path(".wandb", "settings")):
+        if not os.path.lexists(path):
+            continue
+        where = BASE_URL.search(read_bytes(path).decode(errors="replace"))
+        chosen = {PUBLIC, os.environ.get("WANDB_BASE_URL", PUBLIC).rstrip("/")}
+        if Path("settings.yaml").exists() or (where and where[1].rstrip("/") not in chosen):
+            raise ValueError(
+                f"{path}: W&B would take from this file where your key and data go; start in another folder, remove "
+                "it, or give the address itself, WANDB_BASE_URL=..."
+            )
 
 
 class WandbRun:
@@ -56,11 +74,7 @@ class WandbRun:
         self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
         self.points: list[tuple[int, float, float]] = []  # of all rows: what the score depends on
         self.stopped = False  # whether W&B's server asks the run to stop: its page, or a sweep's early termination
-        if Path("settings.yaml").exists() and Path("wandb", "settings").exists():
-            raise ValueError(
-                "wandb/settings: W&B would take from this file of a run directory where your key and data go; start in "
-                "another folder, or remove it"
-            )
+        refuse_settings_of_the_folder()
         self._clear("cache", "artifacts")
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")  # W&B's core reads it when it starts
         if others := self._foreign_notes():

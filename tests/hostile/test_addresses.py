@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from commands import SMALL, train
 from composing import settings
@@ -102,6 +103,16 @@ def test_addresses_are_found_wherever_they_stand():
         "task.arguments.list.1": " ws://b",
         "task.arguments.list.2.c": "grpc://d:1",
     }
+    hidden = [
+        "evil.example:8000/v1", "//evil.example/v1", "x http://evil", "simplecache::http://evil", "http:/evil",
+        "\u200bhttp://evil", "ht\u200btp://evil", "localhost:8000", "10.0.0.1:80", "[::1]:80",
+    ]  # fmt: skip
+    for value in hidden:
+        assert addresses({"task": {"arguments": {"judge": value}}}) == {"task.arguments.judge": value}, value
+        assert addresses({"task": {"arguments": {value: 1}}}), "also as a name"
+    for value in ("my_pkg.rewards:score", "runs/a/b", "Qwen/Qwen3-0.6B", "a: b", "12:30", "1.5", "x/y//", ""):
+        assert not addresses({"task": {"path": value}}), value
+    assert not addresses(OmegaConf.to_container(OmegaConf.structured(settings("experiment=tiny_moe"))))
 
 
 @pytest.mark.slow

@@ -284,7 +284,9 @@ def test_a_parquet_file_of_a_kilobyte_does_not_fill_the_memory(tmp_path, kind):
     """A list of nulls takes a few bytes in the file."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = refused(tmp_path, x=list_of(70_000_000, kind))
-    assert said.startswith("x.list.element has more than 67108864 values in one row group: write the file with smaller")
+    assert said.startswith(
+        "a row group has 70000001 values, more than 67108864, and most of them are of x.list.element:"
+    )
     table = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert table < 600 * 1024, "kilobytes, most of them to write the file"
 
@@ -317,3 +319,21 @@ def test_a_parquet_file_with_too_many_records_is_refused_before_they_are_read(tm
     parquet.write_table(pa.table({"problem": ["x"] * 21}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="there are more than 20 records"):
         list(file_rows(tmp_path / "a.parquet"))
+
+
+def test_values_of_many_columns_add_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(records_file, "MOST_VALUES", 1000)
+    columns = {f"x{i}": list_of(100, pa.int8()) for i in range(12)}
+    assert refused(tmp_path, **columns).startswith("a row group has 1201 values, more than 1000")
+
+
+def test_a_text_that_a_dictionary_repeats_is_counted_each_time(tmp_path, monkeypatch):
+    """A file of 300 bytes may give gigabytes, in batches of which each is small."""
+    monkeypatch.setattr(records_file, "LONGEST", 1 << 22)
+    texts = pa.array(["x" * 100_000] * 400)
+    for problems in (texts, texts.dictionary_encode()):
+        table = pa.table({"problem": problems, "answer": ["1"] * 400})
+        parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+        assert (tmp_path / "a.parquet").stat().st_size < 5000
+        with pytest.raises(ValueError, match=r"it unpacks to more than 100 times its size: if that is meant, write"):
+            list(file_rows(tmp_path / "a.parquet"))

@@ -111,23 +111,45 @@ print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETR
 
 
 CLAIMS = [
-    (
-        {"num_hidden_layers": 5_000_000, "layer_types": None},
-        r"says num_hidden_layers=5000000, but its weights are \d+ tensors",
-    ),
-    ({"vocab_size": 60_000_000}, r"says vocab_size=60000000, but its weights are [\d,]+ numbers"),
-    ({"intermediate_size": 2**40}, r"says intermediate_size=1099511627776, but its weights are"),
-    ({"vocab_size": 10_000_000}, r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ numbers"),
-    ({"hidden_size": 2**16, "vocab_size": 2**16}, r"makes a model of [\d,]+ numbers"),
+    ("config", {"num_hidden_layers": 5_000_000}, r"says num_hidden_layers=5000000, but its weights are \d+ tensors"),
+    ("config", {"vocab_size": 60_000_000}, r"says vocab_size=60000000, which no model has"),
+    ("config", {"intermediate_size": 2**40}, r"says intermediate_size=1099511627776, which no model has"),
+    ("config", {"num_labels": 10**9}, r"says num_labels=1000000000, which no model has"),
+    ("config", {"vocab_size": 10_000_000}, r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ bytes"),
+    ("config", {"hidden_size": 2**16, "vocab_size": 2**16}, r"makes a model of [\d,]+ numbers"),
+    ("tokenizer_config", {"tokenizer_class": "T5Tokenizer", "extra_ids": 10**8}, r"says extra_ids=100000000, which no"),
 ]
 
 
-@pytest.mark.parametrize(("claim", "message"), CLAIMS)
-def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(folder, claim, message):
-    change(folder / "config.json", **claim)
-    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': config\.json {message}.*$") as caught:
+@pytest.mark.parametrize(("file", "claim", "message"), CLAIMS)
+def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(folder, file, claim, message):
+    change(folder / f"{file}.json", **claim)
+    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': {file}\.json {message}.*$") as caught:
         load(str(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_sizes_are_those_of_the_bytes_that_are_there_and_read(folder):
+    """Not those that a header claims, nor those of a file that transformers does not read."""
+    forged = json.dumps({"x": {"dtype": "F32", "shape": [10**11], "data_offsets": [0, 4 * 10**11]}}).encode()
+    other = folder / "zz.safetensors"
+    other.write_bytes(len(forged).to_bytes(8, "little") + forged)
+    with open(other, "r+b") as file:
+        file.truncate(2**40)  # a file of holes
+    change(folder / "config.json", vocab_size=9_000_000)
+    with pytest.raises(ValueError, match="makes a model of"):
+        load(str(folder))
+    (folder / "model.safetensors").write_bytes(len(forged).to_bytes(8, "little") + forged)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .* shorter than its tensors"):
+        load(str(folder))
+
+
+def test_a_folder_without_weights_builds_no_layers(folder):
+    (folder / "model.safetensors").unlink()
+    for layers, message in ((10**9, "says num_hidden_layers=1000000000, which no model has"), (2, "cannot be loaded")):
+        change(folder / "config.json", num_hidden_layers=layers)
+        with pytest.raises(ValueError, match=message):
+            load(str(folder))
 
 
 def test_damaged_weights_are_named(folder):

@@ -4,6 +4,7 @@ import array
 import fcntl
 import os
 import platform
+import re
 import select
 import socket
 import struct
@@ -16,6 +17,7 @@ import pytest
 
 import forked
 from commands import ROOT, SMALL, command, environment, only_run
+from gspo.tracking.wandb_run import refuse_settings_of_the_folder
 from recorded_wandb import TABLES, pause, with_rollouts
 from wandb_server import serving
 
@@ -167,6 +169,25 @@ def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
         where = environment() | {"WANDB_API_KEY": "a" * 40}
         done = forked.run(words, cwd=tmp_path, env=where)
         assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
+
+
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_nor_does_any_other_folder_that_a_run_is_started_in(tmp_path, monkeypatch, name):
+    """A study's folder, or one within a run. What `wandb init` writes for W&B's own server is left alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    settings = tmp_path / name / "settings"
+    settings.parent.mkdir()
+    for text in ("[default]\nbase_url = https://api.wandb.ai/\nentity = me\n", "[default]\nentity = me\n"):
+        settings.write_text(text)
+        refuse_settings_of_the_folder()
+    for text in ("[default]\nbase_url = http://evil.example\n", "[default]\n BASE_URL: http://evil.example\n"):
+        settings.write_text(text)
+        with pytest.raises(ValueError, match=rf"^{re.escape(name)}/settings: W&B would take .* WANDB_BASE_URL=\.\.\.$"):
+            refuse_settings_of_the_folder()
+        with monkeypatch.context() as own:
+            own.setenv("WANDB_BASE_URL", "http://evil.example")
+            refuse_settings_of_the_folder()
 
 
 def homeless(home: str | None) -> dict[str, str]:

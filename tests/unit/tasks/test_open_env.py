@@ -189,3 +189,10 @@ def test_a_server_that_fails_later_ends_no_run(kind):
         with pytest.raises(EnvironmentFailed):
             player.finish(player.begin("reset", later))
         player.close()
+
+
+@needs_openenv
+def test_half_characters_of_a_server_do_not_reach_the_tokenizer():
+    half = '{"type": "observation", "data": {"observation": {"prompt": "a \\ud800 b"}, "reward": 0, "done": false}}'
+    with answering([half]) as address:
+        assert OpenEnv(url=address, text="prompt", step_seconds=9.0).problem(1, "train", 0).prompt == "a ? b"
