@@ -16,16 +16,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from gspo.rollout.engine_folder import found_servers
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm_server import Refused, Server, VLLMServerEngine
-from outside_engines import GREEDY, MODEL, sampled, whole_policy
+from outside_engines import GREEDY, SERVER, sampled, whole_policy
 from served import free_url, served
 
 pytestmark = pytest.mark.vllm
-WORDS = [
-    "model=tiny_moe", f"model.hidden={MODEL.hidden}", f"model.layers={MODEL.layers}", f"model.heads={MODEL.heads}",
-    f"model.experts={MODEL.experts}", f"model.experts_per_token={MODEL.experts_per_token}",
-    f"model.expert_width={MODEL.expert_width}",
-    "rollout.max_model_len=256", "rollout.kv_cache_gib=0.25", "rollout.batch_rows=16",
-]  # fmt: skip
 
 
 def ask(url: str, method: str, path: str, body: str = "", **headers: str) -> int:
@@ -45,7 +39,7 @@ def test_a_server_does_what_its_own_trainer_asks_and_nothing_else(tmp_path):
     precious.parent.mkdir()
     precious.write_text("precious")
     url = free_url()
-    with served(tmp_path, url, *WORDS) as process:
+    with served(tmp_path, url, *SERVER) as process:
         engine = VLLMServerEngine(whole_policy(), VLLMServerRollout(url=url, batch_rows=8))
         before = tokens(engine)
         attack = json.dumps(

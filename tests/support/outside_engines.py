@@ -23,6 +23,13 @@ from gspo.rollout.vllm import VLLMEngine
 
 SECONDS = 500  # two engines start on a busy machine
 MODEL = TinyMoE(hidden=64, layers=2, heads=2, experts=8, experts_per_token=2, expert_width=16)
+# The words of `gspo serve` for a server of this model.
+SERVER = [
+    "model=tiny_moe", f"model.hidden={MODEL.hidden}", f"model.layers={MODEL.layers}", f"model.heads={MODEL.heads}",
+    f"model.experts={MODEL.experts}", f"model.experts_per_token={MODEL.experts_per_token}",
+    f"model.expert_width={MODEL.expert_width}",
+    "rollout.max_model_len=256", "rollout.kv_cache_gib=0.25", "rollout.batch_rows=16",
+]  # fmt: skip
 GREEDY, SAMPLED = Sampling(0.0, 20), Sampling(1.0, 20)
 STOPS = tuple("aeiouxXG59|")
 

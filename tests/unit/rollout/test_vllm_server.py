@@ -14,17 +14,22 @@ from gspo.rollout import outside_engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.rollout.vllm_server import VLLMServerEngine
-from outside_engines import GREEDY, MODEL, SAMPLED, SECONDS, of_one_process, sampled, spread_policy, story, whole_policy
+from outside_engines import (
+    GREEDY,
+    SAMPLED,
+    SECONDS,
+    SERVER,
+    of_one_process,
+    sampled,
+    spread_policy,
+    story,
+    whole_policy,
+)
 from ranked import ranked
 from served import free_url, served
 
 pytestmark = pytest.mark.vllm
-WORDS = [
-    "model=tiny_moe", f"model.hidden={MODEL.hidden}", f"model.layers={MODEL.layers}", f"model.heads={MODEL.heads}",
-    f"model.experts={MODEL.experts}", f"model.experts_per_token={MODEL.experts_per_token}",
-    f"model.expert_width={MODEL.expert_width}",
-    "rollout.routes=true", "rollout.max_model_len=256", "rollout.kv_cache_gib=0.25", "rollout.batch_rows=16",
-]  # fmt: skip
+WORDS = [*SERVER, "rollout.routes=true"]
 
 
 @pytest.fixture(scope="module")
