@@ -46,7 +46,18 @@ DEFAULTS = {
 
 def main() -> None:
     """Make the dashboards that the command line asks for."""
-    command_line(make)
+    code: object = 0
+    try:
+        command_line(make)
+    except SystemExit as end:
+        code = end.code
+    if "wandb" in sys.modules:
+        # W&B's process was seen not to end when it was asked to, and this one would wait for it for ever. Everything
+        # has been sent by now, and W&B's process ends by itself once its parent is gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+    sys.exit(code)
 
 
 def make() -> None:
