@@ -204,7 +204,7 @@ def test_a_chat_template_that_hangs_or_fills_the_memory_is_refused(folder, templ
 def test_templates_that_do_little_are_not_refused(folder, template):
     """Whatever they raise: the run says that itself where it matters."""
     (folder / "chat_template.jinja").write_text(template)
-    load(str(folder))
+    assert load(str(folder))[1].chat_template == template
 
 
 def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(folder):
