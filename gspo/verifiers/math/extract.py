@@ -43,7 +43,7 @@ def extract(text: str, form: str) -> str:
     """Return the answer as it was written. Raises Refused."""
     text = text[-TEXT_CHARACTERS:]
     if form == "boxed":
-        return _unwrap(_last_box(text))
+        return _unwrap(", ".join(_last_boxes(text)))
     if form == "hash":
         before, _, rest = text.rpartition("####")
         found = bool(before or text.startswith("####"))
@@ -58,13 +58,19 @@ def extract(text: str, form: str) -> str:
     return _unwrap(line.strip().strip("$.。") if BOX.search(line) else line)
 
 
+def listed_boxes(text: str) -> list[str]:
+    """Return the content of each box of a list of boxes, [] if the last box stands alone. Raises Refused."""
+    contents = _last_boxes(text[-TEXT_CHARACTERS:])
+    return [_unwrap(content) for content in contents] if len(contents) > 1 else []
+
+
 def last_box(text: str) -> str:
     """Return what the last box of a published solution holds, whatever stands before it. Raises Refused."""
-    return _unwrap(_last_box(text[-TEXT_CHARACTERS:], lists=False))
+    return _unwrap(_last_boxes(text[-TEXT_CHARACTERS:])[-1])
 
 
-def _last_box(text: str, lists: bool = True) -> str:
-    """Return what the last box holds, with those that stand before it in a list if `lists`.
+def _last_boxes(text: str) -> list[str]:
+    """Return what the last box holds, after the contents of those that stand before it in a list.
 
     The work is bounded: a box is followed for a few hundred characters only."""
     boxes = list(deque(BOX.finditer(text), maxlen=9))
@@ -75,21 +81,21 @@ def _last_box(text: str, lists: bool = True) -> str:
     if inside == len(text):
         raise Refused("malformed")
     if text[inside] != "{":
-        return re.split(r"\$|\\\)|\\\]|\n", text[inside : inside + 2 * ANSWER_CHARACTERS], maxsplit=1)[0]
+        return re.split(r"\$|\\\)|\\\]|\n", text[inside : inside + 2 * ANSWER_CHARACTERS], maxsplit=1)[:1]
     end = _closing(text, inside)
     if end < 0:
         raise Refused("malformed")
     for other in places[:-1]:  # look for a box around it
         if text[other : other + 1] == "{" and (other_end := _closing(text, other)) > end:
-            return text[other + 1 : other_end]
+            return [text[other + 1 : other_end]]
     contents, following = [text[inside + 1 : end]], boxes[-1].start()
-    for box in reversed(boxes[:-1] if lists else ()):  # those that stand before it in a list
+    for box in reversed(boxes[:-1]):  # those that stand before it in a list
         box_end = _closing(text, box.end()) if text[box.end() : box.end() + 1] == "{" else -1
         if not (0 <= box_end < following and BETWEEN.fullmatch(text, box_end + 1, following)):
             break
         contents.insert(0, text[box.end() + 1 : box_end])
         following = box.start()
-    return ", ".join(contents)
+    return contents
 
 
 def _closing(text: str, opening: int) -> int:

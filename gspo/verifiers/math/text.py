@@ -25,6 +25,7 @@ class Node:
     matrix    rows of nodes                  formula   nothing
     besides   nodes: all real numbers but these numbers and intervals
     choice    the node of a choice's letter, and that of its value
+    boxes     the node of the list that several boxes make together, and the node of each box
     """
 
     kind: str
@@ -260,6 +261,9 @@ def spelling(node: Node) -> str:
         return spelling(node.parts[2])
     if node.kind == "choice":
         return spelling(node.parts[1])
+    if node.kind == "boxes":
+        each = {spelling(box) for box in node.parts[1:]}
+        return each.pop() if len(each) == 1 else spelling(node.parts[0])
     if (value := worth(node)) is not None:
         return spelling(value)
     if node.kind == "several" and node.parts:

@@ -29,7 +29,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from gspo.verifiers.math.agree import agree
-from gspo.verifiers.math.extract import FORMS, TEXT_CHARACTERS, Refused, extract, normal
+from gspo.verifiers.math.extract import FORMS, TEXT_CHARACTERS, Refused, extract, listed_boxes, normal
 from gspo.verifiers.math.text import Node, TooMany, spelling, structure
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -198,7 +198,9 @@ def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
         answer = normal(extract(text, form))
         if not answer:
             return MathVerdict("no-answer")
-        return wanted, structure(answer)
+        boxes = [structure(normal(box)) for box in (listed_boxes(text) if form == "boxed" else [])]
+        together = structure(answer)
+        return wanted, Node("boxes", together.text, (together, *boxes)) if boxes else together
     except Refused as refusal:
         return MathVerdict(str(refusal))
     except TooMany:

@@ -34,6 +34,9 @@ BOXES = [
     (r"\boxed{1},\quad\text{and }\boxed{2}", "1,2", "correct"),
     (r"\boxed{6}, \boxed{7}, \boxed{8}", "8", "wrong"),
     (r"\boxed{7} or \boxed{8}", "8", "wrong"),
+    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$", r"\frac{639}{40}", "correct"),  # one value, twice
+    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{640}{40}}$", r"\frac{639}{40}", "wrong"),
+    (r"\boxed{(1,2)} or \boxed{(1, 2)}", "(1,2)", "correct"),
     (r"\boxed{7} ... wait, \boxed{8}", "8", "correct"),
     ("\\boxed{7}\n\n\\boxed{8}", "8", "correct"),
     (r"\boxed{7}, that is \boxed{8}", "8", "correct"),
