@@ -3,7 +3,8 @@ r"""Rules of judgement for mathematical answers: when an answer agrees with a go
 1. A gold that is a number requires a number (see gspo.verifiers.math.literal), and an exact one: a rounded decimal is
    wrong.
 2. One answer is given for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong unless the gold
-   is one. Several boxes are a list, unless each by itself agrees: \boxed{15\frac{39}{40}} or \boxed{\frac{639}{40}}. An equation that names the value answers it, either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see
+   is one. Several boxes are a list, unless each by itself agrees: \boxed{15\frac{39}{40}} or \boxed{\frac{639}{40}}.
+   An equation that names the value answers it, either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see
    gspo.verifiers.math.names; 2x=14 and 3+4=7 do not). Where both name something, it must be the same.
 3. Lists and sets agree in any order, element by element, with no element missing and none too many; the braces of a
    set may be left out. Tuples, points and intervals keep their order and brackets; unions agree in any order.
