@@ -23,11 +23,12 @@ from gspo.config.load import register_schemas, to_settings
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
 from gspo.core.ranks import RankLost
-from gspo.model.loading import HFModel
+from gspo.model.settings import HFModel
 from gspo.run.build import starting_model_folder
 from gspo.run.cli import Ended, command_line, one_line
 from gspo.run.directory import code_state
-from gspo.run.processes import Peers, as_rank, is_follower, join, launched, silence
+from gspo.run.launched import as_rank, is_follower, launched, silence
+from gspo.run.processes import Peers, join
 from gspo.tracking.tracker import Progress
 from speed.generate import compare_generation, generation_table
 from speed.measure import measure, table

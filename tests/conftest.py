@@ -44,6 +44,6 @@ def moe() -> Policy:
 @pytest.fixture
 def dense() -> Policy:
     from builders import small_policy
-    from gspo.model.loading import TinyDense
+    from gspo.model.settings import TinyDense
 
     return small_policy(TinyDense(hidden=32, layers=3, heads=2, width=48))

@@ -10,13 +10,14 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from gspo.core.lazy_torch import torch
 from gspo.core.masked import masked_mean, masked_sum
 from gspo.core.ranges import Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

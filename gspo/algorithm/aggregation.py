@@ -9,11 +9,13 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from gspo.core.masked import masked_mean, masked_sum
 from gspo.core.ranges import Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 LENGTH_WEIGHTED = MODES[1:]  # with these, long responses weigh more

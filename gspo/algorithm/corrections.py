@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from gspo.algorithm.objectives.base import log_ratio
+from gspo.core.lazy_torch import torch
 from gspo.core.masked import masked_mean, masked_sum
 from gspo.core.ranges import Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEVELS = ("token", "sequence", "geometric")
 EXPONENT_BOUND = 20.0

@@ -13,13 +13,14 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.aggregation import Aggregation
+from gspo.core.lazy_torch import torch
 from gspo.core.ranges import Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 LARGEST_BOUND = 80.0  # nats; exp(89) is infinite in float32

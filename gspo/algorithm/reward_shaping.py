@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from gspo.algorithm.advantages import Groups, deviation
+from gspo.core.lazy_torch import torch
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, ranged
 from gspo.core.types import LARGEST_REWARD
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OVER = ("none", "batch", "group", "running")
 

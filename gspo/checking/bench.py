@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.types import Problem, Response, Score
-from gspo.model.loading import random_model
 from gspo.model.policy import Policy
+from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling

@@ -26,8 +26,7 @@ from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.settings import RolloutSettings
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.credit import Algorithm
-from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
 
 STEPS = 100

@@ -22,18 +22,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from gspo.checking import run
-from gspo.checking.bench import Bench
 from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.core.arguments import nearest
 from gspo.core.files import replace_text
-from gspo.run.build import usable_device
+from gspo.core.lazy_torch import torch
 from gspo.run.cli import command_line
 from gspo.run.directory import code_state
+
+if TYPE_CHECKING:
+    from gspo.checking.bench import Bench
 
 OPTIONS = {"--seconds": "150", "--json": "", "device": "auto"}
 
@@ -59,6 +58,10 @@ def check() -> None:
         return
     if options.json:
         replace_text(Path(options.json), "{}\n")  # a folder that cannot be written is said before the checks
+    from gspo.checking import run  # these import PyTorch and transformers, which takes seconds
+    from gspo.checking.bench import Bench
+    from gspo.run.build import usable_device
+
     device = torch.device(usable_device(options.device, "device"))
     started = time.monotonic()
     bench = Bench(device, started + options.seconds)

@@ -9,7 +9,6 @@ import sys
 
 from omegaconf import OmegaConf
 
-from gspo.algorithm.invariances import check_objective
 from gspo.algorithm.objectives import OBJECTIVES, Objective
 from gspo.config.outside import filled, load_class
 from gspo.config.schema import to_dataclass
@@ -31,6 +30,8 @@ def check() -> None:
         print(__doc__)
         sys.exit(0 if sys.argv[1:] else 2)
     objective = chosen(sys.argv[1], sys.argv[2:])
+    from gspo.algorithm.invariances import check_objective  # it imports PyTorch, which takes seconds
+
     findings = check_objective(objective)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

@@ -19,13 +19,16 @@ are made.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from gspo.commands.option_files import composed_settings
 from gspo.core.arguments import nearest
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import Plan, advice, plan
-from gspo.planning.scaling import Point, efficiency, smallest, strong, weak
 from gspo.run.cli import command_line
+
+if TYPE_CHECKING:
+    from gspo.planning.plan import Plan
+    from gspo.planning.scaling import Point
 
 OPTIONS = {"--hardware": "h100", "--prompt": "0"}
 RANKS = "parallel.ranks="
@@ -48,6 +51,9 @@ def print_plan() -> None:
     gpu, prompt = hardware(options["--hardware"]), int(options["--prompt"])
     words, counts = with_counts(words)
     settings = composed_settings(words)
+    from gspo.planning.plan import advice, plan  # these import PyTorch, which takes seconds
+    from gspo.planning.scaling import smallest, strong, weak
+
     if counts:
         points = strong(settings, counts, gpu, prompt)
         print("\n".join(lines_of_scaling(points, weak(settings, points, gpu, prompt))))
@@ -113,6 +119,8 @@ def lines_of(made: Plan) -> list[str]:
 def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
     """Return plans for several numbers of GPUs, with the same step and with a step that grows, as the lines of a
     terminal."""
+    from gspo.planning.scaling import smallest
+
     made = next(p.made for p in points if p.made)
     first, second, *_ = lines_of(made)
     each, base = second.split(", ", 2)[2], smallest(points)
@@ -127,6 +135,8 @@ def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
 
 def scaling_table(points: list[Point]) -> list[str]:
     """Return a line for each number of GPUs: memory, a step's seconds and their parts, efficiency, what takes most."""
+    from gspo.planning.scaling import efficiency, smallest
+
     head = f"{'GPUs':>6}{'responses':>11}{'GB':>6}{'step':>9}" + "".join(f"{kind:>15}" for kind in KINDS)
     lines, base = [f"{head}{'efficiency':>14}  most goes to"], smallest(points)
     for p in points:

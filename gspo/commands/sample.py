@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -12,14 +13,13 @@ from gspo.commands.option_files import composed
 from gspo.config.commands import SampleCommand
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
-from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
-from gspo.rollout.engine import Engine
 from gspo.rollout.requests import Sampling
-from gspo.rollout.scoring import sample, score
-from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy
 from gspo.run.cli import command_line, one_line
 from gspo.run.directory import settings_and_checkpoint
 from gspo.tracking.episodes import conversation
+
+if TYPE_CHECKING:
+    from gspo.rollout.engine import Engine
 
 
 def main() -> None:
@@ -40,6 +40,8 @@ def job(config: DictConfig) -> None:
     size = settings.task.size(command.set)
     if size is not None and command.set != "train" and command.first + command.problems > size:
         raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
+    from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy  # it imports PyTorch
+
     if command.rollout:
         check_engine_start(command.rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
@@ -53,6 +55,9 @@ def job(config: DictConfig) -> None:
 
 def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     """Sample, score and print."""
+    from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
+    from gspo.rollout.scoring import sample, score
+
     seed = settings.seed if command.set == "train" else SEED
     problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
     sampling = Sampling(

@@ -14,28 +14,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import torch
 
 from gspo.commands.option_files import composed_settings
 from gspo.config.settings import Settings
 from gspo.core.files import replace_text
-from gspo.model.loading import positions, save_configuration
-from gspo.rollout.engine_folder import EngineFolder
-from gspo.rollout.outside_engine import PIECE_BYTES
+from gspo.core.lazy_torch import torch
 from gspo.rollout.server_guard import DESCRIPTION, SERVERS_PROCESS, Guard, write_key
-from gspo.rollout.vllm import (
-    check_heads,
-    check_installed,
-    head_dim_of,
-    logprobs_mode,
-    own_environment,
-    set_environment,
-    vllm_options,
-)
 from gspo.run.cli import command_line
+
+if TYPE_CHECKING:
+    from gspo.rollout.engine_folder import EngineFolder
 
 
 def main() -> None:
@@ -53,6 +43,10 @@ def serve() -> None:
     rollout = settings.rollout
     if rollout.name != "vllm_server":
         raise ValueError(f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that")
+    from gspo.rollout.engine_folder import EngineFolder  # these import PyTorch, which takes seconds
+    from gspo.rollout.outside_engine import PIECE_BYTES
+    from gspo.rollout.vllm import check_installed, own_environment, set_environment
+
     check_installed()
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -81,6 +75,9 @@ def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     """Write the model's configuration and the server's description into the folder, and return the options of
     vLLM."""
+    from gspo.model.loading import positions, save_configuration
+    from gspo.rollout.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
+
     model, tokenizer = settings.model.outline()
     on_cpu, rollout = not torch.cuda.is_available(), settings.rollout
     check_heads(head_dim_of(model.config), on_cpu)

@@ -6,10 +6,7 @@ import math
 import os
 import signal
 import sys
-
-import gspo.tracking.preload  # noqa: F401
-
-# isort: split
+from importlib import import_module
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -21,8 +18,7 @@ from gspo.config.load import chosen_settings
 from gspo.run.cli import Stopped, command_line, one_line, stop_signal
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
-from gspo.run.lifecycle import run
-from gspo.run.processes import as_rank, is_follower, join, join_scheduler, launched, part, silence
+from gspo.run.launched import as_rank, is_follower, join_scheduler, launched, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_choice import own_arguments, under_agent
@@ -67,6 +63,11 @@ def job(config: DictConfig) -> float:
         return math.nan
     if launched() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
         raise ValueError(SWEEP)
+    # These imports take seconds. Help, refusals and dry runs do without them.
+    import_module("gspo.tracking.preload")
+    from gspo.run.lifecycle import run
+    from gspo.run.processes import join, part
+
     stop = stop_signal()
     stop.loud = stop.loud and not is_follower()
     stop.install(signal.SIGINT, signal.SIGTERM)

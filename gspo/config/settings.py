@@ -33,10 +33,9 @@ from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, as_hashed, fields_with, ranged
-from gspo.evaluation.evaluate import EvaluationSettings
-from gspo.model.loading import HFModel, TinyDense, TinyMoE
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.prompts import PromptFormat
-from gspo.model.stand_in import StandIn
+from gspo.model.settings import HFModel, StandIn, TinyDense, TinyMoE
 from gspo.rollout.problem_sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.base import Task
@@ -55,10 +54,15 @@ from gspo.tasks.text_games import TextGames
 from gspo.tasks.vf_environments import VfEnvironments
 from gspo.tracking.monitor import MonitorSettings
 from gspo.tracking.settings import ProfileSettings, TrackingSettings
-from gspo.train.checkpoint import CheckpointSettings
-from gspo.train.cold_start import ColdStartSettings
-from gspo.train.credit import Algorithm
-from gspo.train.settings import OptimSettings, ParallelSettings, PolicySettings, TrainerSettings
+from gspo.train.settings import (
+    Algorithm,
+    CheckpointSettings,
+    ColdStartSettings,
+    OptimSettings,
+    ParallelSettings,
+    PolicySettings,
+    TrainerSettings,
+)
 
 BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
 ENVIRONMENTS = (PythonTool, Guessing, VfEnvironments, TextGames, OpenEnv)

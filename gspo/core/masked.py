@@ -5,8 +5,12 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from gspo.core.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:

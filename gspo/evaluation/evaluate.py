@@ -9,54 +9,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.core.ranges import ranged
 from gspo.core.types import Problem, Response
 from gspo.evaluation import elo, estimates
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engine import Engine
-from gspo.rollout.requests import Sampling
 from gspo.rollout.scoring import scored_chunks
-from gspo.rollout.truncation import Truncation
 from gspo.tasks.base import Task
 from gspo.tracking import episodes
 from gspo.tracking.tracker import rollout_row
 
 SEED = 0  # the seed of held-out problems and of their samples, in every run
 UNBOUNDED_SET_SIZE = 256  # how many problems of a set without end are taken if no number is given
-
-
-@dataclass
-class EvaluationSettings(Truncation, key="evaluation"):
-    """The settings that say on which held-out problems a run is evaluated, how, and when. top_p, top_k and min_p may
-    differ from those of training: no ratio is taken of these responses."""
-
-    every: int = ranged(20, least=0)  # steps between evaluations; also before the first, after the last. 0: none at all
-    problems: int = ranged(64, least=2)  # problems per set; all problems of a set that has fewer
-    samples: int = ranged(2, least=1)  # k, the number of responses per problem
-    temperature: float = ranged(1.0, least=0)  # 0 is greedy
-    sets: list[str] = field(default_factory=list)  # the evaluation sets of the task; empty: all of them
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"evaluation.samples={self.samples} with temperature=0: greedy samples are all alike; use 1"
-            )
-        self.refuse_greedy(self.temperature, "evaluation.")
-
-    def sampling(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Sampling:
-        """Return how responses are sampled; `stop` are the strings that end one."""
-        return Sampling(
-            self.temperature,
-            max_new_tokens,
-            stop=tuple(stop),
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -25,30 +24,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gspo.core.files import errors_of_the_disk
-from gspo.core.ranges import Ranged, ranged
 from gspo.core.seeding import seed_for
 from gspo.model.low_rank import NAME, is_wrapped
+from gspo.model.settings import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of its files
-TARGETS = ("attention", "experts", "all")
 ATTENTION = ("self_attn", "attention", "attn")  # what transformers calls the module that holds q, k, v and o
 PREFIX = "base_model.model."  # peft's files have the names that its own class around the model gives them
 SAMPLED = 64  # about how many weights of every parameter `base_sum` looks at
-
-
-@dataclass
-class LoraSettings(Ranged, key="policy.lora"):
-    """The settings of a LoRA adapter: h = W x + (alpha / rank) B A x, of which A and B alone are trained."""
-
-    rank: int = ranged(0, least=0)  # 0: there is none, and all weights are trained
-    # attention: q, k, v and o | experts: those of MoE layers | all: both, and other linear layers but router and head
-    targets: str = field(default="all")
-    alpha: int = ranged(32, least=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.targets not in TARGETS:
-            raise ValueError(f"policy.lora.targets={self.targets!r}: choose one of {', '.join(TARGETS)}")
 
 
 class Adapter:

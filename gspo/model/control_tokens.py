@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
+if TYPE_CHECKING:
+    import transformers
 
 BEGIN, END = "\uf8f0", "\uf8f1"  # around a marked word: characters for private use, which are dropped from data
 LONG = 100_000  # characters; a longer text is read as plain characters without a look at its tokens

@@ -1,169 +1,28 @@
-"""The choices of a model: tiny ones made here with random weights, or any model from a folder or the hub.
-
-Both give a transformers AutoModelForCausalLM and a tokenizer. `save` writes them as a folder that any engine can load.
-"""
+"""Loads a model and its tokenizer from a folder or the hub, and writes them as a folder that any engine can load."""
 
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import transformers
 
 from gspo.core.files import errors_of_the_disk
-from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.gathered import architecture
 from gspo.model.template_trial import check_template
-from gspo.model.tokenizer import character_tokenizer
 
 UNPACKED_WHEN_LOADED = ("mxfp4",)  # methods whose weights transformers turns into 16 bits where it has no kernels
 SMALL = 2**28  # bytes of weights that are written once before a run, as a trial
 SAMPLE = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."  # a text to compare tokenizers on
-POSITIONS = 2048  # how many tokens of prompt and response the tiny models can take
 # In quotes: transformers imports a class, and with it much else, when its name is first read.
 Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
 
 transformers.utils.logging.disable_progress_bar()  # else every checkpoint would draw a progress bar over the run's own
-
-
-@dataclass
-class ModelSettings(Ranged, key="model"):
-    """The base class of the model choices. `name` is the choice's name."""
-
-    name: str = ""
-    made_here: ClassVar[bool] = False  # it is made from its settings, with a known number of positions
-    is_dense: ClassVar[bool] = False  # it is known, before it is loaded, to have no routers
-    attention: ClassVar[str] = "sdpa"  # transformers' name of the attention that its own forward uses
-
-    def source(self) -> str:
-        """Return the folder or hub name that it is loaded from, "" for a model that is made here."""
-        return ""
-
-    def make(self) -> Loaded:
-        """Return model and tokenizer as they are before any of our training."""
-        raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
-
-    def outline(self) -> Loaded:
-        """Return the model with no regard to its weights, which may have no content, and its tokenizer."""
-        return self.make()
-
-    def open(self, folder: Path) -> Loaded:
-        """Load a folder that `save` wrote for this choice of model."""
-        return load(str(folder))
-
-
-@dataclass
-class Tiny(ModelSettings):
-    """The base class of the models that are made here, with random weights and one token per character."""
-
-    hidden: int = ranged(64, least=1)
-    layers: int = ranged(4, least=1)
-    heads: int = ranged(4, least=1)
-    made_here: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
-            )
-
-
-@dataclass
-class TinyMoE(Tiny):
-    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per character."""
-
-    name: str = "tiny_moe"
-    experts: int = ranged(16, least=1)
-    experts_per_token: int = ranged(2, least=1)
-    expert_width: int = ranged(32, least=1)
-    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.experts_per_token > self.experts:
-            raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must not exceed model.experts={self.experts}"
-            )
-
-    def make(self) -> Loaded:
-        tokenizer = character_tokenizer()
-        config = transformers.Qwen3MoeConfig(
-            **_shared_config(self, tokenizer),
-            num_experts=self.experts,
-            num_experts_per_tok=self.experts_per_token,
-            moe_intermediate_size=self.expert_width,
-            intermediate_size=self.expert_width,
-            decoder_sparse_step=1,
-            norm_topk_prob=True,
-        )
-        return random_model(transformers.Qwen3MoeForCausalLM, config, self.init_seed), tokenizer
-
-
-@dataclass
-class TinyDense(Tiny):
-    """A dense Qwen3 with random weights and one token per character: the control without a router."""
-
-    name: str = "tiny_dense"
-    layers: int = 6
-    width: int = ranged(128, least=1)
-    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
-    is_dense: ClassVar[bool] = True
-
-    def make(self) -> Loaded:
-        tokenizer = character_tokenizer()
-        config = transformers.Qwen3Config(**_shared_config(self, tokenizer), intermediate_size=self.width)
-        return random_model(transformers.Qwen3ForCausalLM, config, self.init_seed), tokenizer
-
-
-@dataclass
-class HFModel(ModelSettings):
-    """Any AutoModelForCausalLM, from a folder or by its name on the hub.
-
-    The tokenizer must have an end-of-sequence token. Weights are float32: an update of size 1e-6 would be lost in
-    bfloat16 weights of size 1e-2.
-    """
-
-    name: str = "hf"
-    path: str = ""
-    attention: str = "sdpa"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "/" in self.attention:
-            raise ValueError(
-                f"model.attention={self.attention!r} names code on the hub, which is never run; use sdpa, eager or "
-                "flash_attention_2"
-            )
-
-    def source(self) -> str:
-        if not self.path:
-            raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
-        return os.path.expanduser(self.path)
-
-    def make(self) -> Loaded:
-        return load(self.source(), self.attention)
-
-    def outline(self) -> Loaded:
-        path = self.source()
-        with one_line(path):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            config = load_config(path, self.attention)
-        check_not_quantized(config, path)
-        with one_line(path), torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return model, usable(tokenizer, path)
-
-    def open(self, folder: Path) -> Loaded:
-        return load(str(folder), self.attention)
 
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
@@ -184,6 +43,18 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
         )
     check_not_quantized(model.config, path, among=())
     model.generation_config = writable(model.generation_config)
+    return model, usable(tokenizer, path)
+
+
+def load_outline(path: str, attention: str) -> Loaded:
+    """Return a model of the folder's or hub name's configuration whose weights have no content, and its tokenizer.
+    Raises ValueError, in one line, if that fails."""
+    with one_line(path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = load_config(path, attention)
+    check_not_quantized(config, path)
+    with one_line(path), torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model, usable(tokenizer, path)
 
 
@@ -340,29 +211,3 @@ def save_configuration(
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _shared_config(settings: Tiny, tokenizer: transformers.PreTrainedTokenizerBase) -> dict:
-    """Return the configuration that both kinds of tiny model share."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": settings.hidden,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.heads,
-        "head_dim": settings.hidden // settings.heads,
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": True,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
-def random_model(
-    kind: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, seed: int
-) -> transformers.PreTrainedModel:
-    """Return a float32 model with random weights that depend on `seed` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return kind(config).to(torch.float32)

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from gspo.core.batch import NOT_RECORDED, TrainBatch, to_device, wait_for_copies
-from gspo.model.adapter import Adapter, LoraSettings
+from gspo.model.adapter import Adapter
 from gspo.model.control_tokens import check_readable
 from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.gathered import architecture, run_in, whole
@@ -30,6 +30,7 @@ from gspo.model.packing import Sequences, lay_out
 from gspo.model.padded_forward import PaddedRows, Side, forward_arguments, padding_side
 from gspo.model.prompts import PromptFormat
 from gspo.model.routing_replay import Routing
+from gspo.model.settings import LoraSettings
 from gspo.model.value_head import ValueHead
 from gspo.model.variable_lengths import is_used
 

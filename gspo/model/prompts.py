@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import jinja2
-import transformers
 
 from gspo.core.ranges import HASHED_IF_CHANGED
 from gspo.core.types import ChatPrompt
 from gspo.model.control_tokens import BEGIN, ControlTokens
+
+if TYPE_CHECKING:
+    import transformers
 
 # No text worth reading has more characters to a token. Single tokens may: there are some of 128 blanks.
 CHARACTERS = 64

@@ -5,36 +5,70 @@ The numbers are those of their config.json on the hub, under the names that they
 
 from __future__ import annotations
 
-from transformers import OlmoeConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Model = tuple[str, dict[str, Any]]  # the class of transformers without its ending, and its configuration
 
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 
 
-def _qwen3(hidden: int, width: int, layers: int, heads: int, **others: int) -> PretrainedConfig:
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-    return Qwen3Config(**QWEN3 | sizes | {"num_attention_heads": heads, "tie_word_embeddings": True} | others)
+def _qwen3(hidden: int, width: int, layers: int, heads: int, tied: bool = True) -> Model:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+    return "Qwen3", QWEN3 | sizes
 
 
-KNOWN = {
-    "Qwen/Qwen3-0.6B": lambda: _qwen3(1024, 3072, 28, 16),
-    "Qwen/Qwen3-1.7B": lambda: _qwen3(2048, 6144, 28, 16),
-    "Qwen/Qwen3-4B": lambda: _qwen3(2560, 9728, 36, 32),
-    "Qwen/Qwen3-8B": lambda: _qwen3(4096, 12288, 36, 32, tie_word_embeddings=False),
-    "Qwen/Qwen3-30B-A3B": lambda: Qwen3MoeConfig(
-        **QWEN3 | {"num_key_value_heads": 4},
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
-    ),
-    "Qwen/Qwen2.5-1.5B": lambda: Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-    ),
-    "allenai/OLMoE-1B-7B-0924": lambda: OlmoeConfig(
-        vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
-        num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+QWEN3_30B = {
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+QWEN25_1P5B = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+OLMOE_1B_7B = {
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+KNOWN: dict[str, Model] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen/Qwen3-30B-A3B": ("Qwen3Moe", QWEN3 | QWEN3_30B),
+    "Qwen/Qwen2.5-1.5B": ("Qwen2", QWEN25_1P5B),
+    "allenai/OLMoE-1B-7B-0924": ("Olmoe", OLMOE_1B_7B),
+}
 # The same shapes under other names.
 KNOWN |= {f"{name}-Base": KNOWN[name] for name in list(KNOWN) if name.startswith("Qwen/Qwen3")}
 KNOWN |= {
@@ -47,7 +81,10 @@ KNOWN |= {f"allenai/OLMoE-1B-7B-0924-{kind}": KNOWN["allenai/OLMoE-1B-7B-0924"] 
 
 def known_config(name: str) -> PretrainedConfig:
     """Return the configuration of a public model, with the class of models that it is of, as the hub's file has it."""
-    return named(KNOWN[name]())
+    import transformers
+
+    kind, numbers = KNOWN[name]
+    return named(getattr(transformers, f"{kind}Config")(**numbers))
 
 
 def named(config: PretrainedConfig) -> PretrainedConfig:

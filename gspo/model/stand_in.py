@@ -8,73 +8,57 @@ words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo.core.ranges import LARGEST_SEED, ranged
 from gspo.model.chat_formats import ChatFormat, chat_format
-from gspo.model.loading import POSITIONS, Loaded, ModelSettings, random_model
-from gspo.model.public_models import KNOWN, known_config
+from gspo.model.public_models import known_config
+from gspo.model.tiny import random_model
 
 # Pieces of English that become one token; "Ġ" is a space. All other texts are tokens of one byte each.
 MERGES = [("Ġ", "t"), ("h", "e"), ("i", "n"), ("Ġt", "he"), ("Ġ", "a"), ("r", "e"), ("o", "n"), ("Ġ", "s"), ("e", "r")]
 
 
-@dataclass
-class StandIn(ModelSettings):
-    """A random model of the architecture of `path`, a public model's name on the hub, with its chat format."""
-
-    name: str = "stand_in"
-    path: str = "Qwen/Qwen3-0.6B"
-    attention: str = "sdpa"
-    hidden: int = ranged(32, least=8)
-    layers: int = ranged(2, least=1)
-    heads: int = ranged(4, least=1)
-    experts: int = ranged(8, least=2)  # of an MoE model, each token goes through two of them
-    init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
-    made_here: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.path not in KNOWN:
-            raise ValueError(f"model.path={self.path!r} with model=stand_in: it can stand in for {', '.join(KNOWN)}")
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
-            )
-
-    def make(self) -> Loaded:
-        chat = chat_format(self.path)
-        tokenizer = byte_tokenizer(chat)
-        config = known_config(self.path)
-        kind = getattr(transformers, config.architectures[0])
-        shared = config.num_attention_heads // config.num_key_value_heads  # queries of a key head
-        sizes = {
-            "vocab_size": len(tokenizer),
-            "hidden_size": self.hidden,
-            "intermediate_size": 2 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": max(self.heads // shared, 1),
-            "head_dim": self.hidden // self.heads,
-            "max_position_embeddings": POSITIONS,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-        if hasattr(config, "num_experts"):
-            experts = config.attribute_map.get("num_experts", "num_experts")  # Qwen3-MoE writes num_local_experts
-            sizes |= {experts: self.experts, "num_experts_per_tok": 2, "moe_intermediate_size": self.hidden}
-        kept = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # one for each layer
-        config = type(config).from_dict(kept | sizes)
-        config._attn_implementation = self.attention
-        model = random_model(kind, config, self.init_seed)
-        if chat.ends_text:
-            model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-        return model, tokenizer
+def random_stand_in(
+    path: str,
+    attention: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    experts: int,
+    seed: int,
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """Return a random model of the architecture of `path`, a public model's name on the hub, and a tokenizer with its
+    chat format. An MoE model's tokens go through two of its `experts`."""
+    chat = chat_format(path)
+    tokenizer = byte_tokenizer(chat)
+    config = known_config(path)
+    kind = getattr(transformers, config.architectures[0])
+    shared = config.num_attention_heads // config.num_key_value_heads  # queries of a key head
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // shared, 1),
+        "head_dim": hidden // heads,
+        "max_position_embeddings": positions,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if hasattr(config, "num_experts"):
+        key = config.attribute_map.get("num_experts", "num_experts")  # Qwen3-MoE writes num_local_experts
+        sizes |= {key: experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    kept = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # one for each layer
+    config = type(config).from_dict(kept | sizes)
+    config._attn_implementation = attention
+    model = random_model(kind, config, seed)
+    if chat.ends_text:
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return model, tokenizer
 
 
 def byte_tokenizer(chat: ChatFormat) -> transformers.PreTrainedTokenizerFast:

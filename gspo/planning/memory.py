@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 from gspo.core.batch import TrainBatch
 from gspo.core.ranks import Ranks
 from gspo.model import kernels, network
-from gspo.model.adapter import Adapter, LoraSettings
+from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
 from gspo.model.expert_parallel import ExpertRanks
 from gspo.model.gathered import run_in
@@ -40,6 +40,7 @@ from gspo.model.network import FAMILIES, Network
 from gspo.model.packing import Sequences, lay_out
 from gspo.model.policy import through_network
 from gspo.model.routing_replay import Routing
+from gspo.model.settings import LoraSettings
 from gspo.model.sharding import Shards
 from gspo.planning.models import class_of
 

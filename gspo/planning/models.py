@@ -9,8 +9,9 @@ from __future__ import annotations
 import transformers
 from transformers import PretrainedConfig
 
-from gspo.model.loading import ModelSettings, load_config, one_line
+from gspo.model.loading import load_config, one_line
 from gspo.model.public_models import KNOWN, known_config, named
+from gspo.model.settings import ModelSettings
 
 
 def config_of(model: ModelSettings) -> PretrainedConfig:

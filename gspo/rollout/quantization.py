@@ -18,7 +18,6 @@ from gspo.model.policy import Policy
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp4_e2m1": 6.0, "int4": 7.0, "int3": 3.0, "int2": 1.5}
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # those without sign
-KINDS = ("none", *LARGEST)
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:

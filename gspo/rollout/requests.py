@@ -6,13 +6,16 @@ Shape suffixes: L MoE layers, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspo.core.types import Problem, Response
-from gspo.model.policy import Policy
 from gspo.rollout.stop_strings import StopWatch, check_stop
 from gspo.rollout.truncation import Truncation
+
+if TYPE_CHECKING:
+    from gspo.model.policy import Policy
 
 
 @dataclass

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 from gspo.core.ranges import HASHED_IF_CHANGED, cost_only, ranged
 from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
-from gspo.rollout.quantization import KINDS
 from gspo.rollout.requests import Sampling
 from gspo.rollout.stop_strings import check_stop
 from gspo.rollout.truncation import Truncation
 
 DTYPES = ("float32", "bfloat16")
+# The formats of gspo.rollout.quantization, which imports PyTorch.
+QUANTIZATIONS = ("none", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int4", "int3", "int2")
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens after a sync, by
 # the engine's precision.
 SYNC_TOLERANCE = {
@@ -117,8 +118,8 @@ class RolloutSettings(Truncation, key="rollout"):
     def _check_engine(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        if self.quantization not in KINDS:
-            raise ValueError(f"rollout.quantization={self.quantization!r}: choose one of {', '.join(KINDS)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"rollout.quantization={self.quantization!r}: choose one of {', '.join(QUANTIZATIONS)}")
 
     def _check_ahead(self) -> None:
         if self.overlap and not self.staleness:

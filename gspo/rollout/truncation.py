@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from gspo.core.lazy_torch import torch
 from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(kw_only=True)

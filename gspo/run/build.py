@@ -20,8 +20,9 @@ from gspo.core.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.evaluation.resumable import fingerprint
 from gspo.model.adapter import installed
-from gspo.model.loading import POSITIONS, Loaded, ModelSettings, check_can_be_written, positions
+from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
+from gspo.model.settings import POSITIONS, ModelSettings
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engine import Engine
 from gspo.rollout.engine_process import EngineEnded

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-import torch
 from hydra.types import RunMode
 from omegaconf import DictConfig
+
+from gspo.core.lazy_torch import torch
 
 DEVICES = "GSPO_DEVICES"  # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
 

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from gspo.config.load import (
@@ -42,6 +41,7 @@ from gspo.core.files import (
     remove_unfinished,
     replace_text,
 )
+from gspo.core.lazy_torch import torch
 from gspo.core.ownership import SIGNATURES, doubt, own
 from gspo.core.rows import read_rows
 from gspo.core.untrusted import read_json
@@ -52,7 +52,7 @@ from gspo.tracking.metrics import CUSTOM
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.score import score
 from gspo.tracking.tracker import supersede
-from gspo.train.checkpoint import check_belongs, damage, latest_checkpoint, read_state
+from gspo.train.checkpoint_files import check_belongs, damage, latest_checkpoint, read_state
 
 LOG = "train.log"
 ROWS = "metrics.jsonl"

@@ -15,7 +15,7 @@ from gspo.config.settings import Settings
 from gspo.core.files import replace_text
 from gspo.core.untrusted import is_step, read_json
 from gspo.tracking.tracker import supersede
-from gspo.train.checkpoint import damage
+from gspo.train.checkpoint_files import damage
 
 
 class Rollbacks:

@@ -36,7 +36,7 @@ from gspo.core.escaping import line
 from gspo.core.files import append_to, read_status, refuse_links
 from gspo.run.cli import REASONS, UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
 from gspo.run.directory import ENDED
-from gspo.run.processes import is_follower
+from gspo.run.launched import is_follower
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
 

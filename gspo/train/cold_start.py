@@ -16,7 +16,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,14 +25,15 @@ from torch import Tensor
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.core.batch import TrainBatch, layout
 from gspo.core.files import append_to, sync
-from gspo.core.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, as_hashed, ranged
+from gspo.core.ranges import as_hashed
 from gspo.core.seeding import generator
 from gspo.core.types import Problem
 from gspo.core.untrusted import read_json
 from gspo.model.conversation import Conversation
-from gspo.model.loading import ModelSettings, save
+from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
+from gspo.model.settings import ModelSettings
 from gspo.rollout.beginning import written
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
@@ -40,29 +41,13 @@ from gspo.rollout.scoring import sample, score
 from gspo.tasks.base import Task
 from gspo.tasks.environment import EnvironmentTask
 from gspo.tasks.player import EnvironmentFailed, Player, all_closed
-from gspo.train.checkpoint import damage, seal
+from gspo.train.checkpoint_files import damage, seal
+from gspo.train.settings import ColdStartSettings
 
 RECORD = "cold_start.json"
 # the reward recorded with a cold start is the mean over this many problems, with responses of at most this many tokens
 CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128
 NORMALIZER_WEIGHT = 1e-3  # of the squared distance from cold_start.log_normalizer, beside nats per token
-
-
-@dataclass
-class ColdStartSettings(Ranged, key="cold_start"):
-    """The settings of supervised training before reinforcement learning; steps=0 starts from the model as it is."""
-
-    steps: int = ranged(0, least=0)
-    batch_size: int = ranged(64, least=1)
-    micro_batch_size: int = ranged(16, least=1)  # it changes speed and memory, not the gradient
-    lr: float = ranged(3e-3, above=0)
-    warmup_steps: int = ranged(50, least=0)
-    wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
-    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves the
-    # probabilities alone. 25 makes them as large as those of public models; null: they stay as they come
-    log_normalizer: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
-    # it is not the run's seed, so that all seeds of a study share one cold start
-    seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
 
 def cold_start(

@@ -9,30 +9,16 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from gspo.algorithm.advantages import Advantage, Credit, GroupNormalized
-from gspo.algorithm.corrections import Correction
-from gspo.algorithm.kl import KL, KLCoefficient
-from gspo.algorithm.objectives import GSPO, Objective
-from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
+from gspo.algorithm.advantages import Credit
+from gspo.algorithm.kl import KLCoefficient
+from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.core.batch import TrainBatch
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
-
-
-@dataclass
-class Algorithm:
-    """Names everything that the mathematics of an update depends on: objective, credit, KL term and correction."""
-
-    objective: Objective = field(default_factory=GSPO)
-    advantage: Advantage = field(default_factory=GroupNormalized)
-    reward: RewardShaping = field(default_factory=RewardShaping)
-    kl: KL = field(default_factory=KL)
-    correction: Correction = field(default_factory=Correction)
+from gspo.train.settings import Algorithm
 
 
 def assign_credit(

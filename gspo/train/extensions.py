@@ -18,11 +18,13 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gspo.core.batch import TrainBatch
 from gspo.core.ranges import Ranged
 from gspo.core.types import Response
+
+if TYPE_CHECKING:
+    from gspo.core.batch import TrainBatch
 
 LOG = logging.getLogger(__name__)
 

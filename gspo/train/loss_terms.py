@@ -25,7 +25,7 @@ from gspo.core.ranks import Ranks
 from gspo.model.policy import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.credit import Algorithm
+from gspo.train.settings import Algorithm
 
 
 class Term(Protocol):

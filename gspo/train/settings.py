@@ -1,14 +1,20 @@
-"""The trainer's settings: the optimizer, how a rollout batch becomes updates, and what the ratio divides by."""
+"""The trainer's settings: the optimizer, how a rollout batch becomes updates, what the ratio divides by, checkpoints,
+the cold start, and the algorithm of an update."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
 
+from gspo.algorithm.advantages import Advantage, GroupNormalized
 from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.corrections import Correction
 from gspo.algorithm.entropy import EntropyCoefficient
-from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
-from gspo.model.adapter import LoraSettings
+from gspo.algorithm.kl import KL
+from gspo.algorithm.objectives import GSPO, Objective
+from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.core.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, cost_only, ranged
+from gspo.model.settings import LoraSettings
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 DECAYS = ("none", "linear", "cosine")
@@ -191,3 +197,39 @@ class ParallelSettings(Ranged, key="parallel"):
             raise ValueError(f"parallel.shard_size={self.shard_size} needs parallel.mode=shard")
         if self.experts > 1 and self.mode != "shard":
             raise ValueError(f"parallel.experts={self.experts} needs parallel.mode=shard")
+
+
+@dataclass
+class CheckpointSettings(Ranged, key="checkpoint"):
+    """The settings of checkpoints. One is always written at the end of a run and when the run is stopped."""
+
+    every: int = ranged(10, least=1)  # the number of steps from one checkpoint to the next
+    keep: int = ranged(2, least=0)  # the number of newest checkpoints that are kept; 0 keeps all
+
+
+@dataclass
+class ColdStartSettings(Ranged, key="cold_start"):
+    """The settings of supervised training before reinforcement learning; steps=0 starts from the model as it is."""
+
+    steps: int = ranged(0, least=0)
+    batch_size: int = ranged(64, least=1)
+    micro_batch_size: int = ranged(16, least=1)  # it changes speed and memory, not the gradient
+    lr: float = ranged(3e-3, above=0)
+    warmup_steps: int = ranged(50, least=0)
+    wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
+    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves the
+    # probabilities alone. 25 makes them as large as those of public models; null: they stay as they come
+    log_normalizer: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
+    # it is not the run's seed, so that all seeds of a study share one cold start
+    seed: int = ranged(0, least=0, most=LARGEST_SEED)
+
+
+@dataclass
+class Algorithm:
+    """Names everything that the mathematics of an update depends on: objective, credit, KL term and correction."""
+
+    objective: Objective = field(default_factory=GSPO)
+    advantage: Advantage = field(default_factory=GroupNormalized)
+    reward: RewardShaping = field(default_factory=RewardShaping)
+    kl: KL = field(default_factory=KL)
+    correction: Correction = field(default_factory=Correction)

@@ -20,7 +20,8 @@ from gspo.model.policy import Policy
 from gspo.model.sharded_files import Files, own_files, write_files, write_rest
 from gspo.model.value_head import FILE as VALUE_HEAD
 from gspo.rollout.source import PendingRollouts
-from gspo.train.checkpoint import CheckpointWriter, TrainState, checksum, copies, save_tensors, seal
+from gspo.train.checkpoint import CheckpointWriter, TrainState, copies, save_tensors
+from gspo.train.checkpoint_files import checksum, seal
 from gspo.train.sharded_optimizer import begin_writing
 
 

@@ -33,11 +33,11 @@ from gspo.rollout.source import Rollout, RolloutSource
 from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
-from gspo.train.credit import Algorithm, assign_credit
+from gspo.train.credit import assign_credit
 from gspo.train.extensions import Extensions, TrainedStep
 from gspo.train.loss_terms import EntropyTerm, loss_inputs, loss_terms
 from gspo.train.optimizer import make_optimizer, parameter_groups
-from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 
 
 class Trainer:

@@ -13,12 +13,13 @@ from omegaconf import OmegaConf
 
 import forked
 from commands import SMALL, only_run, train
-from gspo.commands import evaluate
+from gspo.commands import evaluate, evaluation_job
 from gspo.config.commands import EvaluateCommand
 from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
 from gspo.evaluation.evaluate import EvaluationSet
-from gspo.model.loading import TinyDense, save
+from gspo.model.loading import save
+from gspo.model.settings import TinyDense
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.settings import OF_THE_ENGINE, RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.chain_arithmetic import ChainArithmetic
@@ -106,22 +107,22 @@ def test_the_engine_is_told_of_the_stop_strings(monkeypatch):
         told.append(rollout.stop)
         return LocalEngine(policy)
 
-    monkeypatch.setattr(evaluate, "make_engine", started)
-    monkeypatch.setattr(evaluate, "check_engine_start", lambda *_: None)
-    evaluate.of_model(command("model=tiny_dense", "benchmark=math", "rollout=vllm", "stop=['7']"), "cpu")
+    monkeypatch.setattr(evaluation_job, "make_engine", started)
+    monkeypatch.setattr(evaluation_job, "check_engine_start", lambda *_: None)
+    evaluation_job.of_model(command("model=tiny_dense", "benchmark=math", "rollout=vllm", "stop=['7']"), "cpu")
     assert told == [["7"]]
 
 
 def test_sets_are_chosen_by_name_and_never_mixed_up():
     got = command("run=x", "benchmark=[math,code]", "sets=[rated,code]", "problems=3", "seed=5")
-    sets = evaluate.all_sets(got, got.tasks)
+    sets = evaluation_job.all_sets(got, got.tasks)
     assert [(s.name, len(s.problems)) for s in sets] == [("rated", 3), ("code", 3)]
     assert sets[0].problems == [got.tasks["math"].problem(5, "rated", i) for i in range(3)]
     with pytest.raises(ValueError, match=r"sets=\[x\]: there is no such set; there are math_easy, math_hard, rated"):
-        evaluate.all_sets(command("run=x", "benchmark=math", "sets=[x]"), got.tasks)
+        evaluation_job.all_sets(command("run=x", "benchmark=math", "sets=[x]"), got.tasks)
     both = command("run=x", "benchmark=[math,mixed]")
     with pytest.raises(ValueError, match="more than one of them has the set math_easy"):
-        evaluate.all_sets(both, both.tasks)
+        evaluation_job.all_sets(both, both.tasks)
 
 
 @pytest.mark.skipif("gsm8k" not in CHOICES["task"], reason="no published benchmarks here")
@@ -131,14 +132,14 @@ def test_a_folder_of_data_finds_each_benchmark(tmp_path):
     (tmp_path / "aime24.jsonl").write_text(json.dumps({"problem": "1+2?", "answer": "3"}) + "\n")
     got = command("model=tiny_dense", "benchmark=[gsm8k,aime24]", f"data={tmp_path}")
     assert [task.path for task in got.tasks.values()] == [str(tmp_path / "gsm8k"), str(tmp_path / "aime24.jsonl")]
-    assert [(s.name, len(s.problems)) for s in evaluate.all_sets(got, got.tasks)] == [("gsm8k", 1), ("aime24", 1)]
+    assert [(s.name, len(s.problems)) for s in evaluation_job.all_sets(got, got.tasks)] == [("gsm8k", 1), ("aime24", 1)]
     own = command("run=x", "benchmark=[gsm8k,aime24]", f"data={tmp_path}", "tasks.gsm8k.path=mine.jsonl")
     assert own.tasks["gsm8k"].path == "mine.jsonl" and own.tasks["aime24"].path == str(tmp_path / "aime24.jsonl")
 
 
 def own_limits(*arguments: str) -> dict[str, int]:
     got = command("model=tiny_dense", "problems=1", *arguments)
-    return {s.name: s.limit for s in evaluate.all_sets(got, got.tasks)}
+    return {s.name: s.limit for s in evaluation_job.all_sets(got, got.tasks)}
 
 
 def test_an_evaluation_takes_each_benchmarks_own_length(tmp_path):
@@ -149,7 +150,7 @@ def test_an_evaluation_takes_each_benchmarks_own_length(tmp_path):
     assert own_limits(*wanted) == {"gsm8k": 2048, "aime24": 32768, "mbpp": 768, "rated": 2048}
     assert set(own_limits(*wanted, "max_new_tokens=9").values()) == {9}
     got = command("run=x", *wanted)
-    assert [s.limit for s in evaluate.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
+    assert [s.limit for s in evaluation_job.all_sets(got, got.tasks, 80)] == [2048, 32768, 768, 80], (
         "a run's own task: its limit"
     )
 
@@ -157,9 +158,9 @@ def test_an_evaluation_takes_each_benchmarks_own_length(tmp_path):
 def test_an_evaluation_says_where_the_limit_decided():
     sets = [EvaluationSet("gsm8k", None, [], limit=2048), EvaluationSet("aime24", None, [], limit=100)]
     results = {"gsm8k": {"verdicts": {"truncated": 0.2}}, "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}}}
-    (line,) = evaluate.cut_short(results, sets)
+    (line,) = evaluation_job.cut_short(results, sets)
     assert line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens") and "max_new_tokens=200" in line
-    assert evaluate.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
+    assert evaluation_job.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
 
 
 def run(cwd: Path, *overrides: str) -> list[str]:

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from composing import settings
-from gspo.model.loading import TinyMoE, save
+from gspo.model.loading import save
+from gspo.model.settings import TinyMoE
 from gspo.tracking.tracker import read_rows
 from rank_processes import launch
 

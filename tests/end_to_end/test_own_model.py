@@ -22,9 +22,10 @@ from commands import environment, train
 from composing import options, settings
 from gspo.config.remarks import nothing_to_learn
 from gspo.core.types import Problem, Score
-from gspo.model.loading import HFModel, save
+from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
+from gspo.model.settings import HFModel
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 from gspo.tracking.monitor import stability_report

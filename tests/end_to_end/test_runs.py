@@ -20,10 +20,11 @@ import forked
 from builders import small_policy
 from commands import ROOT, SMALL, command, comparable, environment, evaluate, only_run, train, wait_for_step, wandb_rows
 from families import other_family
-from gspo.model.loading import TinyDense, save
+from gspo.model.loading import save
+from gspo.model.settings import TinyDense
 from gspo.run.directory import exclusive
 from gspo.tracking.tracker import read_rows
-from gspo.train.checkpoint import seal
+from gspo.train.checkpoint_files import seal
 
 
 @pytest.fixture(scope="module")

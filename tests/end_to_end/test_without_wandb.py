@@ -63,6 +63,8 @@ def test_a_command_that_needs_it_says_so(tmp_path, words):
 
 
 def test_neither_a_run_nor_an_evaluation_imports_it_before_it_is_used():
-    script = "import sys, gspo.run.loop, gspo.run.lifecycle, gspo.commands.evaluate; print('wandb' in sys.modules)"
+    script = (
+        "import sys, gspo.run.loop, gspo.run.lifecycle, gspo.commands.evaluation_job; print('wandb' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "False\n"

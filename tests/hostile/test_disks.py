@@ -15,12 +15,15 @@ import torch
 import forked
 from commands import ROOT, SMALL, environment, train
 from gspo.core.files import CreatedFiles, errors_of_the_disk
-from gspo.model.loading import TinyMoE, save
+from gspo.model.loading import save
+from gspo.model.settings import TinyMoE
 from gspo.run.cli import DISK, print_error
 from gspo.run.directory import exclusive, settings_and_checkpoint
 from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.train.checkpoint import CheckpointWriter, damage, latest_checkpoint
-from gspo.train.cold_start import ColdStartSettings, cold_start
+from gspo.train.checkpoint import CheckpointWriter
+from gspo.train.checkpoint_files import damage, latest_checkpoint
+from gspo.train.cold_start import cold_start
+from gspo.train.settings import ColdStartSettings
 from trainers import trainer
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
@@ -184,9 +187,10 @@ def test_a_cold_start_is_on_the_disk_before_it_has_its_name(tmp_path):
     """The system calls of a real process: every file is synced, then the folder renamed, then that is synced."""
     code = f"""
 from pathlib import Path
-from gspo.model.loading import TinyMoE
+from gspo.model.settings import TinyMoE
 from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.train.cold_start import ColdStartSettings, cold_start
+from gspo.train.cold_start import cold_start
+from gspo.train.settings import ColdStartSettings
 model = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
 how = ColdStartSettings(steps=1, batch_size=2)
 cold_start(model, ChainArithmetic(max_operands=3), how, Path({str(tmp_path)!r}), lambda *_: None)

@@ -18,7 +18,8 @@ from gspo.rollout.pending import load_pending
 from gspo.run.directory import has_reached, settings_and_checkpoint
 from gspo.run.rollback import Rollbacks
 from gspo.run.sweep_state import jobs, table
-from gspo.train.checkpoint import damage, latest_checkpoint, load_optimizer, read_state, seal
+from gspo.train.checkpoint import load_optimizer
+from gspo.train.checkpoint_files import damage, latest_checkpoint, read_state, seal
 from spoiled_runs import DEEP, ESCAPE, NUMBER_400, ROOT, UNREADABLE, endless, pipe, text, tiny_run
 
 STEP = "checkpoints/step_000004"

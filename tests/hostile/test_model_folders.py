@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import forked
 from gspo.core.telemetry import OFF
 from gspo.model import template_trial
-from gspo.model.loading import HFModel, TinyDense, load, save
+from gspo.model.loading import load, save
+from gspo.model.settings import HFModel, TinyDense
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from commands import SMALL, command, environment, only_run, train, wait_for_step
 from gspo.core.rows import read_rows
 from gspo.core.telemetry import OFF
 from gspo.core.types import Problem
-from gspo.model.loading import TinyDense
 from gspo.model.policy import Policy
+from gspo.model.settings import TinyDense
 from gspo.rollout.engine_folder import PREFIX
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.requests import Sampling

@@ -9,8 +9,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gspo.core.batch import TrainBatch, pack
 from gspo.core.types import Problem, Response
 from gspo.model.gathered import whole
-from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
+from gspo.model.settings import TinyMoE
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 

@@ -11,8 +11,8 @@ from games import Echo, Echoes
 from gspo.core.batch import NOT_RECORDED, pack
 from gspo.core.ranks import Ranks
 from gspo.core.types import Problem, Response
-from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
+from gspo.model.settings import TinyMoE
 from gspo.model.sharding import Shards
 from gspo.rollout.episodes import play
 from gspo.rollout.requests import Sampling

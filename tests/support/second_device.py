@@ -28,7 +28,7 @@ from gspo.config.settings import Settings  # noqa: E402
 from gspo.evaluation.evaluate import evaluate  # noqa: E402
 from gspo.run.build import build_trainer, evaluation_engine  # noqa: E402
 from gspo.run.loop import checkpoint_writer  # noqa: E402
-from gspo.train.checkpoint import latest_checkpoint  # noqa: E402
+from gspo.train.checkpoint_files import latest_checkpoint  # noqa: E402
 from gspo.train.trainer import Trainer  # noqa: E402
 
 COMMON = (

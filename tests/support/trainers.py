@@ -15,8 +15,7 @@ from gspo.rollout.problem_sampler import Uniform
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.settings import RolloutSettings
 from gspo.tasks.base import Task
-from gspo.train.credit import Algorithm
-from gspo.train.settings import OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
 
 

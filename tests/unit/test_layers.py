@@ -44,7 +44,7 @@ NO_TORCH = (
     "evaluation/elo.py",
     "evaluation/paired.py",
 )
-TENSORS = ("core/batch.py", "core/masked.py", "core/ranks.py", "core/signed_objects.py")
+TENSORS = ("core/batch.py", "core/lazy_torch.py", "core/masked.py", "core/ranks.py", "core/signed_objects.py")
 
 
 def modules() -> dict[str, Path]:

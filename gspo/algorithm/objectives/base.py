@@ -7,13 +7,14 @@ natural logarithms, in float32 or better.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from gspo.core.lazy_torch import torch
 from gspo.core.masked import masked_mean
 from gspo.core.ranges import Ranged, ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Log-ratios below this many nats (a ratio of 2e-9) are bounded. A small ratio cannot overflow, so a `log_ratio_bound`
 # of less than 20 acts on large ratios alone.

@@ -7,14 +7,15 @@ J is the objective that the papers maximise. The loss of every token is such tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs, RatioObjective, log_ratio
+from gspo.core.lazy_torch import torch
 from gspo.core.masked import masked_mean
 from gspo.core.ranges import ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

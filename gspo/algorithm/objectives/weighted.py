@@ -6,13 +6,14 @@ sg is the stop-gradient, w_it the token ratio pi(y_it) / pi_old(y_it), and M_it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
+from gspo.core.lazy_torch import torch
 from gspo.core.ranges import ranged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass

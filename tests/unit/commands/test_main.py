@@ -10,7 +10,7 @@ import pytest
 from gspo.commands import main
 
 ROOT = Path(__file__).parents[3]
-NOT_COMMANDS = {"__init__", "main", "option_files"}
+NOT_COMMANDS = {"__init__", "main", "option_files", "evaluation_job"}
 HEAVY = {"torch", "hydra", "omegaconf", "numpy", "pandas", "matplotlib", "wandb", "yaml"}
 
 

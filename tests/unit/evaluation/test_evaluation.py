@@ -15,8 +15,9 @@ from builders import small_policy
 from demonstrator import Demonstrator
 from games import Echoes
 from gspo.core.types import Problem, Response, Score
-from gspo.evaluation.evaluate import EvaluationSettings, as_metrics, evaluate, load_evaluation_sets, rows, summarise
+from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
 from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_speed_settings
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.episode import Seconds
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling

@@ -9,8 +9,8 @@ import transformers
 from architectures import small_model
 from builders import small_policy
 from gspo.model import loading
-from gspo.model.loading import HFModel, check_can_be_written, load, save, writable
-from gspo.model.stand_in import StandIn
+from gspo.model.loading import check_can_be_written, load, save, writable
+from gspo.model.settings import HFModel, StandIn
 from gspo.model.tokenizer import character_tokenizer
 
 

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builders import batch_of, fed, sample, small_policy
-from gspo.model.loading import HFModel, TinyDense, TinyMoE, save
+from gspo.model.loading import save
+from gspo.model.settings import HFModel, TinyDense, TinyMoE
 from gspo.model.tokenizer import CHARACTERS, character_tokenizer
 
 

@@ -13,8 +13,9 @@ from builders import small_policy
 from commands import ROOT, SMALL, only_run, train
 from demonstrator import Demonstrator
 from gspo.core.types import Problem
-from gspo.evaluation.evaluate import EvaluationSettings, evaluate, load_evaluation_sets, with_room
+from gspo.evaluation.evaluate import evaluate, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import Folder, evaluate_into, table
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.rollout.local_engine import LocalEngine
@@ -23,7 +24,8 @@ from gspo.rollout.problem_sampler import REPLACEMENT, Uniform
 from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import RolloutSettings
 from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.train.cold_start import ColdStartSettings, demonstrations
+from gspo.train.cold_start import demonstrations
+from gspo.train.settings import ColdStartSettings
 
 POSITIONS, LIMIT = 24, 14  # which leave 10 characters for a prompt
 LONG = ChainArithmetic(max_operands=6)

@@ -10,7 +10,8 @@ from builders import small_policy
 from families import other_family
 from gspo.model import sharded_files
 from gspo.model.gathered import whole
-from gspo.model.loading import TinyDense, TinyMoE, load, save
+from gspo.model.loading import load, save
+from gspo.model.settings import TinyDense, TinyMoE
 from memory import peak
 from ranked import ranked
 

@@ -10,8 +10,8 @@ from jinja2 import BaseLoader, Environment
 from gspo.model.chat_formats import END_OF_TEXT, IM_END, QWEN_SYSTEM, chat_format
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
-from gspo.model.public_models import KNOWN
-from gspo.model.stand_in import StandIn
+from gspo.model.public_models import KNOWN, known_config
+from gspo.model.settings import StandIn
 
 ROOT = Path(__file__).parents[3]
 ASSISTANT = "<|im_start|>assistant\n"
@@ -27,7 +27,7 @@ def rendered(name: str, prompts: PromptFormat | None = None, text="1+1?") -> str
 def test_it_is_of_the_class_and_shape_of_the_public_model(name):
     """Small in all sizes; the same in what the arithmetic depends on."""
     model, tokenizer = StandIn(path=name, hidden=48, layers=3, heads=4).make()
-    config, real = model.config, KNOWN[name]()
+    config, real = model.config, known_config(name)
     assert type(config) is type(real) and type(model).__name__ in transformers.__all__
     assert config.tie_word_embeddings == real.tie_word_embeddings and config.rope_parameters == real.rope_parameters
     assert getattr(config, "norm_topk_prob", None) == getattr(real, "norm_topk_prob", None)

@@ -9,7 +9,8 @@ from gspo.model.chat_formats import chat_format
 from gspo.model.conversation import Conversation
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat, control_tokens_of
-from gspo.model.stand_in import StandIn, byte_tokenizer
+from gspo.model.settings import StandIn
+from gspo.model.stand_in import byte_tokenizer
 from gspo.model.tokenizer import character_tokenizer
 from templates import played, tokenizer_of, verdict
 

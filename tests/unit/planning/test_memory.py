@@ -9,8 +9,8 @@ from transformers import OlmoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from builders import small_policy
 from gspo.core.ranks import Ranks
-from gspo.model.adapter import LoraSettings
 from gspo.model.policy import Policy
+from gspo.model.settings import LoraSettings
 from gspo.planning.memory import Work, batch, measure
 from gspo.planning.models import class_of
 from memory import peak

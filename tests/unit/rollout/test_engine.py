@@ -6,7 +6,7 @@ import torch
 
 from builders import perturb, problems, sample, small_policy
 from gspo.core.types import Problem
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.rollout import local_engine
 from gspo.rollout.local_engine import LocalEngine, draw
 from gspo.rollout.requests import Sampling

@@ -14,7 +14,7 @@ from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
 from gspo.core.batch import pack
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.pending import load_pending, save_pending

@@ -17,10 +17,9 @@ from builders import small_policy
 from games import Echoes
 from gspo.core.batch import pack
 from gspo.core.types import Problem
-from gspo.model.loading import TinyDense
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
-from gspo.model.stand_in import StandIn
+from gspo.model.settings import StandIn, TinyDense
 from gspo.rollout import decode
 from gspo.rollout.engine import Engine, grouped
 from gspo.rollout.episode import Seconds

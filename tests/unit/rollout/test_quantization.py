@@ -5,10 +5,11 @@ import torch
 
 from builders import batch_of, perturb, problems, small_policy
 from composing import settings
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.quantization import LARGEST, quantize, rounded
 from gspo.rollout.requests import Sampling
+from gspo.rollout.settings import QUANTIZATIONS
 
 
 def test_by_hand():
@@ -80,3 +81,7 @@ def test_refusals():
         settings("rollout.quantization=int8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"):
         settings("rollout=vllm", "rollout.quantization=fp8_e4m3")
+
+
+def test_the_settings_name_every_format():
+    assert ("none", *LARGEST) == QUANTIZATIONS

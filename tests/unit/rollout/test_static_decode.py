@@ -7,8 +7,7 @@ import torch
 from builders import perturb, problems, small_policy
 from gspo.core.batch import pack
 from gspo.core.types import Problem
-from gspo.model.adapter import LoraSettings
-from gspo.model.loading import TinyDense
+from gspo.model.settings import LoraSettings, TinyDense
 from gspo.model.variable_lengths import by_formula
 from gspo.rollout import cached_attention, local_engine, static_decode
 from gspo.rollout.local_engine import LocalEngine

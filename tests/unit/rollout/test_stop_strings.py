@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from builders import problems, small_policy
 from composing import settings
 from gspo.core.types import Problem
-from gspo.evaluation.evaluate import EvaluationSettings
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.local_engine import LocalEngine

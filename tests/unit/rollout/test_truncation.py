@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from builders import problems, small_policy
-from gspo.evaluation.evaluate import EvaluationSettings
+from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.local_engine import LocalEngine, draw
 from gspo.rollout.requests import Sampling
 from gspo.rollout.settings import RolloutSettings

@@ -16,9 +16,8 @@ import psutil
 
 from gspo.core.batch import pack
 from gspo.core.types import Problem, Response
-from gspo.model.adapter import LoraSettings
-from gspo.model.loading import TinyDense, TinyMoE
 from gspo.model.policy import Policy
+from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout import vllm as module
 from gspo.rollout import vllm_worker
 from gspo.rollout.local_engine import LocalEngine
@@ -318,7 +317,7 @@ def test_what_cannot_work_is_refused_in_one_line(engines, monkeypatch):
 
 TRAINER = """
 import time
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.model.policy import Policy
 from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.vllm import VLLMEngine

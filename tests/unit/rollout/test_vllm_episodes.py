@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from builders import perturb, small_policy
 from games import Echoes
 from gspo.core.types import Problem, Response
-from gspo.model.loading import TinyDense, TinyMoE
+from gspo.model.settings import TinyDense, TinyMoE
 from gspo.rollout import vllm_host
 from gspo.rollout.episodes import play
 from gspo.rollout.local_engine import LocalEngine

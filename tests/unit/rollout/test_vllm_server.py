@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from builders import problems
-from gspo.model.loading import TinyMoE
 from gspo.model.policy import Policy
+from gspo.model.settings import TinyMoE
 from gspo.rollout import outside_engine
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.settings import VLLMServerRollout

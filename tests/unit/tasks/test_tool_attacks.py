@@ -8,7 +8,7 @@ import pytest
 from audit.attacks import ATTACKS, run_attacks
 from audit.tool import suite_tool
 from gspo.model.policy import Policy
-from gspo.model.stand_in import StandIn
+from gspo.model.settings import StandIn
 from gspo.rollout.engine import Engine
 from gspo.rollout.episodes import play
 from gspo.rollout.requests import Sampling

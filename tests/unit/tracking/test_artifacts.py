@@ -16,7 +16,7 @@ from gspo.tracking import artifacts
 from gspo.tracking.artifacts import HASHED, allowed, described
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import MODEL
-from gspo.train.checkpoint import CHECKSUMS, seal
+from gspo.train.checkpoint_files import CHECKSUMS, seal
 from recorded_wandb import pause
 from wandb_server import serving
 

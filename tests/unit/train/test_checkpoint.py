@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from gspo.model.loading import load
 from gspo.train import checkpoint
-from gspo.train.checkpoint import CheckpointWriter, latest_checkpoint, load_optimizer
+from gspo.train.checkpoint import CheckpointWriter, load_optimizer
+from gspo.train.checkpoint_files import latest_checkpoint
 from trainers import steps, trainer
 
 

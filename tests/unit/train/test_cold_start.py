@@ -12,10 +12,10 @@ import torch
 from builders import assert_same_sums, recorded_gradients
 from gspo.core.masked import masked_sum
 from gspo.core.types import Problem
-from gspo.model.loading import TinyMoE, load
+from gspo.model.loading import load
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
-from gspo.model.stand_in import StandIn
+from gspo.model.settings import StandIn, TinyMoE
 from gspo.rollout.episodes import play
 from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
@@ -24,7 +24,8 @@ from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
 from gspo.tasks.guessing import Guessing
 from gspo.tasks.python_tool import PythonTool
 from gspo.train import cold_start as module
-from gspo.train.cold_start import ColdStartSettings, cold_start, demonstrations
+from gspo.train.cold_start import cold_start, demonstrations
+from gspo.train.settings import ColdStartSettings
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
 TASK = ChainArithmetic(max_operands=3)

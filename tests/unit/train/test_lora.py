@@ -16,10 +16,10 @@ from gspo.algorithm.objectives import GRPO, GSPO, PPO
 from gspo.config.remarks import warnings
 from gspo.core.batch import pack
 from gspo.core.ranks import Ranks
-from gspo.model.adapter import LoraSettings
-from gspo.model.loading import TinyDense
+from gspo.model.settings import LoraSettings, TinyDense
 from gspo.model.value_head import ValueHead
-from gspo.train.checkpoint import CheckpointWriter, latest_checkpoint, load_optimizer
+from gspo.train.checkpoint import CheckpointWriter, load_optimizer
+from gspo.train.checkpoint_files import latest_checkpoint
 from ranked import ranked
 from trainers import gap_trainer, steps, trainer
 

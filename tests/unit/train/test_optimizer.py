@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gspo.algorithm.objectives import GSPO
-from gspo.model.loading import TinyDense
-from gspo.train.checkpoint import CheckpointWriter, latest_checkpoint, load_optimizer
+from gspo.model.settings import TinyDense
+from gspo.train.checkpoint import CheckpointWriter, load_optimizer
+from gspo.train.checkpoint_files import latest_checkpoint
 from gspo.train.optimizer import check_optimizer
 from gspo.train.settings import OptimSettings
 from ranked import ranked

@@ -13,8 +13,8 @@ from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import DAPO, GRPO, GSPO, PPO
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.core.ranks import Ranks, buckets
-from gspo.model.loading import TinyDense
 from gspo.model.policy import Policy
+from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
 from ranked import ranked
 from trainers import gap_trainer, trainer

@@ -9,7 +9,7 @@ from composing import settings
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.objectives import GSPO
 from gspo.core.ranks import Ranks
-from gspo.model.loading import TinyDense, TinyMoE
+from gspo.model.settings import TinyDense, TinyMoE
 from gspo.train.accumulator import MetricAccumulator, load_max
 from gspo.train.loss_terms import BalanceTerm, loss_inputs
 from gspo.train.optimizer import parameter_groups

@@ -13,7 +13,7 @@ from gspo.algorithm.advantages import GroupMean
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken
 from gspo.core.batch import pack
 from gspo.core.types import Score
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.rollout.off_policy import make_source
 from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.problem_sampler import REFILL, Uniform

@@ -20,7 +20,7 @@ from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
 from gspo.core.batch import pack
 from gspo.core.types import Problem, Score
-from gspo.model.loading import TinyDense
+from gspo.model.settings import TinyDense
 from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import Rollout
