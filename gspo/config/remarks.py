@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gspo.config.checks import changed, samples_ahead
+from gspo.core.types import Response, all_same
 from gspo.tracking.rounding import LARGEST_MISMATCH, ROUNDING_SHARE, floor_in_words, mismatch_in_words
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
-    from gspo.core.types import Response
 
 NEARLY_ALL = 0.9  # the share of responses that are cut off from which on a warning is given
 WIDE_FOR_A_SEQUENCE = 0.05  # a wider clip range is meant for the ratio of a token, not for that of a response
@@ -59,27 +59,32 @@ def warnings(s: Settings) -> list[str]:
     return found
 
 
-def nothing_to_learn(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Explain why the first step had (nearly) nothing to learn from: a line for each reason, with what to change."""
-    found, cut = [], metrics.get("length/truncated", 0.0)
+def nothing_to_learn(s: Settings, metrics: dict[str, float], responses: list[Response], step: int) -> list[str]:
+    """Explain why one of the first steps had (nearly) nothing to learn from: a line for each reason, with what to
+    change."""
+    found = []
+    cut = metrics.get("length/truncated", 0.0)
     if cut >= NEARLY_ALL:
         found.append(
-            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(1)}, and a response "
-            "that is cut off earns nothing: raise it"
+            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(step)}, and a "
+            "response that is cut off earns nothing: raise it"
         )
-    if metrics.get("group/zero_variance") != 1:
-        return found
-    first = f"rollouts/step_000001.jsonl shows them, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
-    if metrics["reward/mean"] == 0:
+    shown = f"rollouts/step_000001.jsonl shows some, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
+    is_own = bool(getattr(s.task, "reward", ""))  # the reward function is the user's
+    rewards = [r.score.reward for r in responses]
+    if all_same(rewards) and rewards[0] == 0:
+        function = "look at task.reward, " if is_own else ""
         found.append(
-            f"every response earned 0, so there is nothing to learn from; {first}. If they are not cut off, change "
-            f"prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
+            f"every response earned 0, so there is nothing to learn from; {shown}. If they are not cut off, {function}"
+            f"change prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
         )
-    elif metrics["reward/mean"] == 1:
+    elif all_same(rewards):
+        function = "look at task.reward, or " if is_own else ""
         found.append(
-            f"every response earned 1, so there is nothing to learn; choose harder problems than task={s.task.name}"
+            f"every response earned {rewards[0]:g}, so there is nothing to learn; {function}choose harder problems "
+            f"than task={s.task.name}"
         )
-    elif s.advantage.needs_group and s.rollout.group_size > 1:
+    elif metrics.get("group/zero_variance") == 1 and s.advantage.needs_group and s.rollout.group_size > 1:
         found.append(
             f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards differ, so the step "
             "had no gradient: raise it, or choose problems that the model solves sometimes"

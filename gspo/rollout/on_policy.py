@@ -7,6 +7,7 @@ older weights are in gspo.rollout.off_policy.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,10 @@ from gspo.rollout.route_checks import check_routes
 from gspo.rollout.sampler_logprobs import BehaviourLogprobs, check_engine
 from gspo.rollout.scoring import scored_chunks
 from gspo.rollout.settings import RolloutSettings, check_sampler
-from gspo.rollout.source import PendingRollouts, Rollout
+from gspo.rollout.source import NothingGraded, PendingRollouts, Rollout
 from gspo.tasks.base import Task
 
+MOST_REASONS = 3  # how many reasons a message names
 GUARD_PROBLEMS = 2  # how many problems the engine is compared with the trainer on after it has loaded new weights
 
 
@@ -71,8 +73,8 @@ class OnPolicySource:
         return self.engine.shares_weights
 
     def next(self, step: int) -> Rollout:
-        """Return the scored groups of a step. Raises RuntimeError if no response of it could be graded, and EngineEnded
-        if the engine's process has ended; then the source is as it was before the call."""
+        """Return the scored groups of a step. Raises NothingGraded if no response of it could be graded. Raises
+        EngineEnded if the engine's process has ended; then the source is as it was before the call."""
         state, pending = self.state(), self.pending()
         try:
             return self._next(step)
@@ -85,13 +87,7 @@ class OnPolicySource:
         """Do what `next` does, but leave the source as it is when the engine's process ends."""
         rollout = self.sample(step)
         if not rollout.groups:
-            verdicts = ", ".join(sorted({r.score.verdict for r in rollout.ungraded}))
-            reasons = [f"{r.score.reason}, of problem {r.problem.index}" for r in rollout.ungraded if r.score.reason]
-            said = f"; its verifier said: {reasons[0]}" if reasons else ""
-            raise RuntimeError(
-                f"step {step}: no response of the batch could be graded ({verdicts}), so there is nothing to train on"
-                f"{said}"
-            )
+            raise NothingGraded(f"step {step}: {self.why_ungraded(rollout.ungraded)}")
         rollout.synced = self.synced
         if self.settings.routes:
             routing = self.engine.policy.routing
@@ -99,6 +95,16 @@ class OnPolicySource:
         self.keep_behaviour_logprobs(rollout.responses, rollout)
         self.engine.rest()
         return rollout
+
+    def why_ungraded(self, responses: list[Response]) -> str:
+        """Return in words why none of these responses could be graded: the reasons, the commonest first."""
+        counts = Counter(r.score.reason or r.score.verdict for r in responses)
+        reasons = [f"{reason} ({count} times)" for reason, count in counts.most_common(MOST_REASONS)]
+        first = self.task.in_words(responses[0].problem)
+        return (
+            f"none of {len(responses)} responses could be graded, so there is nothing to train on: "
+            f"{'; '.join(reasons)}. The first was to {first}"
+        )
 
     def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
         """Store, with new tokens, the log-probs that the trainer computes under the weights that the engine has now."""

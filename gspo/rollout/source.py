@@ -59,6 +59,10 @@ class PendingRollouts:
     groups: list[tuple[int, list[Response]]] = field(default_factory=list)
 
 
+class NothingGraded(RuntimeError):
+    """Raised when no response of a step could be graded, so that there is nothing to train on. The message says why."""
+
+
 class RolloutSource(Protocol):
     """Hands the trainer one batch of scored groups per step."""
 

@@ -47,7 +47,8 @@ class Broken(RuntimeError):
 
 
 class Ended(Broken):
-    """A process that a run needs has ended. The disk is in order, so the other jobs of a sweep may run."""
+    """Something else than the disk does not work that a run needs: a process has ended, or no response can be graded.
+    The other jobs of a sweep may run."""
 
 
 class Collapsed(Exception):

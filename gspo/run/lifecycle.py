@@ -15,6 +15,7 @@ from gspo.core.rows import read_rows
 from gspo.model.gathered import architecture
 from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.source import NothingGraded
 from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
 from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, explain, stop_signal
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
@@ -50,6 +51,8 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
             peers.dismiss()
     except EngineEnded as error:
         raise Ended(f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
+    except NothingGraded as error:
+        raise Ended(f"{directory.path}: {error}; mend that, and type the same command again") from None
     except RankLost:
         lost = peers.lost[1]
         raise Ended(f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
@@ -74,7 +77,7 @@ def train_along(settings: Settings, peers: Peers) -> None:
             raise Stopped from None
         peers.report_loss()
         raise Ended("rank 0 says why") from None
-    except EngineEnded:
+    except (EngineEnded, NothingGraded):
         raise Ended("rank 0 says why") from None
 
 

@@ -32,6 +32,7 @@ from gspo.train.trainer import Trainer
 
 LOG = logging.getLogger("gspo.train")
 EVENTS = "monitor.jsonl"
+FIRST_STEPS = 3  # in these a batch without anything to learn is remarked on
 
 
 class Session:
@@ -116,8 +117,11 @@ class Session:
         warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
         self.warn_of_long_prompts(step, metrics)
         self.warn_of_outside_code(rollout)
-        if rollout and step == 1:
-            warn([f"{settings.label()}, step 1: {line}" for line in nothing_to_learn(settings, metrics)])
+        if rollout and step <= FIRST_STEPS and "nothing" not in self.warned:
+            found = nothing_to_learn(settings, metrics, rollout.responses, step)
+            if found:
+                self.warned.add("nothing")
+            warn([f"{settings.label()}, step {step}: {line}" for line in found])
         if rollout and "rounding" not in self.warned and (found := rounding_floor(settings, metrics)):
             self.warned.add("rounding")
             warn([f"{settings.label()}, step {step}: {line}" for line in found])

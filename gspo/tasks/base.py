@@ -69,6 +69,10 @@ class Task(Ranged):
         problems: this one, or some of a mixture. Responses to other problems are scored by `score`."""
         return {}
 
+    def in_words(self, problem: Problem) -> str:
+        """Return how a message names a problem."""
+        return f"problem {problem.index}"
+
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
         """Return a worked response, without the end-of-sequence token. Each step is wrong with probability
         `wrong_step_rate`.

@@ -9,8 +9,10 @@ text alone, so that every run holds out the same ones.
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gspo.core.ranges import outside_code, ranged
 from gspo.core.types import ChatPrompt, Problem, Score
@@ -21,6 +23,7 @@ from gspo.verifiers.reward_function import RewardFunction
 
 COLUMNS = ("prompt", "family", "rating")
 ROLES = ("system", "user", "assistant")
+LONGEST_ROW = 160  # characters of a row in a message
 
 
 @dataclass
@@ -34,6 +37,8 @@ class OwnRows(Benchmark):
     name: str = "rows"
     reward: str = outside_code()  # the reward function, for example my_pkg.rewards:score
     seconds: float = ranged(10.0, above=0)  # the longest that one call of it may take
+    # processes that call it at the same time, for judges that wait; an async function needs no more than one
+    workers: int = ranged(1, least=1, most=256, cost_only=True)
     # which columns hold the prompt (a text, or a chat that ends with the user) and, if given, the family and the rating
     columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
     suffix: str = ""  # text after every prompt, for example an instruction on the form of the answer
@@ -52,7 +57,8 @@ class OwnRows(Benchmark):
             raise ValueError(f"{self.key}.columns.prompt is not given: say which column holds the prompt")
         if "/" in self.name or not self.name:
             raise ValueError(f"{self.key}.name={self.name!r} must be a plain name: it stands in the names of metrics")
-        self._function = RewardFunction(self.reward, f"{self.key}.reward", self.seconds)
+        self._function = RewardFunction(self.reward, f"{self.key}.reward", self.seconds, self.workers)
+        self._is_tried = False
 
     def item(self, row: Row, training: bool) -> Item | None:
         text = prompt_text(row, self.columns["prompt"])
@@ -85,13 +91,33 @@ class OwnRows(Benchmark):
         return scores
 
     def ready(self) -> dict[str, str]:
-        """Start the process of the reward function, which imports it. Raises ValueError if that fails."""
+        """Start the process of the reward function, which imports it, and call it once on a row. Raises ValueError if
+        that fails, and prints a warning if it raises what may be due to the trial's response."""
         self._function.start()
+        if not self._is_tried:
+            item = self._items(self.name)[0]
+            where = f"it was tried before the first step, on the row {shown(item.answer)}"
+            try:
+                problem = self._function.try_out(item.prompt, item.answer)
+            except ValueError as error:
+                raise ValueError(f"{error}; {where}") from None
+            if problem:
+                print(f"warning: {problem}; {where}. Such a response is left out, ungraded", file=sys.stderr)
+            self._is_tried = True
         return {}
+
+    def in_words(self, problem: Problem) -> str:
+        return f"the row {shown(problem.answer)}"
 
     def close(self) -> None:
         """End the process of the reward function."""
         self._function.close()
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Return the beginning of a row as JSON."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST_ROW else f"{text[:LONGEST_ROW]}..."
 
 
 def prompt_text(row: Row, column: str) -> str:

@@ -1,8 +1,9 @@
 """The process that a user's reward function runs in; gspo.verifiers.reward_function starts it and says what is asked.
 
-It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first, then for each call it begins
-("begins", places) and for each place that has an outcome ("outcome", place, Score). Printing in the function goes to
-the standard error. The command line gives the connection's descriptor and the place of the function.
+It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first. Then for each call it begins it
+sends ("begins", places), and for each place that has an outcome ("outcome", place, Score). After a trial it sends one
+("tried", certain, what went wrong). Printing in the function goes to the standard error. The command line gives the
+connection's descriptor and the place of the function.
 """
 
 from __future__ import annotations
@@ -41,32 +42,89 @@ def style_of(function: Callable[..., Any], start: str) -> str:
     return "batch" if names == MANY else "single"
 
 
+class NoScore(ValueError):
+    """Raised for what a reward function returned if that is no score."""
+
+
+class TrialRow(dict):
+    """A row that notes which absent columns were asked for."""
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__(row)
+        self.absent: list[str] = []
+
+    def __missing__(self, column: str) -> Any:
+        self.absent.append(column)
+        raise KeyError(column)
+
+
 def as_score(value: Any) -> Score:
-    """Return what a reward function gave as a score: a number, True or False, None for no reward, or a Score."""
+    """Return what a reward function gave as a score: a number, True or False, None for no reward, or a Score. Raises
+    NoScore for anything else, and ValueError for a number that is not finite or too large."""
     if isinstance(value, Score):
         score = value
     elif value is None:
         score = Score(None, "none", reason="the reward function returned None")
     else:
-        reward = float(value)
+        try:
+            reward = float(value)
+        except (TypeError, ValueError):
+            raise NoScore(f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number") from None
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
     if score.reward is not None and not abs(score.reward) <= LARGEST_REWARD:
         raise ValueError(f"the reward is {score.reward}, not a number within +-{LARGEST_REWARD:g}")
     return score
 
 
-def failure(error: BaseException) -> Score:
-    """Return the score of a response whose reward function raised an exception."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{os.path.basename(line.filename)}, line {line.lineno}"
-    return Score(None, "error", reason=f"{type(error).__name__}: {error} ({place})"[:LONGEST_REASON])
-
-
 class Worker:
     """Calls the function and sends what became of each response."""
 
-    def __init__(self, connection: Connection, function: Callable[..., Any], style: str):
-        self.connection, self.function, self.style = connection, function, style
+    def __init__(self, connection: Connection, function: Callable[..., Any], style: str, name: str):
+        self.connection = connection
+        self.function = function
+        self.style = style
+        self.name = name  # the setting and its value, for messages
+        self.errors: list[Exception] = []  # what the function raised in the latest call of `answer`
+
+    def failure(self, error: Exception) -> Score:
+        """Return the score of a response whose reward function raised an exception: the reason names the function, the
+        exception, and the last line of the user's own code that it came from."""
+        self.errors.append(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        code = getattr(inspect.unwrap(self.function), "__code__", None)  # a class's instance has none
+        own_folder = os.path.dirname(code.co_filename) if code else ""
+        own = [frame for frame in frames if os.path.dirname(frame.filename) == own_folder]
+        place = ""
+        if own:
+            place = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+        what = str(error) if isinstance(error, NoScore) else f"it raised {type(error).__name__}: {error}"
+        return Score(None, "error", reason=f"{self.name}: {what}{place}"[:LONGEST_REASON])
+
+    def trial(self, questions: list[Question], seconds: float) -> tuple[bool, str]:
+        """Call the function for these questions before a run. Return whether it has a mistake that no response can
+        mend, and in words what went wrong; "" if nothing did.
+
+        Such mistakes are a column that the rows do not have, a name that is not defined, a module that cannot be
+        imported, and a value that is no number. Other exceptions may be due to the trial's responses."""
+        rows = [TrialRow(row) for *_, row in questions]
+        outcomes: list[Score] = []
+
+        class Outcomes:
+            """Keeps the scores that would be sent."""
+
+            def send(self, message: tuple) -> None:
+                if message[0] == "outcome":
+                    outcomes.append(message[2])
+
+        trying = Worker(Outcomes(), self.function, self.style, self.name)
+        trying.answer([(*question[:3], row) for question, row in zip(questions, rows, strict=True)], seconds)
+        reason = next((score.reason for score in outcomes if score.verdict in ("error", "timeout")), "")
+        absent = next((row.absent[0] for row in rows if row.absent), None)
+        if absent is not None and reason:
+            columns = ", ".join(map(str, rows[0]))
+            return True, f"{reason}; the rows have no column {absent!r}, they have {columns}"
+        certain = any(isinstance(error, NameError | ImportError | NoScore) for error in trying.errors)
+        return certain, reason
 
     def answer(self, questions: list[Question], seconds: float) -> None:
         """Call the function for all questions."""
@@ -80,7 +138,7 @@ class Worker:
                 try:
                     score = as_score(self.function(*arguments))
                 except Exception as error:  # the user's function may raise anything
-                    score = failure(error)
+                    score = self.failure(error)
                 self.connection.send(("outcome", place, score))
 
     def answer_batch(self, questions: list[Question], seconds: float) -> None:
@@ -91,14 +149,17 @@ class Worker:
             values = self.function(*(list(column) for column in list(zip(*questions, strict=True))[1:]))
             if inspect.iscoroutine(values):
                 values = asyncio.run(asyncio.wait_for(values, seconds))
-            values = list(values)
+            try:
+                values = list(values)
+            except TypeError:
+                raise NoScore(f"it returned {type(values).__name__}, not a list of rewards") from None
             if len(values) != len(places):
-                raise ValueError(f"it returned {len(values)} rewards for {len(places)} responses")
+                raise NoScore(f"it returned {len(values)} rewards for {len(places)} responses")
             scores = [as_score(value) for value in values]
         except TimeoutError:
             scores = [timeout(seconds)] * len(places)
         except Exception as error:  # the user's function may raise anything
-            scores = [failure(error)] * len(places)
+            scores = [self.failure(error)] * len(places)
         for place, score in zip(places, scores, strict=True):
             self.connection.send(("outcome", place, score))
 
@@ -114,7 +175,7 @@ class Worker:
                 except TimeoutError:
                     score = timeout(seconds)
                 except Exception as error:  # the user's function may raise anything
-                    score = failure(error)
+                    score = self.failure(error)
                 self.connection.send(("outcome", place, score))
 
         await asyncio.gather(*(ask(*question) for question in questions))
@@ -145,13 +206,16 @@ def main() -> None:
         connection.send(("refused", str(error)))
         return
     connection.send(("ready", style))
-    worker = Worker(connection, function, style)
+    worker = Worker(connection, function, style, f"{key}={path}")
     while True:
         try:
-            questions, seconds = connection.recv()
+            questions, seconds, is_trial = connection.recv()
         except EOFError:
             return
-        worker.answer(questions, seconds)
+        if is_trial:
+            connection.send(("tried", *worker.trial(questions, seconds)))
+        else:
+            worker.answer(questions, seconds)
 
 
 if __name__ == "__main__":

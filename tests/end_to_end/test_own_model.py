@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,25 +104,36 @@ FIRST = {"length/truncated": 0.0, "group/zero_variance": 1.0, "reward/mean": 0.0
 
 
 @pytest.mark.parametrize(
-    ("metrics", "overrides", "lines"),
+    ("metrics", "is_equal", "overrides", "lines"),
     [
-        ({"group/zero_variance": 0.5, "reward/mean": 0.2}, [], []),
+        ({"group/zero_variance": 0.5, "reward/mean": 0.2}, False, [], []),
         (
-            {"length/truncated": 0.988, "group/zero_variance": 0.95},
+            {"length/truncated": 0.988, "group/zero_variance": 0.95, "reward/mean": 0.01},
+            False,
             [],
             ["98.8% .*max_new_tokens=4096.*raise it"],
         ),
-        ({"length/truncated": 1.0}, ["rollout.max_new_tokens=80"], ["100.0% .*rollout.max_new_tokens=80", "earned 0"]),
-        ({}, [], [r"earned 0.*step_000001.jsonl.*prompt.format=auto: chat.*task=gsm8k"]),
-        ({"reward/mean": 1.0}, [], ["earned 1.*harder problems than task=gsm8k"]),
-        ({"reward/mean": 0.5}, [], ["rollout.group_size=8.*raise it"]),
-        ({"reward/mean": 0.5}, ["advantage=returns"], []),
+        (
+            {"length/truncated": 1.0},
+            True,
+            ["rollout.max_new_tokens=80"],
+            ["100.0% .*rollout.max_new_tokens=80", "earned 0"],
+        ),
+        ({}, True, [], [r"earned 0.*step_000001.jsonl.*prompt.format=auto: chat.*task=gsm8k"]),
+        ({"reward/mean": 1.0}, True, [], ["earned 1.*harder problems than task=gsm8k"]),
+        ({"reward/mean": 0.5}, True, ["advantage=returns"], ["earned 0.5, so there is nothing to learn"]),
+        ({"reward/mean": 0.5}, False, [], ["rollout.group_size=8.*raise it"]),
+        ({"reward/mean": 0.5}, False, ["advantage=returns"], []),
     ],
 )
-def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, overrides, lines):
+def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, is_equal, overrides, lines):
     chosen = settings(*HF, *overrides)
     chosen.prompt_used = "chat"
-    found = nothing_to_learn(chosen, FIRST | metrics)
+    measured = FIRST | metrics
+    mean = measured["reward/mean"]
+    rewards = [mean] * 2 if is_equal else [mean / 2, mean * 1.5]
+    responses = [SimpleNamespace(score=Score(reward, "partial")) for reward in rewards]
+    found = nothing_to_learn(chosen, measured, responses, step=1)
     assert len(found) == len(lines) and all(re.search(line, text) for line, text in zip(lines, found, strict=True)), (
         found
     )

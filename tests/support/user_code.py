@@ -171,6 +171,53 @@ def two(prompt, response):
 
 
 number = 3
+
+
+def missing(prompt, response, row):
+    return float(response.endswith(row["gold"]))
+
+
+def optional(prompt, response, row):
+    return float("gold" in row or row.get("gold", 1.0))
+
+
+def misspelt(prompt, response, row):
+    return flaot(response)
+
+
+def imports(prompt, response, row):
+    import no_such_module
+    return 1.0
+
+
+def word(prompt, response, row):
+    return "good"
+
+
+def parsed(prompt, response, row):
+    return float(response.split("####")[1] == row["answer"])
+
+
+def pair(prompts, responses, rows):
+    return 1.0
+
+
+def nested(prompt, response, row):
+    import json
+    return json.loads(response)["score"]
+
+
+def together(prompt, response, row):
+    # It returns 1 once three calls have begun, and so needs three calls at the same time.
+    from pathlib import Path
+    folder = Path(row["folder"])
+    (folder / response).touch()
+    until = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 3:
+        if time.monotonic() > until:
+            return 0
+        time.sleep(0.01)
+    return 1
 """
 
 

@@ -179,7 +179,7 @@ class Ungraded(FirstCharacter):
 def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
     t = trainer(rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options))
     t.source.task = Ungraded()
-    with pytest.raises(RuntimeError, match=r"step 3: no response of the batch could be graded \(sandbox-error\)"):
+    with pytest.raises(RuntimeError, match=r"step 3: none of .* could be graded, .*: sandbox-error \("):
         t.source.next(3)
 
 
