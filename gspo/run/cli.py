@@ -31,6 +31,7 @@ from gspo.core import interrupt
 from gspo.core.escaping import guard, line
 from gspo.core.untrusted import HALVES
 from gspo.rollout.engine_process import EngineEnded
+from gspo.run.launched import say_error
 
 COLLAPSED = 4  # the exit code of a run that the monitor ended
 # The error numbers of a disk that is full, over quota, broken or read-only.
@@ -49,6 +50,10 @@ class Broken(RuntimeError):
 class Ended(Broken):
     """Something else than the disk does not work that a run needs: a process has ended, or no response can be graded.
     The other jobs of a sweep may run."""
+
+
+class SaidByRankZero(Ended):
+    """A run has ended for a reason that rank 0 prints; the other ranks are silent."""
 
 
 class Collapsed(Exception):
@@ -245,14 +250,16 @@ def command_line(main: Callable[[], None]) -> None:
 
 def print_error(error: BaseException) -> int:
     """Print in one line what went wrong, and return the exit code."""
+    if isinstance(error, SaidByRankZero):
+        return 1
     if isinstance(error, Broken | EngineEnded):
-        print(f"error: {line(error)}", file=sys.stderr)
+        say_error(f"error: {line(error)}", is_more=True)
         return 1
     disk = isinstance(error, OSError) and error.errno in DISK
     run = run_of(error.filename) if disk else None
     further = f"resume={run}" if run else "the same command"
     mend = f"; what was written is kept: mend this and go on with {further}" if disk else ""
-    print(f"error: {line(explain(error))}{mend}", file=sys.stderr)
+    say_error(f"error: {line(explain(error))}{mend}")
     return 1 if mend else 2
 
 

@@ -17,7 +17,7 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import NothingGraded
 from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
-from gspo.run.cli import Broken, Collapsed, Ended, Failed, Stopped, explain, stop_signal
+from gspo.run.cli import Broken, Collapsed, Ended, Failed, SaidByRankZero, Stopped, explain, stop_signal
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.event_files import EventFiles
 from gspo.run.inputs import left_out_in_words
@@ -76,9 +76,9 @@ def train_along(settings: Settings, peers: Peers) -> None:
         if stop_signal().requested():  # rank 0 was asked too, and had nothing to save
             raise Stopped from None
         peers.report_loss()
-        raise Ended("rank 0 says why") from None
+        raise SaidByRankZero from None
     except (EngineEnded, NothingGraded):
-        raise Ended("rank 0 says why") from None
+        raise SaidByRankZero from None
 
 
 def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers) -> str:

@@ -104,15 +104,40 @@ class Fast(Callback):
 """
 
 
+def torchrun(folder: Path, *overrides: str):
+    """Start the program by torchrun as two ranks, and wait for its end."""
+    options = ["--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    launcher = [sys.executable, "-c", TORCHRUN, *options, *command(*overrides)[1:]]
+    return forked.run(launcher, cwd=folder, env=environment() | {"PYTHONPATH": "."})
+
+
+TORCHRUN = "from torch.distributed.run import main; main()"
+
+
 def test_torchrun_starts_them(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = forked.run([*launcher[:1], "-c", TORCHRUN, *launcher[3:], *command(*TWO, "steps=2")[1:]], cwd=tmp_path)
+    done = torchrun(tmp_path, *TWO, "steps=2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(comparable(only_run(tmp_path))) == 3 and done.stdout.count("finished at step 2/2") == 1
 
 
-TORCHRUN = "from torch.distributed.run import main; main()"
+WRONG = {
+    "key": (["lr=1"], "error: there is no setting lr: the nearest is optim.lr"),
+    "mode": (["parallel.mode=none"], "error: 2 processes with parallel.mode=none: say parallel.mode=replicate or"),
+    "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9 cannot be used here: "),
+    "one rank": (["callbacks.it=failing:OnRankOne"], "error: rank 1: RuntimeError: this rank's disk is gone"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_torchrun_shows_last_why_a_launch_failed_and_one_rank_prints_it(tmp_path, case):
+    (tmp_path / "failing.py").write_text(FAILING)
+    overrides, line = WRONG[case]
+    done = torchrun(tmp_path, *TWO, *overrides)
+    assert done.returncode == 1
+    printed = [text for text in done.stderr.splitlines() if text.startswith(line)]
+    assert len(printed) == 1, done.stderr
+    shown = [text for text in done.stderr.splitlines() if text.strip().startswith("traceback :")]
+    assert shown[-1].strip().startswith(f"traceback : {line}"), done.stderr
 
 
 # What a run remembers beside its weights: a critic, a refreshed reference, the KL coefficient, a curriculum, moments.

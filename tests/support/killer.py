@@ -19,7 +19,7 @@ from gspo.model import network
 from gspo.rollout import decode
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import tracker
-from gspo.train import checkpoint, sharded_checkpoint, trainer
+from gspo.train import checkpoint, sharded_checkpoint, checkpoint_files, trainer
 from gspo.train.trainer import Trainer
 
 TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
@@ -94,7 +94,7 @@ MOMENTS = {
     "checkpoint.weights_written": lambda: wrap(checkpoint, "save", after=True),
     "checkpoint.half_an_optimizer": lambda: wrap(torch, "save", before=half_a_save),
     "checkpoint.some_files": lambda: wrap(sharded_checkpoint, "write_files", after=True),
-    "checkpoint.not_renamed": lambda: wrap(checkpoint, "checksum", before=anything, calls=4),
+    "checkpoint.not_renamed": lambda: wrap(checkpoint_files, "checksum", before=anything, calls=4),
     "checkpoint.renamed": lambda: wrap(checkpoint, "replace_text", before=half_a_text),
     "checkpoint.pointer_moved": lambda: wrap(checkpoint, "replace_text", after=True),
     "checkpoint.old_one_going": lambda: wrap(checkpoint.shutil, "rmtree", after=True, calls=2),
