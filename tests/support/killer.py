@@ -19,7 +19,7 @@ from gspo.model import network
 from gspo.rollout import decode
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import tracker
-from gspo.train import checkpoint, sharded_checkpoint, checkpoint_files, trainer
+from gspo.train import checkpoint, checkpoint_files, sharded_checkpoint, trainer
 from gspo.train.trainer import Trainer
 
 TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
