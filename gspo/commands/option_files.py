@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.settings import Settings
+from gspo.config.synonyms import our_name
 from gspo.core.untrusted import HALVES
 
 
@@ -26,6 +28,7 @@ def folder_of(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+MULTIRUN = ("-m", "--multirun")
 CONF, SWEEPS = folder_of("conf"), folder_of("sweeps")
 
 
@@ -47,12 +50,34 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
     def command() -> object:
-        words = list(map(quoted, sys.argv[1:]))
+        refuse_dashes(sys.argv[1:])
+        words = list(map(quoted, multirun_first(sys.argv[1:])))
         resumes = any(word.startswith("resume=") for word in words)
         sys.argv[1:] = map(of_any_option, words) if resumes else words
         return main()
 
     return command
+
+
+def refuse_dashes(words: list[str]) -> None:
+    """Raise ValueError for the first setting that is given as an option, such as --learning_rate=1e-5 or --lr 1e-5."""
+    flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.startswith("--") and name not in flags:
+            key = name.lstrip("-").replace("-", "_")
+            here = our_name(key) or key
+            raise ValueError(f"{word}: settings have no dashes and an equals sign, {here}={value or '...'}")
+
+
+def multirun_first(words: list[str]) -> list[str]:
+    """Return the words with -m at the front, the one place in which Hydra accepts it beside settings on both sides.
+
+    >>> multirun_first(["objective=gspo,grpo", "-m", "seed=1,2"])
+    ['-m', 'objective=gspo,grpo', 'seed=1,2']
+    """
+    others = [word for word in words if word not in MULTIRUN]
+    return ["-m", *others] if len(others) < len(words) else words
 
 
 def of_any_option(word: str) -> str:

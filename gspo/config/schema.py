@@ -7,6 +7,7 @@ keys are compared with the fields here, where the config of every entry point be
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
@@ -16,6 +17,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from gspo.config.settings import CHOICES
+from gspo.config.synonyms import our_name
 from gspo.core.arguments import nearest
 from gspo.core.ranges import refusal
 
@@ -116,15 +119,32 @@ def _plain(value: Any) -> Any:
 
 
 def no_such_setting(key: str, settings: list[str]) -> str:
-    """Say that there is no such setting and which one is nearest; if that is far, list all settings of the group."""
-    groups = GROUPS_BESIDE_SETTINGS if "objective" in settings else ()
+    """Say that there is no such setting, and what it is called here if another framework has it, or which other options
+    of the group have it. Otherwise say which one is nearest; if that is far, list all settings of the group."""
+    of_a_run = "objective" in settings
+    group, _, field = key.partition(".")
+    if of_a_run and (group not in settings or group == key):
+        full = as_typed(key)
+        if ours := our_name(full):
+            return f"there is no setting {full}: here it is {ours}"
+    options = {f"{group}={name}": kind for name, kind in CHOICES.get(group, {}).items() if of_a_run}
+    having = [option for option, kind in options.items() if field.lower() in {f.name for f in fields(kind)}]
+    if having and f"{group}.{field.lower()}" not in settings:
+        return f"there is no setting {key}: {group}.{field.lower()} is a setting of {', '.join(having)}"
+    groups = GROUPS_BESIDE_SETTINGS if of_a_run else ()
     choosable = [name for name in (*settings, *groups) if not key.startswith(f"{name}.") and not name.endswith(".name")]
     near, (group, _, last) = nearest(key, choosable), key.rpartition(".")
     text = f"there is no setting {key}: the nearest is {near}"
-    if SequenceMatcher(None, last, near.rpartition(".")[2]).ratio() >= ALIKE:
+    if SequenceMatcher(None, last.lower(), near.rpartition(".")[2].lower()).ratio() >= ALIKE:
         return text
     beside = [name.rpartition(".")[2] for name in choosable if name.rpartition(".")[0] == group]
     return f"{text} (of {', '.join(beside)})" if beside else text
+
+
+def as_typed(key: str) -> str:
+    """Return a key that Hydra does not know as the command line has it: of `actor.optim.lr=1` Hydra names `actor`."""
+    typed = [word.partition("=")[0].lstrip("+~") for word in sys.argv[1:]]
+    return next((word for word in typed if word.startswith(f"{key}.")), key)
 
 
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
@@ -163,7 +183,7 @@ def _no_option(error: MissingConfigException) -> str:
     """Say that there is no such option, and list the others, without schemas, whose names begin with _."""
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     options = [name for name in error.options if not name.startswith("_")]
-    return (
-        f"{group}={option}: there is no such option; the nearest is {nearest(option, options)} (there are "
-        f"{', '.join(options)})"
-    )
+    text = f"{group}={option}: there is no such option"
+    if group == "model":
+        return f"{text} ({', '.join(options)}); a folder or a model of the hub is model=hf model.path={option}"
+    return f"{text}; the nearest is {nearest(option, options)} (there are {', '.join(options)})"

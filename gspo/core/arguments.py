@@ -43,16 +43,19 @@ def typed(script: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return the dotted name that looks most like a word. A name with the same last part, or its initials, is nearer.
+    """Return the dotted name that looks most like a word, whatever its case. A name with the same last part, or its
+    initials, is nearer.
 
     >>> nearest("optim.learning_rate", ["optim.lr", "optim.warmup_updates"])
     'optim.lr'
     """
+    word = word.lower().replace("-", "_")
     last = word.rpartition(".")[2]
     initials = "".join(part[:1] for part in last.split("_"))
 
     def likeness(name: str) -> float:
-        same = name.rpartition(".")[2] in (last, initials)
-        return SequenceMatcher(None, word, name).ratio() + 0.3 * same
+        lower = name.lower()
+        same = lower.rpartition(".")[2] in (last, initials)
+        return SequenceMatcher(None, word, lower).ratio() + 0.3 * same
 
     return max(sorted(names), key=likeness)

@@ -589,7 +589,6 @@ UNKNOWN = [  # override, the unknown key, the nearest one
     ("++foo.bar=1", "foo", "monitor"),
     ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
     ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
-    ("+lr=0.1", "lr", "optim.lr"),
     ("+rollout.nucleus=0.9", "rollout.nucleus", "rollout.routes"),
     ("+objective.clip=1", "objective.clip", "objective.clip_low"),
     ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),

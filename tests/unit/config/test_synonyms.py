@@ -1,0 +1,109 @@
+"""Names of other frameworks, other cases and other options are answered with the setting that is meant."""
+
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+from hydra.errors import ConfigCompositionException, MissingConfigException
+
+from gspo.commands.option_files import CONF, composed_settings, multirun_first, refuse_dashes
+from gspo.config.schema import GROUPS_BESIDE_SETTINGS
+from gspo.config.settings import CHOICES, Settings
+from gspo.config.synonyms import OURS, THEIRS, our_name
+from gspo.run.cli import explain
+
+
+def refused(*words: str) -> str:
+    with pytest.raises((ValueError, ConfigCompositionException, MissingConfigException)) as error:
+        composed_settings(list(words))
+    return explain(error.value)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_every_answer_is_a_setting_or_an_option(ours):
+    key, condition = re.fullmatch(r"([^ ]+)(?: \(with (.+)\))?", ours).groups()
+    group, _, option = key.partition("=")
+    if option:
+        assert option in CHOICES[group] and (CONF / group / f"{option}.yaml").exists()
+        return
+    kind = Settings
+    for name in key.split("."):
+        if is_dataclass(kind):
+            assert name in {field.name for field in fields(kind)}, ours
+        if kind is Settings and name in CHOICES and "." in key:
+            plain = {"objective": "gspo", "rollout": "local"}.get(name)
+            kind = CHOICES[name][condition.partition("=")[2] if condition else plain]
+        elif kind is not None:
+            default = next(field for field in fields(kind) if field.name == name)
+            kind = default.default_factory if is_dataclass(default.default_factory) else None
+
+
+def test_no_name_has_two_answers_and_none_is_a_setting_at_the_top():
+    names = [name for theirs in OURS.values() for name in theirs]
+    assert len(names) == len(set(names)) == len(THEIRS)
+    top = {field.name for field in fields(Settings)} | set(GROUPS_BESIDE_SETTINGS)
+    assert {name for name in names if "." not in name} & top == set(), "such a name would never be looked up"
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("learning_rate=1e-5", "learning_rate: here it is optim.lr"),
+        ("Learning_Rate=1e-5", "Learning_Rate: here it is optim.lr"),
+        ("+learning_rate=1e-5", "learning_rate: here it is optim.lr"),
+        ("num_generations=8", "num_generations: here it is rollout.group_size"),
+        ("n=8", "n: here it is rollout.group_size"),
+        ("beta=0.04", "beta: here it is kl.coef (with kl=loss)"),
+        ("kl_loss_coef=0.04", "kl_loss_coef: here it is kl.coef (with kl=loss)"),
+        ("epsilon=0.2", "epsilon: here it is objective.clip_low"),
+        ("max_completion_length=512", "max_completion_length: here it is rollout.max_new_tokens"),
+        ("kl.coef=0.1", "kl.coef: kl.coef is a setting of kl=loss, kl=reward"),
+        ("model.path=qwen3", "model.path: model.path is a setting of model=hf, model=stand_in"),
+        ("optim.LR=1", "optim.LR: the nearest is optim.lr"),
+    ],
+)
+def test_a_name_that_people_know_is_answered_with_ours(word, answer):
+    assert refused(word) == f"there is no setting {answer}"
+
+
+def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
+    word = "actor_rollout_ref.rollout.n=8"
+    monkeypatch.setattr("sys.argv", ["gspo train", word])
+    assert refused(word) == "there is no setting actor_rollout_ref.rollout.n: here it is rollout.group_size"
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("objective=GSPO", "the nearest is gspo ("),
+        ("objective=GSPO-Token", "the nearest is gspo_token ("),
+        ("task=GSM8K", "the nearest is gsm8k ("),
+        ("model=qwen3", "a folder or a model of the hub is model=hf model.path=qwen3"),
+    ],
+)
+def test_an_option_is_found_whatever_its_case(word, answer):
+    assert answer in refused(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("--learning_rate=1e-5", "optim.lr=1e-5"),
+        ("--num-generations", "rollout.group_size=..."),
+        ("--steps=3", "steps=3"),
+    ],
+)
+def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answer):
+    with pytest.raises(ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"):
+        refuse_dashes([word])
+    refuse_dashes(["-m", "--multirun", "--config-name=x", "--help", "-cn", "steps=3"])
+
+
+def test_multirun_may_stand_anywhere():
+    assert multirun_first(["seed=1", "--multirun", "steps=2"]) == ["-m", "seed=1", "steps=2"]
+    assert multirun_first(["-cn", "seeds", "-m"]) == ["-m", "-cn", "seeds"]
+    assert multirun_first(["seed=1"]) == ["seed=1"]
+
+
+def test_a_name_that_nobody_has_is_not_answered():
+    assert our_name("nonsense") == our_name("optimm") == ""
