@@ -14,9 +14,14 @@ import transformers
 from gspo.core.files import errors_of_the_disk
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.gathered import architecture
+from gspo.model.hub import check_source, nearest_model
 from gspo.model.template_trial import check_template
 
 UNPACKED_WHEN_LOADED = ("mxfp4",)  # methods whose weights transformers turns into 16 bits where it has no kernels
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tokenizer_config.json",
+)  # fmt: skip
 SMALL = 2**28  # bytes of weights that are written once before a run, as a trial
 SAMPLE = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."  # a text to compare tokenizers on
 # In quotes: transformers imports a class, and with it much else, when its name is first read.
@@ -138,6 +143,8 @@ def usable(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transf
     """Return the tokenizer, with a padding token. Raises ValueError if responses could not end with it."""
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+    if not tokenizer(SAMPLE)["input_ids"]:
+        raise ValueError(f"model.path={path!r}: its tokenizer makes no tokens of a text; are all of its files there?")
     check_template(tokenizer.chat_template, tokenizer.special_tokens_map, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -160,6 +167,8 @@ def one_line(path: str) -> Iterator[None]:
             f"model.path={path!r} holds a LoRA adapter (adapter_config.json) beside a whole model: merge the two "
             "(docs/algorithms.md), or move the adapter away"
         )
+    check_source(path)
+    check_tokenizer_files(path)
     try:
         yield
     except Exception as error:  # for an odd configuration transformers raises exceptions of many types
@@ -175,7 +184,18 @@ def one_line(path: str) -> Iterator[None]:
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
-        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{lines[0]}") from None
+        near = "" if there else nearest_model(path)
+        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{lines[0]}{near}") from None
+
+
+def check_tokenizer_files(path: str) -> None:
+    """Raise ValueError for a folder without tokenizer: transformers would make one that knows no text."""
+    folder = Path(path)
+    if (folder / "config.json").is_file() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"model.path={path!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the tokenizer's files "
+            "of the model that it was made from into the folder"
+        )
 
 
 def positions(model: transformers.PreTrainedModel) -> int | None:

@@ -77,7 +77,11 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     Raises ValueError, in one line, for settings that do not go together and for a model that is not known."""
     ranks, size = ranks_of(settings)
     config = config_of(settings.model)
-    prompt = prompt or settings.rollout.max_prompt_tokens or PROMPT
+    likely = settings.rollout.max_prompt_tokens or PROMPT
+    if positions := getattr(config.get_text_config(), "max_position_embeddings", None):
+        settings.rollout.bound_by(positions)
+        likely = min(likely, settings.rollout.half_of_positions or likely)
+    prompt = prompt or likely
     check_lengths(config, prompt, settings.rollout.longest_limit)
     each = math.ceil(settings.rollout.prompts_per_step * settings.rollout.group_size / ranks)
     work = Work(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from gspo.core.ranges import HASHED_IF_CHANGED, cost_only, ranged
@@ -44,6 +45,8 @@ class RolloutSettings(Truncation, key="rollout"):
     token_budget    the most tokens of a response sampled per step, the rest under later policies; 0: all at once
     in_flight       how many problems are under way at the start of a step with token_budget; over prompts_per_step
     """
+
+    half_of_positions: ClassVar[int] = 0  # bounds the length of responses; 0: it does not. See `bound_by`
 
     name: str = "local"
     prompts_per_step: int = ranged(32, least=1)
@@ -153,14 +156,20 @@ class RolloutSettings(Truncation, key="rollout"):
         rounding = self.dtype if self.quantization == "none" else self.quantization
         return self.sync_tolerance or max(SYNC_TOLERANCE[rounding], SYNC_TOLERANCE[precision])
 
+    def bound_by(self, positions: int) -> None:
+        """Sample responses of at most half of a model's positions, if the longest would leave no room for a prompt."""
+        if self.longest_limit >= positions:
+            self.half_of_positions = positions // 2
+
     def limit(self, step: int) -> int:
         """Return the largest number of response tokens at a step; later steps never have a smaller one."""
-        return max([self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)])
+        longest = max([self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)])
+        return min(longest, self.half_of_positions or longest)
 
     @property
     def longest_limit(self) -> int:
         """The largest number of response tokens that any step can have."""
-        return max([self.max_new_tokens, *self.extend.values()])
+        return self.limit(max(self.extend, default=0))
 
     def sampling(self, step: int) -> Sampling:
         """Return how a step's responses are sampled."""

@@ -265,10 +265,17 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
 
 
 def check_positions(settings: Settings, available: int | None) -> None:
-    """Raise ValueError if the longest response leaves no room for any prompt in the model's positions."""
+    """Raise ValueError if the longest response leaves no room for any prompt in the model's positions. Of a model that
+    was not made here the positions are not known when the settings are chosen: then responses are bounded to half."""
     limit = settings.rollout.longest_limit
-    if available and limit >= available:
-        raise ValueError(f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions")
+    if not available or limit < available:
+        return
+    if settings.model.made_here:
+        raise ValueError(
+            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: lower it, for "
+            f"example to {available // 2}"
+        )
+    settings.rollout.bound_by(available)
 
 
 def training_precision(settings: Settings) -> torch.dtype:

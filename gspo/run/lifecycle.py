@@ -185,6 +185,12 @@ def print_sampling_notes(settings: Settings) -> None:
         print(f"{settings.label()}: {words}")
     if words := settings.task.left_out_of_evaluation():
         print(f"{settings.label()}: {words}")
+    if half := settings.rollout.half_of_positions:
+        wanted = max([settings.rollout.max_new_tokens, *settings.rollout.extend.values()])
+        print(
+            f"{settings.label()}: responses have up to {half} tokens in place of rollout.max_new_tokens={wanted}: half "
+            "of the model's positions, so that a prompt has room"
+        )
     if settings.rollout.dtype != "float32":
         print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
     if settings.rollout.quantization != "none":

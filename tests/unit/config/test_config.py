@@ -24,7 +24,7 @@ from gspo.config.remarks import warnings, warnings_after
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, Settings, of_result, run_directory, same_result, settings_hash
 from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
-from gspo.run.build import open_policy
+from gspo.run.build import check_positions, open_policy
 from gspo.run.cli import explain
 from gspo.tasks.function_writing import FunctionWriting
 
@@ -701,8 +701,24 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
-    with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
+    with pytest.raises(
+        ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"
+    ):
         open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
+
+
+def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
+    """README's command for an own model has the sizes of model=hf, which a model of 4,096 positions cannot hold."""
+    chosen = settings("model=hf", "model.path=x", "task=gsm8k")
+    assert chosen.rollout.longest_limit == chosen.rollout.max_new_tokens == 4096
+    check_positions(chosen, 40960)
+    assert chosen.rollout.longest_limit == 4096
+    check_positions(chosen, 4096)
+    assert chosen.rollout.longest_limit == chosen.rollout.limit(1) == chosen.rollout.sampling(1).max_new_tokens == 2048
+    assert chosen.rollout.max_new_tokens == 4096, "what is recorded, and names the run, is what was asked for"
+    growing = settings("model=hf", "model.path=x", "task=gsm8k", "rollout.extend={10: 8192}")
+    check_positions(growing, 8192)
+    assert [growing.rollout.limit(step) for step in (1, 10)] == [4096, 4096]
 
 
 def test_sizes_follow_the_model_and_are_no_recorded_option():
