@@ -47,7 +47,8 @@ class Claim:
 
 def contenders(data: Data) -> tuple[str, str]:
     """Return the names of the two arms that are compared: GSPO and its rival in these runs."""
-    return GSPO, GRPO if GRPO_R2 not in data.arms and GRPO in data.arms else GRPO_R2
+    names = {run.base or run.arm for run in data.runs}
+    return GSPO, GRPO if GRPO_R2 not in names and GRPO in names else GRPO_R2
 
 
 def as_in(figure: str, rival: str) -> str:

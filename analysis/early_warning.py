@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def main() -> None:
         load.die("--save needs runs")
     if not args.runs and not RECORDED.exists():
         load.die(f"{RECORDED} is not there: name the runs")
-    frame, notes = from_runs(args.runs) if args.runs else (pd.read_parquet(RECORDED), [])
+    frame, notes = from_runs(args.runs, dict(args.where)) if args.runs else (pd.read_parquet(RECORDED), [])
     for note in notes:
         print(f"note: {note}")
     if args.save:
@@ -73,13 +74,13 @@ def main() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- data
-def from_runs(paths: list[str]) -> tuple[pd.DataFrame, list[str]]:
+def from_runs(paths: list[str], where: Mapping[str, object] | None = None) -> tuple[pd.DataFrame, list[str]]:
     """Return a row per run and step with the columns run, stress, arm, seed, lr, step, METRICS and threshold/<signal>,
     and notes on what was left out.
 
     Runs that are neither finished nor collapsed are left out, since they may still collapse.
     """
-    data = load.load(paths)
+    data = load.load(paths, where)
     keys = [key for key in load.differing(data.runs) if not key.startswith(FREE)]
     usual = {key: Counter(str(r.settings.get(key)) for r in data.runs).most_common(1)[0][0] for key in keys}
     frames = []

@@ -19,13 +19,14 @@ from matplotlib.axes import Axes
 
 from analysis import claims, load, panels, paper, script, style
 from analysis.load import GRPO_R2, GSPO, Data
-from analysis.looks import look, tint
+from analysis.looks import Look, look, looks, tint
 from analysis.stats import estimate
 from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
 MOST = 14  # the most arms that fit into the figure
+IN_A_ROW = 5  # up to so many arms the three panels stand side by side
 PAPER_RANGES = paper.CLIP_RANGES
 
 
@@ -37,7 +38,7 @@ def judged(data: Data) -> list[claims.Claim]:
 def lacking(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     if len(data.arms) > MOST:
-        return f"shows {MOST} arms at most; found: {', '.join(data.arms)}"
+        return load.too_many(data, MOST)
     if not data.metrics("clip/token_active"):
         return "needs clip/token_active, which no run has recorded"
     return None
@@ -48,11 +49,17 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     if why := lacking(data):
         load.die(f"fig2 {why}")
     view = view or View()
-    figure = style.canvas(1.7 + 0.55 * len(data.arms), view)
-    bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
-    share_bars(bars, data, view)
+    drawn = looks(data.arms)
+    figure = style.canvas(1.7 + 0.55 * len(drawn), view)
+    figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
+    if len(drawn) <= IN_A_ROW:
+        bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
+    else:  # side by side, the two other panels would be as high as the bars of many arms
+        panels_of = figure.subplot_mosaic([["bars", "paper"], ["bars", "by"]], width_ratios=[1.5, 1])
+        bars, companion, by_minibatch = panels_of["bars"], panels_of["paper"], panels_of["by"]
+    share_bars(bars, data, drawn, view)
     paper_bars(companion)
-    minibatch_lines(by_minibatch, data, view)
+    minibatch_lines(by_minibatch, data, drawn, view)
     words = f"{panels.named(data.arms)} {clip_ranges(data)} Share of response tokens, mean over all updates; lines on "
     words += "the bars: 95 % intervals over seeds (of a single seed: within the run). Solid: the clip removed the "
     words += (
@@ -77,7 +84,7 @@ def clip_ranges(data: Data) -> str:
     return f"Clip ranges: {', '.join(parts)}."
 
 
-def share_bars(ax: Axes, data: Data, view: View) -> None:
+def share_bars(ax: Axes, data: Data, drawn: dict[str, Look], view: View) -> None:
     """Draw two bars per arm, active (solid) and outside (pale), with the value beside each, on an axis from 0."""
     last, longest = data.common_step(*data.arms), 0.0
     for row, arm in enumerate(data.arms):
@@ -87,7 +94,7 @@ def share_bars(ax: Axes, data: Data, view: View) -> None:
                 continue
             share = estimate(table)
             ends = np.clip([[share.mean - share.low], [share.high - share.mean]], 0, None)
-            hue = tint(look(arm).colour, strength)
+            hue = tint(drawn[arm].colour, strength)
             bars = {"height": 0.34, "color": hue, "error_kw": {"ecolor": style.INK, "elinewidth": 1}}
             ax.barh(row + offset, share.mean, xerr=None if np.isnan(ends).any() else ends, **bars)
             if view.seeds:
@@ -125,12 +132,12 @@ def bar_axes(ax: Axes, arms: int, right: float) -> None:
         text.set_color(style.INK)
 
 
-def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
+def minibatch_lines(ax: Axes, data: Data, drawn: dict[str, Look], view: View) -> None:
     """Draw clip/token_active by mini-batch of the step, averaged over batches and seeds."""
     last, prefix = data.common_step(*data.arms), "clip/token_active_minibatch_"
     count = max((int(name.removeprefix(prefix)) for name in data.metrics(prefix)), default=1)
-    looks, largest = {arm: look(arm) for arm in data.arms}, 0.0
-    for arm, own in looks.items():
+    largest = 0.0
+    for arm, own in drawn.items():
         tables = [data.table(arm, f"{prefix}{n}").loc[:last] for n in range(1, count + 1)]
         each = np.array([table.mean().to_numpy() for table in tables])  # [mini-batch, seed]
         if view.seeds:
@@ -139,7 +146,6 @@ def minibatch_lines(ax: Axes, data: Data, view: View) -> None:
         largest = max(largest, style.finite_max(each.mean(1)))
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.set_ylim(0, max(1e-3, 2 * largest))
-    style.key(ax, looks, loc="best")
     ax.set_xticks(range(1, count + 1))
     ax.set_xlabel("mini-batch of the step")
     ax.set_ylabel("share of tokens")

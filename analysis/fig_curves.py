@@ -9,13 +9,12 @@ such as custom/answers; metrics that the runs have not recorded are left out. Wr
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from matplotlib.figure import Figure
 
 from analysis import load, panels, script, style
 from analysis.load import Data, Run
@@ -33,6 +32,7 @@ METRICS = (
 )
 LOGARITHMIC = ("clip/token_active", "optim/grad_norm", "mismatch/k3", "mismatch/logp_abs", "ratio/sequence_log_abs")
 PER_ROW = 3
+MOST_COLUMNS = 6  # most combinations of settings that stand side by side
 CROWD = 6  # with more arms than this, bands would hide each other
 SPARSE = 20  # with fewer points than this a metric is a held-out score, measured now and then, and is not smoothed
 
@@ -46,26 +46,70 @@ def main() -> None:
 
 
 def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | tuple[str, ...] = METRICS) -> list[Path]:
-    """Draw the curves. Raises Refused if the runs have recorded none of the metrics."""
+    """Draw the curves. Where the runs vary settings beside those that make an arm, each combination of their values is
+    a column of panels. Raises Refused if the runs have recorded none of the metrics, or vary too much for a page."""
     shown, view = recorded(data, metrics), view or View()
-    drawn = looks(data.arms)
-    names = [re.sub(r"\w+\.(\w+=)", r"\1", style.short(arm).replace("\n", " ")) for arm in drawn]
-    letters = int(11.6 * view.width)  # this many letters of the legend's size are about as wide as the page
-    columns = max(1, letters // (max(map(len, names)) + 8))
-    figure = style.canvas(2.3 * -(-len(shown) // PER_ROW) + 0.3 + 0.2 * -(-len(drawn) // columns), view)
-    axes = figure.subplots(-(-len(shown) // PER_ROW), min(PER_ROW, len(shown)), squeeze=False)
-    for ax, metric in zip(axes.flat, shown, strict=False):
-        panel(ax, data, metric, drawn, view)
-    for ax in axes.flat[len(shown) :]:
-        ax.set_axis_off()
-    for ax in axes.flat[: max(0, len(shown) - axes.shape[1])]:
-        ax.set_xlabel("")  # another panel is below
-    lines = [Line2D([], [], lw=2, ms=5, **own.plot()) for own in drawn.values()]
-    figure.legend(lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6)
-    how = panels.how_drawn(data, list(drawn), view, bands=len(drawn) <= CROWD)
+    columns = combinations(data)
+    if len(columns) > MOST_COLUMNS:
+        load.die(
+            f"fig_curves shows {MOST_COLUMNS} combinations of settings, not {len(columns)}: {load.choose_one(data)}"
+        )
+    if len(columns) > 1:
+        drawn = looks(list(dict.fromkeys(run.base or run.arm for run in data.of(*data.arms))))
+        width = max(view.width, 0.6 + 2.6 * len(columns))
+        figure = Figure(figsize=(width, 2.1 * len(shown)), layout="constrained")
+        view = replace(view, width=width)
+        grid = figure.subplots(len(shown), len(columns), sharey="row", sharex=True, squeeze=False)
+        for column, (title, runs) in enumerate(columns.items()):
+            for row, metric in enumerate(shown):
+                panel(grid[row, column], runs, metric, drawn, view)
+                grid[row, column].set_title(f"{title}\n{metric}" if row == 0 else metric)
+        for ax in grid[:, 1:].flat:
+            ax.set_ylabel("")
+        for ax in grid[:-1].flat:
+            ax.set_xlabel("")
+    else:
+        drawn = looks(data.arms)
+        figure = style.canvas(2.3 * -(-len(shown) // PER_ROW), view)
+        axes = figure.subplots(-(-len(shown) // PER_ROW), min(PER_ROW, len(shown)), squeeze=False)
+        for ax, metric in zip(axes.flat, shown, strict=False):
+            panel(ax, data, metric, drawn, view)
+        for ax in axes.flat[len(shown) :]:
+            ax.set_axis_off()
+        for ax in axes.flat[: max(0, len(shown) - axes.shape[1])]:
+            ax.set_xlabel("")  # another panel is below
+    figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
+    how = panels.how_drawn(data, data.arms, view, bands=len(drawn) <= CROWD)
     words = [load.describe(data, data.arms), how, "Means are drawn as far as all seeds of the arm have come; metrics"]
     words.append(f"with fewer than {SPARSE} points are not smoothed; on logarithmic axes values of 0 are left out.")
     return style.save(figure, out, f"fig_curves_{study(data.runs)}", " ".join(words), view)
+
+
+def combinations(data: Data) -> dict[str, Data]:
+    """Return the runs by the values of the settings that vary beside those that make an arm, under a text that names
+    the values; one text where none vary. In each the arms have their names without these settings."""
+    keys = list(load.varied(data))
+    found: dict[str, list[Run]] = {}
+    for arm in data.arms:
+        for run in data.of(arm):
+            values = [f"{key.rpartition('.')[2]}={run.settings.get(key)}" for key in keys]
+            found.setdefault("\n".join(values), []).append(run)
+    if len(found) < 2:
+        return {"": data}
+
+    def plain(run: Run) -> Run:
+        kept = {key: value for key, value in run.beside.items() if key not in keys}
+        beside = ", ".join(f"{key}={value}" for key, value in kept.items())
+        return replace(run, arm=f"{run.base} [{beside}]" if kept else run.base or run.arm, beside=kept)
+
+    ordered = sorted(found.items(), key=lambda item: [number_of(item[1][0].settings.get(key)) for key in keys])
+    return {text: Data([plain(run) for run in runs]) for text, runs in ordered}
+
+
+def number_of(value: object) -> tuple[bool, float, str]:
+    """Return what a value is ordered by: numbers by size, then texts."""
+    is_number = isinstance(value, int | float)
+    return not is_number, float(value) if is_number else 0.0, str(value)
 
 
 def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
@@ -85,9 +129,14 @@ def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
 
 def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View) -> None:
     """Draw one metric of all arms. Step 0, the evaluation before training, is included where the axis has a 0."""
+    if metric not in data.rows or not any(arm in data.arms for arm in drawn):
+        ax.set_axis_off()
+        return
     positive = data.rows[metric][data.rows[metric] > 0]
     log = metric in LOGARITHMIC and len(positive) > 0 and positive.max() > 2 * positive.min()
     for arm, own in drawn.items():
+        if arm not in data.arms:
+            continue
         table = data.table(arm, metric, first_step=int(view.log_x)).dropna(how="all")
         how = view if len(table) >= SPARSE else replace(view, smooth=0)
         panels.curve(ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf)

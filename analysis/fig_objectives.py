@@ -37,6 +37,7 @@ WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # the number f
 REFUSED = script.DOTS | script.NO_CURVES
 LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO weights by length) are written at the edge, or the others would look alike
 # why these never remove a gradient
+MOST = 16  # the most arms, each of which has a row
 REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}
 
 
@@ -95,16 +96,23 @@ def share(value: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- figure
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
+    if len(data.arms) > MOST:
+        load.die(f"fig_objectives {load.too_many(data, MOST)}")
     numbers = measure(data)
     names = [name(arm) for arm in arms_of(numbers)]
     view = view or View()
     figure = style.canvas(0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)), view)
-    axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.6, 1, 1, 1, 1])
+    columns = [name for name in ("gain", "active", "outside", "weight", "grad norm") if numbers[name].notna().any()]
+    widths = [1.6, *[1] * (len(columns) - 1)]
+    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False, width_ratios=widths)[0]
+    panel_of = dict(zip(columns, axes, strict=True))
     limit = gradient_limit(data)
-    gain_panel(axes[0], numbers)
-    share_panels(axes[1:3], numbers)
-    weight_panel(axes[3], numbers)
-    norm_panel(axes[4], numbers, limit)
+    gain_panel(panel_of["gain"], numbers)
+    share_panels({name: panel_of[name] for name in ("active", "outside") if name in panel_of}, numbers)
+    if "weight" in panel_of:
+        weight_panel(panel_of["weight"], numbers)
+    if "grad norm" in panel_of:
+        norm_panel(panel_of["grad norm"], numbers, limit)
     for ax in axes:
         ax.grid(axis="y", visible=True)
         ax.tick_params(axis="y", length=0)
@@ -147,7 +155,7 @@ def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
     ax.set_xlabel(f"last {WINDOW} - first {START} batches")
 
 
-def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
+def share_panels(axes: dict[str, Axes], numbers: pd.DataFrame) -> None:
     """Draw shares on one logarithmic axis. Exactly 0, which has no logarithm, gets a shaded strip at the left,
     "never"."""
     values = numbers[["active", "outside"]].to_numpy()
@@ -155,7 +163,8 @@ def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
     width = 0.4 * -lowest  # the strip's width in decades
     edge, never, left = 10.0**lowest, 10 ** (lowest - width / 2), 10 ** (lowest - (width if zeros else 0.1))
     ticks = [10.0**d for d in range(0, lowest - (not zeros), -2 if lowest < -2 else -1)]
-    for ax, column, title in zip(axes, ("active", "outside"), ("Clipped tokens", "Outside the band"), strict=True):
+    titles = {"active": "Clipped tokens", "outside": "Outside the band"}
+    for column, ax in axes.items():
         ax.set_xscale("log")
         rows(ax, numbers, column, never)
         if zeros:
@@ -166,7 +175,7 @@ def share_panels(axes: list[Axes], numbers: pd.DataFrame) -> None:
             ["never"] * zeros + [f"$10^{{{math.log10(x):.0f}}}$" if x < 1 else "1" for x in ticks],
         )
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_title(title)
+        ax.set_title(titles[column])
         ax.set_xlabel("share of tokens")
 
 
@@ -197,7 +206,11 @@ def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
         ax.axvline(limit, color=style.MUTED, lw=1, ls="--", zorder=1)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 20 else (1.0, 2.0, 5.0)))
+    if high < 3 * low:  # a logarithmic axis has no round numbers there
+        ax.set_xscale("linear")
+        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    else:
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 20 else (1.0, 2.0, 5.0)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_title("Gradient norm")

@@ -18,12 +18,13 @@ from matplotlib.axes import Axes
 
 from analysis import claims, load, panels, script, style
 from analysis.load import Data
-from analysis.looks import Look, look, tint
+from analysis.looks import Look, looks, tint
 from analysis.stats import centred_mean, estimate
 from analysis.style import View
 
 PREFIX = "routing/consistency_layer_"
-MOST = 6  # the most arms, since each has a panel
+MOST = 12  # the most arms, since each has a panel
+PER_ROW = 4  # panels
 PAPER = 0.9  # section 5.3: "roughly 10% of the experts" differ after an update
 
 
@@ -38,7 +39,7 @@ def lacking(data: Data) -> str | None:
         return (
             f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, so nothing is routed"
         )
-    return f"shows {MOST} arms at most; name some of the runs" if len(data.arms) > MOST else None
+    return load.too_many(data, MOST) if len(data.arms) > MOST else None
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
@@ -47,15 +48,25 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     if why := lacking(data):
         load.die(f"fig_routing {why}")
     layers, view = sorted(int(name.removeprefix(PREFIX)) for name in data.metrics(PREFIX)), view or View()
-    figure = style.canvas(3.1, view)
-    axes = figure.subplots(1, len(data.arms) + 1, sharey=True)
-    for ax, arm in zip(axes, data.arms, strict=False):
+    drawn = looks(data.arms)
+    columns = min(len(drawn) + 1, PER_ROW)
+    lines = -(-(len(drawn) + 1) // columns)
+    figure = style.canvas(2.7 * lines, view)
+    figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    axes = list(grid.flat)
+    for ax, arm in zip(axes, drawn, strict=False):
         by_step(ax, data, arm, layers, view)
-    name_layers(axes[len(data.arms) - 1])
-    by_layer(axes[-1], data, layers)
-    axes[0].set_ylabel("routing consistency")
+    name_layers(axes[len(drawn) - 1])
+    by_layer(axes[len(drawn)], data, layers, drawn)
+    for ax in axes[len(drawn) + 1 :]:
+        ax.set_axis_off()
+    for row in grid:
+        row[0].set_ylabel("routing consistency")
     words = f"{panels.named(data.arms)} Lines: mean over seeds, smoothed over ±{view.smooth} batches"
-    words += " (thin: single seeds)" * view.seeds + f"; grey dashes: the paper's {PAPER}. Right: mean over batches, "
+    words += (
+        " (thin: single seeds)" * view.seeds + f"; grey dashes: the paper's {PAPER}. Last panel: mean over batches, "
+    )
     words += "bars 95 % intervals (over seeds; of a single seed within the run)."
     caption = "\n".join([f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))])
     return style.save(figure, out, "fig_routing", caption, view)
@@ -74,7 +85,7 @@ def by_step(ax: Axes, data: Data, arm: str, layers: list[int], view: View) -> No
             ax.plot(line.index, centred_mean(line, reach), color=tint(matplotlib.colors.to_hex(hue), 0.45), lw=0.7)
         ax.plot(mean.index, centred_mean(mean, reach), color=hue, lw=1.5, label=f"layer {layer}")
     ax.axhline(PAPER, color=style.MUTED, lw=1, ls="--", zorder=1)
-    ax.set_title(style.short(arm))
+    ax.set_title(style.short(arm).replace(", ", "\n"))
     style.training_axis(ax, 0, view)
 
 
@@ -88,16 +99,15 @@ def name_layers(ax: Axes) -> None:
     style.label_ends(ax, ends)
 
 
-def by_layer(ax: Axes, data: Data, layers: list[int]) -> None:
+def by_layer(ax: Axes, data: Data, layers: list[int], drawn: dict[str, Look]) -> None:
     """Draw the mean over batches by layer, with the arms side by side."""
     shift = np.linspace(-0.12, 0.12, len(data.arms)) if len(data.arms) > 1 else [0.0]
     for arm, offset in zip(data.arms, shift, strict=True):
         means = [estimate(data.table(arm, f"{PREFIX}{layer}")) for layer in layers]
         x, y = np.array(layers) + offset, np.array([m.mean for m in means])
         ends = np.array([[m.mean - m.low for m in means], [m.high - m.mean for m in means]])
-        ax.errorbar(x, y, yerr=np.nan_to_num(ends), ecolor=look(arm).colour, ms=4.5, lw=1.2, **look(arm).plot())
+        ax.errorbar(x, y, yerr=np.nan_to_num(ends), ecolor=drawn[arm].colour, ms=4.5, lw=1.2, **drawn[arm].plot())
     ax.axhline(PAPER, color=style.MUTED, lw=1, ls="--", zorder=1)
-    style.key(ax, {arm: look(arm) for arm in data.arms}, loc="best")
     ax.set_title("Mean by layer")
     ax.set_xlabel("MoE layer")
     ax.set_xticks(layers if len(layers) <= 8 else layers[:: len(layers) // 6])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from analysis import sources
 from analysis.runs import ARMS as ARMS
-from analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die
+from analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die, nearest
 from analysis.runs import GRPO_R2 as GRPO_R2
 from analysis.runs import Refused as Refused
 from analysis.sources import Record
@@ -37,6 +38,7 @@ KINDS = {  # the types of the settings that figures and tables rely on; other se
     "optim.max_grad_norm": NUMBER, "rollout.prompts_per_step": NUMBER, "rollout.group_size": NUMBER,
     "trainer.minibatches": NUMBER,
 }  # fmt: skip
+MOST_NAMED = 6  # most arms that a message names
 LONGEST = 2000  # most characters of a setting's name and value
 FOLDER = 100  # most characters of the study's name, after which files are named
 # These may differ between two runs of one arm: who ran it, for how long, where it was written.
@@ -64,9 +66,11 @@ NOT_THE_ARM = (
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
-def load(paths: list[Path | str]) -> Data:
-    """Return all runs of these sources with their arms, in the order of the sources and within each by path. Raises
-    Refused if there are none, if a source cannot be read, or if two runs have the same arm and seed."""
+def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> Data:
+    """Return all runs of these sources with their arms, in the order of the sources and within each by path.
+
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises Refused if there are none, if
+    a source cannot be read, or if two runs have the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -83,10 +87,78 @@ def load(paths: list[Path | str]) -> Data:
     runs = list(runs.values())
     if not runs:
         die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
+    for key, value in (where or {}).items():
+        runs = having(runs, key, value)
     label(runs, notes)
     notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in runs if not run.finished]
     notes += [f"lost: {run.path} has no row of {lost}" for run in runs if (lost := lost_steps(run))]
     return Data(runs, notes)
+
+
+def having(runs: list[Run], key: str, value: object) -> list[Run]:
+    """Return the runs with this value of a setting. Raises Refused if there are none, with the values that there
+    are."""
+    found = {repr(run.settings.get(key)): run.settings.get(key) for run in runs if key in run.settings}
+    if not found:
+        settings = sorted({name for run in runs for name in run.settings})
+        die(f"--where {key}={value}: these runs have no setting {key}{nearest(key, settings)}")
+    kept = [run for run in runs if key in run.settings and same_value(run.settings[key], value)]
+    if not kept:
+        die(f"--where {key}={value}: no run has it; there are {', '.join(in_order(found.values()))}")
+    return kept
+
+
+def same_value(recorded: object, wanted: object) -> bool:
+    """Return whether a recorded value is the wanted one, which may be a text from a command line."""
+    if isinstance(wanted, str) and not isinstance(recorded, str):
+        wanted = as_value(wanted)
+    return recorded == wanted or str(recorded) == str(wanted)
+
+
+def as_value(text: str) -> object:
+    """Return what a text of a command line stands for: a number, true, false, null, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+
+
+def in_order(values: Iterable[object]) -> list[str]:
+    """Return values as texts, numbers first and by size."""
+
+    def place(value: object) -> tuple:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return (not is_number, value if is_number else 0, str(value))
+
+    return [f"{value:g}" if isinstance(value, float) else str(value) for value in sorted(values, key=place)]
+
+
+def varied(data: Data) -> dict[str, list[str]]:
+    """Return the settings, beside those that make an arm, in which runs of one arm differ, with their values."""
+    keys = {key for run in data.runs for key in run.beside if not key.startswith(MAKES_THE_ARM)}
+    return {
+        key: in_order({repr(run.settings.get(key)): run.settings.get(key) for run in data.runs}.values())
+        for key in sorted(keys)
+    }
+
+
+def choose_one(data: Data) -> str:
+    """Return how to get one run of each arm and seed from runs that vary a setting; "" if they vary none."""
+    found = varied(data)
+    if not found:
+        return ""
+    values = "; ".join(f"{key} ({', '.join(texts)})" for key, texts in found.items())
+    choice = " ".join(f"{key}={texts[0]}" for key, texts in found.items())
+    return (
+        f"these runs also vary {values}. Choose one of each, as in --where {choice}; `gspo figure sweep --x "
+        f"{next(iter(found))}` draws all of them, and `gspo figure curves` those of up to 6 combinations"
+    )
+
+
+def too_many(data: Data, most: int) -> str:
+    """Return why a figure does not show these arms: there are more than `most`."""
+    way = choose_one(data) or "name some of the runs"
+    return f"shows {most} arms at most and not {len(data.arms)}: {way}"
 
 
 def lost_steps(run: Run) -> str:
@@ -139,7 +211,8 @@ def label(runs: list[Run], notes: list[str]) -> None:
         group = [run for run in runs if run.arm == base]
         keys = {key for seed in {r.seed for r in group} for key in differing([r for r in group if r.seed == seed])}
         for run in group if keys else []:
-            run.arm = base + " [" + ", ".join(f"{key}={run.settings.get(key)}" for key in sorted(keys)) + "]"
+            run.base, run.beside = base, {key: run.settings.get(key) for key in sorted(keys)}
+            run.arm = base + " [" + ", ".join(f"{key}={value}" for key, value in run.beside.items()) + "]"
         seen: dict[tuple[str, int], Run] = {}
         for run in group:
             other = seen.setdefault((run.arm, run.seed), run)
@@ -159,7 +232,10 @@ def differing(runs: list[Run] | list[Record]) -> list[str]:
 def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
     """Return why these arms cannot be compared, or None if they can."""
     if any(arm not in data.arms for arm in arms):
-        return f"needs arms {' and '.join(arms)}; found: {', '.join(data.arms)}"
+        if set(arms) <= {run.base or run.arm for run in data.runs} and (way := choose_one(data)):
+            return f"compares {' and '.join(arms)} at one setting, and {way}"
+        named = ", ".join(data.arms[:MOST_NAMED]) + (", ..." if len(data.arms) > MOST_NAMED else "")
+        return f"needs arms {' and '.join(arms)}; found: {named}"
     if not data.seeds(*arms):
         return f"needs a seed that all arms have (they are paired by seed): {', '.join(arms)} share none"
     if any(len(run.column("reward/mean")) == 0 for run in data.compared(*arms)):

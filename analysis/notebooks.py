@@ -3,6 +3,7 @@
     from analysis import load_runs
 
     recorded = load_runs("runs/paper_figures")      # or several folders, offline W&B files, wandb:ENTITY/PROJECT
+    load_runs("runs/sweep", where={"optim.lr": 2e-4})
     recorded.runs                                   # a row per run: arm, seed, how it ended, scores, settings
     recorded.metric("reward/mean")                  # index step, columns (arm, seed)
     recorded.metric("eval/math/avg@2", arm="GSPO")  # index step, a column per seed
@@ -14,6 +15,7 @@ nearest name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -26,11 +28,12 @@ from gspo.tracking.collapse import levels
 SCORES = ("/avg@", "/pass@", "/maj@")
 
 
-def load_runs(*sources: str | Path) -> Recorded:
-    """Load the runs of these sources, which may be any that the figures read. Raises Refused (a ValueError)."""
+def load_runs(*sources: str | Path, where: Mapping[str, object] | None = None) -> Recorded:
+    """Load the runs of these sources, which may be any that the figures read; with `where`, {"optim.lr": 2e-4, ...},
+    only those with these settings. Raises Refused (a ValueError)."""
     if not sources:
         die("load_runs(): name folders with runs, offline W&B files, or wandb:ENTITY/PROJECT[/GROUP]")
-    return Recorded(load(list(sources)))
+    return Recorded(load(list(sources), where))
 
 
 class Recorded:

@@ -36,7 +36,7 @@ def curve(
     The thick line is the mean over seeds, smoothed, as far as all seeds have come. The band is its pointwise 95 % t
     interval, drawn from 3 seeds on. Thin lines are single seeds, smoothed in the same way; they are drawn if asked for
     or if there are two. A single seed's thin line shows its batches unsmoothed. On a logarithmic axis, where `least` is
-    the smallest value, 0 is a gap, and bands end at that value.
+    the smallest value, 0 is a gap, and bands end at that value. The band of values of which none is negative ends at 0.
     """
     reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
     for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
@@ -52,7 +52,8 @@ def curve(
     mean, seeds = smooth.mean(1), smooth.shape[1]
     if band and seeds >= BAND:
         half = t_quantile(seeds - 1) * smooth.std(1, ddof=1) / np.sqrt(seeds)
-        low, high = np.maximum(mean - half, least), np.maximum(mean + half, least)
+        floor = max(least, 0.0) if float(values.min(axis=None)) >= 0 else least  # of what is never negative
+        low, high = np.maximum(mean - half, floor), np.maximum(mean + half, floor)
         ax.fill_between(at, low, high, color=own.colour, alpha=0.1, lw=0, zorder=0)
         for edge in (low, high):
             ax.plot(at, edge, color=tint(own.colour, 0.4), lw=0.6, ls=own.line, zorder=1)

@@ -36,6 +36,9 @@ class Run:
     settings: dict[str, object]
     rows: pd.DataFrame
     arm: str = ""
+    # of an arm with appended settings: its name without them, and these settings
+    base: str = ""
+    beside: dict[str, object] = field(default_factory=dict)
     id: str = ""  # W&B's id of the run, where the source is W&B's
 
     @property
@@ -114,9 +117,16 @@ class Data:
 
     @property
     def arms(self) -> list[str]:
-        """The arms found: the paper's in their fixed order, then the others by name."""
-        found = {run.arm for run in self.runs}
-        return [arm for arm in ARMS if arm in found] + sorted(found - set(ARMS))
+        """The arms found: the paper's in their fixed order, then the others by name; of one name by the values of the
+        settings in which its runs differ."""
+
+        def place(run: Run) -> tuple:
+            base = run.base or run.arm
+            order = ARMS.index(base) if base in ARMS else len(ARMS)
+            numbers = [value if isinstance(value, int | float) else 0 for value in run.beside.values()]
+            return order, base, numbers, run.arm
+
+        return list(dict.fromkeys(run.arm for run in sorted(self.runs, key=place)))
 
     def of(self, *arms: str) -> list[Run]:
         """Return the runs of these arms, sorted by arm and seed."""

@@ -33,6 +33,15 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
+    options.add_argument(
+        "--where",
+        nargs="+",
+        action="extend",
+        type=setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="take the runs with these settings alone, such as optim.lr=2e-4",
+    )
     options.add_argument("--out", type=folder, default="figures", help="folder for what is written (default: figures)")
     every = {
         "seeds": {"action": "store_true", "help": "draw the curve of every single seed too, thin"},
@@ -79,6 +88,13 @@ def folder(name: str) -> Path:
     return path
 
 
+def setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: write KEY=VALUE, such as optim.lr=2e-4")
+    return key, value
+
+
 def batches(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of batches: 0, 1, 2, ...")
@@ -107,7 +123,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
     effect and, unless the figure takes several studies, where one of the names holds more than one study."""
     for path in () if several_studies else args.runs:
         one_study(path)
-    data = load.load(args.runs)
+    data = load.load(args.runs, dict(args.where))
     if notes:
         print_notes(data)
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):

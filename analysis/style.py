@@ -30,6 +30,8 @@ WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the fi
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
 COMPUTE = "compute/flops"
+LONGEST_NAME = 22  # characters of an objective's name in a label
+PREFIX = re.compile(r"(?<![\w.])(?:\w+\.)+(?=\w+=)")  # what stands before the last part of a setting's name
 POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")  # a power of ten in a label
 
 
@@ -78,8 +80,18 @@ matplotlib.rcParams.update(
 
 
 def short(arm: str) -> str:
-    """Return the arm's name on two lines where it is long, for labels beside lines and bars."""
-    return arm.replace("GRPO + Routing Replay (R2)", "GRPO +\nRouting Replay").replace(" [", "\n[")
+    """Return the arm's name on two lines where it is long, for labels beside lines and bars.
+
+    >>> short("my_package.losses:Mine [optim.lr=0.001, trainer.minibatches=4]")
+    'Mine\\nlr=0.001, minibatches=4'
+    """
+    name, _, settings = arm.removesuffix("]").partition(" [")
+    objective, plus, replay = name.partition(" + ")
+    objective = objective.rpartition(":")[2]
+    if len(objective) > LONGEST_NAME:
+        objective = f"{objective[: LONGEST_NAME - 1]}…"
+    name = f"{objective} +\n{replay.removesuffix(' (R2)')}" if plus else objective
+    return f"{name}\n{PREFIX.sub('', settings)}" if settings else name
 
 
 def canvas(height: float, view: View) -> Figure:
@@ -112,6 +124,16 @@ def key(ax: Axes, looks: dict[str, Look], **where: object) -> None:
     """Draw a legend of arms, for a panel without room for names at the lines' ends."""
     lines = [Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()]
     ax.legend(handles=lines, fontsize=8, handlelength=2.6, **where)
+
+
+def key_above(figure: Figure, looks: dict[str, Look], view: View) -> float:
+    """Draw a legend of arms in lines above the panels, and return its height in inches."""
+    names = [short(arm).replace("\n", " ") for arm in looks]
+    letters = int(11.6 * view.width)  # this many letters of the legend's size are about as wide as the page
+    columns = min(len(names), max(1, letters // (max(map(len, names)) + 8)))
+    lines = [Line2D([], [], lw=2, ms=5, **look.plot()) for look in looks.values()]
+    figure.legend(lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6)
+    return 0.1 + 0.2 * -(-len(names) // columns)
 
 
 def training_axis(ax: Axes, largest: float, view: View) -> None:
@@ -166,7 +188,7 @@ def as_data(text: Text) -> None:
 def write_under(figure: Figure, caption: str) -> None:
     """Write the wrapped caption below the panels; the figure grows by its height."""
     width, height = figure.get_size_inches()
-    letters = int(width * 72 / (CAPTION_SIZE * 0.54))  # a letter is about 0.54 of the font size wide
+    letters = int(width * 72 / (CAPTION_SIZE * 0.57))  # a letter is about 0.57 of the font size wide
     lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)]
     under = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
     total = height + under

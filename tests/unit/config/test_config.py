@@ -701,9 +701,7 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
-    with pytest.raises(
-        ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"
-    ):
+    with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
         open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
 
 

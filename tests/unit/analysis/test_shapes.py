@@ -1,0 +1,129 @@
+"""Figures of studies of any shape: every text can be read, or the figure says in one line why it cannot be drawn."""
+
+import warnings
+
+import pytest
+from matplotlib.figure import Figure
+
+import shapes
+from analysis import (
+    fig1_stability,
+    fig2_clipping,
+    fig3_routing_replay,
+    fig_curves,
+    fig_efficiency,
+    fig_objectives,
+    fig_routing,
+    load,
+)
+from analysis.style import View
+from overlaps import overlaps
+
+SHAPES = {
+    "one arm": {"arms": 1},
+    "two arms of one seed": {"arms": 2, "seeds": (1,)},
+    "two arms, a setting": {"arms": 2, "varied": ("optim.lr",)},
+    "two arms, two settings": {"arms": 2, "varied": ("optim.lr", "trainer.minibatches")},
+    "three arms, three settings": {"arms": 3, "varied": tuple(shapes.VALUES), "seeds": (1,), "steps": 21},
+    "three arms": {"arms": 3},
+    "three arms without clipping": {"arms": 3, "missing": ("clip/", "policy/entropy")},
+    "four arms, one with a long name": {"arms": 4, "long_name": True},
+    "three arms, one collapsed": {"arms": 3, "collapsed": True},
+    "twelve arms": {"arms": 12},
+}
+FIGURES = {
+    "stability": fig1_stability,
+    "clipping": fig2_clipping,
+    "routing-replay": fig3_routing_replay,
+    "curves": fig_curves,
+    "efficiency": fig_efficiency,
+    "objectives": fig_objectives,
+    "routing": fig_routing,
+}
+# What a figure cannot show, and how its one line begins.
+REFUSED = {
+    ("one arm", "routing-replay"): "fig3 needs arms GRPO",
+    ("one arm", "efficiency"): "fig_efficiency needs arms GSPO and GRPO",
+    ("two arms of one seed", "routing-replay"): "fig3 needs arms GRPO",
+    ("two arms, a setting", "stability"): "fig1 compares GSPO and GRPO at one setting, and these runs also vary",
+    ("two arms, a setting", "routing-replay"): "fig3 needs arms GRPO",
+    ("two arms, a setting", "efficiency"): "fig_efficiency compares GSPO and GRPO at one setting",
+    ("two arms, two settings", "stability"): "fig1 compares GSPO and GRPO at one setting",
+    ("two arms, two settings", "routing-replay"): "fig3 needs arms GRPO",
+    ("two arms, two settings", "efficiency"): "fig_efficiency compares GSPO and GRPO at one setting",
+    ("three arms without clipping", "clipping"): "fig2 needs clip/token_active",
+    **{
+        ("three arms, three settings", name): f"{figure} "
+        for name, figure in {
+            "stability": "fig1", "clipping": "fig2", "routing-replay": "fig3", "curves": "fig_curves",
+            "efficiency": "fig_efficiency", "objectives": "fig_objectives", "routing": "fig_routing",
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """The study of a shape, which is written once."""
+    made = {}
+
+    def study(shape: str) -> load.Data:
+        if shape not in made:
+            made[shape] = load.load([shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[shape])])
+        return made[shape]
+
+    return study
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(studies, tmp_path, monkeypatch, shape, name):
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    if (shape, name) in REFUSED:
+        with pytest.raises(load.Refused) as refused:
+            FIGURES[name].draw(studies(shape), tmp_path, View(formats=("png",)))
+        assert str(refused.value).startswith(REFUSED[shape, name]) and "\n" not in str(refused.value)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns where panels do not fit beside each other
+        FIGURES[name].draw(studies(shape), tmp_path, View(formats=("png",)))
+    assert overlaps(saved[0]) == []
+    empty = [ax for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts]
+    assert not empty, "a panel has nothing in it"
+
+
+def test_a_band_of_what_is_never_negative_ends_at_0(studies, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    fig_curves.draw(studies("three arms"), tmp_path, View(formats=("png",)), ["policy/entropy"])
+    (ax,) = (ax for ax in saved[0].axes if ax.axison)
+    assert min(path.vertices[:, 1].min() for band in ax.collections for path in band.get_paths()) == 0.0
+
+
+def test_runs_are_chosen_by_any_setting(tmp_path):
+    study = shapes.write_study(tmp_path, arms=2, varied=("optim.lr", "trainer.minibatches"), seeds=(1,))
+    chosen = load.load([study], {"optim.lr": "2e-4", "trainer.minibatches": 16})
+    assert chosen.arms == ["GSPO", "GRPO"] and len(chosen.runs) == 2
+    assert {run.settings["optim.lr"] for run in chosen.runs} == {2e-4}
+    with pytest.raises(load.Refused, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"):
+        load.load([study], {"optim.lr": "3"})
+    with pytest.raises(load.Refused, match=r"--where lr=3: these runs have no setting lr; "):
+        load.load([study], {"lr": "3"})
+
+
+def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):
+    arms = studies("two arms, two settings").arms
+    assert arms[:3] == [
+        "GSPO [optim.lr=0.0002, trainer.minibatches=4]",
+        "GSPO [optim.lr=0.0002, trainer.minibatches=16]",
+        "GSPO [optim.lr=0.001, trainer.minibatches=4]",
+    ]
+
+
+def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
+    from analysis.looks import looks
+
+    for shape in SHAPES:
+        drawn = looks(studies(shape).arms)
+        assert len({repr(look) for look in drawn.values()}) == len(drawn) or len(drawn) > 12, shape
