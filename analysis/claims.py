@@ -24,7 +24,9 @@ from analysis.load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
 from analysis.stats import START, WINDOW, Interval, decline, estimate, paired_difference, ratio, t_interval
 from analysis.verdicts import between, judge
 
-DECLINES = 0.3  # a run declines if the mean of its last 10 batches lies this share below the peak of its EMA(0.9)
+DECLINES = (
+    0.3  # a run declines if the mean of its last 10 batches lies this share below the peak of its smoothed reward
+)
 TENFOLD = 10.0
 CHANGED = (0.03, 0.30)  # the paper's "roughly 10 %" of experts, within a factor of about three
 SAME = 0.03  # the margin of "the same within", for the reward and for held-out scores, which have the reward's unit

@@ -11,6 +11,7 @@ that is not seen is reported as not seen. The criteria stand in analysis/claims.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from analysis.style import View
 from gspo.core.escaping import in_markdown
 from gspo.core.files import replace_text
 
+ESCAPED = re.compile(r"\\([^\w\s])")  # what Markdown needs and a terminal does not
+
 
 def main() -> None:
     options = script.parser(__doc__)
@@ -46,7 +49,7 @@ def main() -> None:
     file = args.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, text)
-    print(text + f"\nThe same in {file}")
+    print(ESCAPED.sub(r"\1", text) + f"\nThe same in {file}")
 
 
 def draw_all(

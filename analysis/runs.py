@@ -16,6 +16,7 @@ from typing import NoReturn
 import pandas as pd
 
 from gspo.core import untrusted
+from gspo.core.files import locked
 from gspo.tracking.collapse import collapse
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 
@@ -74,6 +75,8 @@ class Run:
             how = untrusted.read_json(self.path / "status.json").get("how")
         except (OSError, untrusted.Unreadable):
             return from_rows
+        if how == "running" and not locked(self.path):
+            return "died"
         return how if isinstance(how, str) and len(how) < 20 else from_rows
 
     @cached_property

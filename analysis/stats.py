@@ -1,4 +1,4 @@
-"""Statistics of runs: smoothing, intervals over seeds, paired comparisons. Numpy only.
+"""Statistics of runs: smoothing, intervals over seeds, paired comparisons.
 
 There are two kinds of interval, and every number says which it has:
 - over seeds (two or more): what another training run could have given, by Student's t;
@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+
+from gspo.tracking.collapse import levels
 
 WINDOW = 10  # batches in the final level and in trailing means
 START = 5  # batches in the start reward: a single batch is noisy, and more would hide the first gains
@@ -60,17 +62,6 @@ class Interval:
 def number(value: float, form: str) -> str:
     """Return a number in this format, or "-" for NaN."""
     return "-" if math.isnan(value) else f"{value:{form}}"
-
-
-def ema(values_T: np.ndarray, decay: float = 0.9) -> np.ndarray:
-    """Return the exponential moving average, m_t = decay m_{t-1} + (1 - decay) x_t, started at the first value. NaN is
-    skipped."""
-    smooth, mean = [], math.nan
-    for value in np.asarray(values_T, float):
-        if not math.isnan(value):
-            mean = value if math.isnan(mean) else decay * mean + (1 - decay) * value
-        smooth.append(mean)
-    return np.array(smooth)
 
 
 def trailing_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
@@ -197,10 +188,10 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
 
 
 def decline(values_T: np.ndarray) -> float:
-    """Return 1 - (mean of the last 10) / (highest point of the EMA(0.9)), so 0.3 where the run ends 30 % below its
-    peak; NaN if the peak is not positive."""
+    """Return 1 - (mean of the last 10) / peak, so 0.3 where the run ends 30 % below its peak; NaN if the peak is not
+    positive. The peak is that of the collapse rule: a lucky first batch does not set it."""
     values_T = np.asarray(values_T, float)
-    peak = float(np.nanmax(ema(values_T)))
+    peak = float(levels(values_T.tolist())[1][-1])
     return 1 - float(np.nanmean(values_T[-WINDOW:])) / peak if peak > 0 else math.nan
 
 

@@ -1,12 +1,15 @@
 """Runs side by side in the terminal, in the order given, or an evaluation against that of its base.
 
     gspo compare runs/STUDY/A runs/STUDY/B ...
+    gspo compare runs/STUDY --where optim.lr=2e-4 task.name=math
+    gspo compare runs/STUDY --all
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
 Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
 run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
-tokens, routing consistency, tokens, compute, time. Of more than 12 runs a summary by groups of seeds comes first. Any
-source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
+tokens, routing consistency, tokens, compute, time. More than 4 runs get a line each, and more than 12 a line for each
+group of seeds, with the settings that vary; --all shows everything of every run. --where takes the runs with these
+settings alone. Any source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
 
 Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy by set, its 95 %
 interval (Student's t over the problems' paired differences) and exact sign-flip p, and what of the gain is format, more
@@ -32,7 +35,9 @@ from gspo.core.arguments import key_values
 from gspo.core.escaping import line
 from gspo.tracking.collapse import levels
 
-FEW = 12  # with more runs a summary comes before the table
+FEW = 12  # more runs are summarised by groups of seeds
+SIDE_BY_SIDE = 4  # up to so many runs stand in columns beside each other
+FIRST = ("objective.name", "policy.routing_replay")  # of settings that vary together the first of these is shown
 MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
     "clipped tokens": ("clip/token_active", ".3g"),
     "routing consistency": ("routing/consistency", ".4f"),
@@ -54,21 +59,45 @@ def compare(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
-        _, paths = key_values(arguments, {}, paths=True)
+        words, where, is_all = options_of(arguments)
+        _, paths = key_values(words, {}, paths=True)
     except ValueError as error:
         load.die(str(error))
     if evaluations := [path for path in paths if (Path(path) / "responses").is_dir()]:
         return compare_evaluations(paths, evaluations)
-    data = load.load(paths)
+    data = load.load(paths, where)
     for note in data.notes:
         if not note.startswith("seeds of"):
             print(f"note: {line(note)}")
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
     if len(data.runs) > FEW:
-        print("\n".join([*summary(data.runs), ""]))
-    print("\n".join(table(data.runs)))
+        print("\n".join(summary(data.runs)))
+    elif len(data.runs) > SIDE_BY_SIDE:
+        print("\n".join(list_of_runs(data.runs)))
+    if len(data.runs) <= SIDE_BY_SIDE or is_all:
+        print("\n".join([*[""] * (len(data.runs) > SIDE_BY_SIDE), *table(data.runs)]))
     return 0
+
+
+def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
+    """Return the words that name runs, the settings that follow --where, and whether --all is among the words. Raises
+    ValueError for --where without a setting."""
+    words: list[str] = []
+    where: dict[str, str] = {}
+    rest = [argument for argument in arguments if argument != "--all"]
+    while rest:
+        word = rest.pop(0)
+        if word != "--where":
+            words.append(word)
+            continue
+        given = []
+        while rest and "=" in rest[0] and not Path(rest[0]).exists():
+            given.append(rest.pop(0))
+        if not given:
+            raise ValueError("--where needs settings, such as --where optim.lr=2e-4")
+        where |= {key: value for key, _, value in (each.partition("=") for each in given)}
+    return words, where, "--all" in arguments
 
 
 def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
@@ -92,10 +121,28 @@ def differing(runs: list[Run]) -> list[str]:
     return [key for key in told if len({str(run.settings.get(key, "-")) for run in runs}) > 1]
 
 
+def telling(runs: list[Run]) -> dict[str, str]:
+    """Return the settings that tell the runs apart beside the seed, each with the shortest name that it can have here.
+
+    Of settings that vary together one is enough: a setting is left out if those before it tell all that it tells."""
+    keys = [key for key in differing(runs) if key not in ("seed", "cold_start.seed") and not key.startswith("options.")]
+    keys = [*(key for key in FIRST if key in keys), *(key for key in keys if key not in FIRST)]
+    kept: list[str] = []
+    groups = 1
+    for key in keys:
+        found = len({tuple(str(run.settings.get(each, "-")) for each in [*kept, key]) for run in runs})
+        if found > groups:
+            kept.append(key)
+            groups = found
+    short = {key: key.removesuffix(".name").rpartition(".")[2] for key in kept}
+    count = Counter(short.values())
+    return {key: short[key] if count[short[key]] == 1 else key for key in kept}
+
+
 def summary(runs: list[Run]) -> list[str]:
     """Return aligned lines: for each group of runs that differ in their seeds alone, their number, the mean reward
     of the last batches with the t interval over seeds, and how they ended. The highest reward comes first."""
-    keys = [key for key in differing(runs) if key not in ("seed", "cold_start.seed")]
+    keys = telling(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(str(run.settings.get(key, "-")) for key in keys), []).append(run)
@@ -109,11 +156,27 @@ def summary(runs: list[Run]) -> list[str]:
         text = of_seeds.text() if of_seeds else "-"
         found.append((-of_seeds.mean if of_seeds else math.inf, [*values, str(len(members)), text, ended_so]))
     found.sort(key=lambda pair: pair[0])
-    rows = [[*keys, "runs", f"reward, last {WINDOW}", "ended"], *(cells for _, cells in found)]
+    rows = [[*keys.values(), "runs", f"reward, last {WINDOW}", "ended"], *(cells for _, cells in found)]
+    title = f"{len(runs)} runs in {len(found)} groups that differ in more than the seed (--all: every run)"
+    return [title, "", *aligned(rows)]
+
+
+def list_of_runs(runs: list[Run]) -> list[str]:
+    """Return aligned lines, one for each run: the settings that tell it apart, its seed, how it ended, its reward."""
+    keys = telling(runs)
+    rows = [[*keys.values(), "seed", "batches", f"reward, last {WINDOW}", "best smoothed", "ended"]]
+    for run in runs:
+        values = [str(run.settings.get(key, "-")) for key in keys]
+        last = interval(reward(run).tail(WINDOW))
+        rows.append([*values, str(run.seed), f"{run.last}/{run.planned}", last, best(run), ended(run)])
+    return [f"{len(runs)} runs (--all: everything of every run)", "", *aligned(rows)]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Return rows of cells as lines with columns."""
     rows = [[line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    title = f"{len(runs)} runs in {len(found)} groups that differ in more than the seed; all of them below"
-    return [title, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table(runs: list[Run]) -> list[str]:

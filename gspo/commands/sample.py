@@ -82,7 +82,8 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     among = " among the tokens that were left in" if command.rules and command.rollout else ""
     for group in groups:
         problem = group[0].problem
-        print(f"--- {problem.task} {problem.index} ({problem.family})\n{group[0].rendered.rstrip()}")
+        family = f" ({problem.family})" if problem.family else ""
+        print(f"--- {problem.task} {problem.index}{family}\n{group[0].rendered.rstrip()}")
         for r in group:
             mean_logp = r.logprobs[r.own_tokens].mean() if r.length else math.nan
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -83,6 +84,9 @@ CHOICES: dict[str, dict[str, type]] = {
 }
 # This setting of tasks is given on the command line alone; it is never read from a run directory.
 CONSENT = "allow_weak_sandbox"
+NAMED_ANYHOW = ("seed", "objective", "steps", "study", "runs", "threads", "on_existing")
+UNNAMED = re.compile(r"[^\w.+-]+")  # what the name of a folder does without
+LONGEST_NAME = 60  # characters
 
 
 @dataclass
@@ -143,6 +147,10 @@ class Settings(Ranged):
     # continue this run directory with its own settings; only those of `changeable_on_resume` may be given beside it
     resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
+    # what tells a job of a sweep from its other jobs, for people and for the folder's name; see `vary`
+    varied: ClassVar[str] = ""
+    varied_name: ClassVar[str] = ""
+
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.task, Task):
@@ -157,9 +165,10 @@ class Settings(Ranged):
         return Algorithm(self.objective, self.advantage, self.reward, self.kl, self.correction)
 
     def label(self) -> str:
-        """Describe the run by its objective, its replay and its seed, for example "gspo_tiny+r2 seed 3"."""
+        """Describe the run by its objective, its replay, its seed and what else a sweep varies, for example
+        "gspo_tiny+r2 seed 3 lr=2e-4"."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
-        return f"{self.objective_option()}{replay} seed {self.seed}"
+        return f"{self.objective_option()}{replay} seed {self.seed} {self.varied}".rstrip()
 
     def tags(self) -> list[str]:
         """Return the tags of the run in W&B, by which its saved views choose runs."""
@@ -209,9 +218,26 @@ def changeable_on_resume() -> list[str]:
 
 
 def run_directory(settings: Settings) -> Path:
-    """Return the directory of a new run: runs/<study>/<objective option>-seed<k>-<hash>."""
-    name = f"{settings.objective_option()}-seed{settings.seed}-{settings_hash(settings)}"
-    return Path(settings.runs) / settings.study / name
+    """Return the directory of a run: runs/<study>/<objective option>-<what a sweep varies>-seed<k>-<hash>.
+
+    The hash alone says which run it is. A run that is there already has the name that it was given."""
+    study, digest = Path(settings.runs) / settings.study, settings_hash(settings)
+    there = [file.parent for file in sorted(study.glob(f"*-seed{settings.seed}-{digest}/settings.yaml"))]
+    varied = f"-{settings.varied_name}" if settings.varied_name else ""
+    return there[0] if there else study / f"{settings.objective_option()}{varied}-seed{settings.seed}-{digest}"
+
+
+def vary(settings: Settings, overrides: list[str]) -> None:
+    """Note which overrides tell a job of a sweep from the others, so that its folder and its warnings name them. The
+    seed and the objective are named in any case.
+
+    For example ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1"] becomes lr2e-4-routing_replay_r2 in the name of
+    the folder, and lr=2e-4 routing_replay=r2 in a warning."""
+    parts = [override.lstrip("+").partition("=") for override in overrides]
+    told = [(key.rpartition(".")[2], value) for key, _, value in parts if key not in NAMED_ANYHOW]
+    settings.varied = " ".join(f"{name}={value}" for name, value in told)
+    names = [f"{name}{value}" if value[:1].isdigit() else f"{name}_{value}" for name, value in told]
+    settings.varied_name = UNNAMED.sub("_", "-".join(names))[:LONGEST_NAME].rstrip("-._")
 
 
 def folder_of(settings: Settings) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,11 +67,14 @@ def build_trainer(
     if settings.policy.deterministic:
         use_deterministic_algorithms()
     settings.task.ready()
-    with closing(Progress("cold start", settings.cold_start.steps, 0, alone)) as bar:
+    with ExitStack() as stack:
+        bars: list[Progress] = []  # none before there is a cold start to be made
 
         def on_cold_start_step(step: int, steps: int, loss: float) -> None:
             stop_signal().raise_if_requested()
-            bar(step, loss=loss)
+            if not bars:
+                bars.append(stack.enter_context(closing(Progress("cold start", steps, step - 1, alone))))
+            bars[0](step, loss=loss)
 
         check_optimizer(settings.optim, training_device(settings))
         check_engine_start(settings.rollout, settings.model)

@@ -91,6 +91,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     if how := ended_before(settings, directory, checkpoint, alone):
         return how
     lowered = rollbacks.lowered(settings)
+    lowered.varied = settings.varied
     with directory.removed_if_refused(lowered, made):
         peers.tell(lowered.optim.lr, folder, checkpoint)
         trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
@@ -101,6 +102,7 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     warn(warnings(settings))
     warn(model_warnings(trainer.policy))
     tracker = open_tracker(settings, folder)
+    print(f"{folder}: begins after step {trainer.state.step} of {settings.steps}{tracker.where()}")
     how, reason = "failed", ""
     directory.note_start(trainer.state.step if checkpoint else None)
     directory.write_status("running", trainer.state.step)

@@ -24,7 +24,8 @@ from gspo.core.files import read_status
 
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"  # the process id of the one that shows the line; jobs that it starts inherit it
 TAIL = 1 << 18  # bytes at the end of metrics.jsonl that hold its last row
-PAUSE = 10.0  # seconds between two lines
+PAUSE = 60.0  # seconds between two lines; the first comes sooner
+FIRST_PAUSE = 10.0
 PAUSE_OF_BAR = 2.0  # and on a terminal between two updates of the bar
 
 
@@ -52,8 +53,10 @@ class SweepProgress(threading.Thread):
             self.bar = tqdm(
                 total=self.total, initial=self.first, unit="step", dynamic_ncols=True, desc=line(self.study)
             )
-        while not self.closing.wait(PAUSE_OF_BAR if self.bar else PAUSE):
+        pause = PAUSE_OF_BAR if self.bar else FIRST_PAUSE
+        while not self.closing.wait(pause):
             self.show()
+            pause = PAUSE_OF_BAR if self.bar else PAUSE
 
     def close(self) -> None:
         """Show the line a last time."""

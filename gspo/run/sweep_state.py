@@ -14,11 +14,14 @@ from pathlib import Path
 from gspo.core import escaping, untrusted
 from gspo.core.files import locked, read_status
 from gspo.core.ownership import own
+from gspo.tracking.collapse import collapse, levels
 
 MANIFEST = "manifest.jsonl"  # in a study's folder: one line per start of a sweep, and one per job that failed
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
 LONGEST = 1000  # the largest number of characters of a job's name, to which every line of the table is padded
 STEPS = re.compile(rb"^steps: (\d{1,9})$", re.MULTILINE)
+STEP = re.compile(rb'"step": (\d{1,9})[,}]')
+REWARD = re.compile(rb'"reward/mean": (-?\d[\d.eE+-]{0,30})[,}]')
 PACE = 10  # how many of the last steps the pace is averaged over
 
 
@@ -31,9 +34,10 @@ class Job:
     overrides: list[str]
     state: str  # finished | collapsed | running | stopped | died | failed | missing
     step: int = 0
-    reward: float | None = None  # mean reward of its last step
+    reward: float | None = None  # its mean reward, smoothed over the steps
     pace: float | None = None  # seconds per step
     reason: str = ""
+    collapsed: int | None = None  # the step at which it collapsed by the registered rule
 
     def seconds_left(self) -> float:
         """Return the seconds that the run still needs, NaN if its pace is not known."""
@@ -121,9 +125,22 @@ def _job(folder: Path, plan: dict | None) -> Job:
     seconds = [_seconds(row) for row in rows if row.get("time/train_s") is not None]
     state, reason = _state(folder, plan or {}, step, steps)
     state, reason = ("failed", wrong) if wrong else (state, reason)
-    reward = rows[-1].get("reward/mean") if rows else None
+    reward, collapsed = rewards_of(folder / "metrics.jsonl") if rows else (None, None)
     pace = statistics.mean(seconds) if seconds else None
-    return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason)
+    return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason, collapsed)
+
+
+def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
+    """Return a run's smoothed reward at its last step, and the step at which it collapsed; None for what it does not
+    have. The rows are searched for these two numbers, which takes a fiftieth of the time of reading them whole."""
+    factor = untrusted.OWN if own(metrics.with_name("settings.yaml")) else 1
+    found = [(STEP.search(row), REWARD.search(row)) for row in untrusted.lines(metrics, factor)]
+    steps = {int(step[1]): float(reward[1]) for step, reward in found if step and reward and int(step[1])}
+    if not steps:
+        return None, None
+    rewards = [steps[step] for step in sorted(steps)]
+    at = collapse(rewards)
+    return float(levels(rewards)[0][-1]), None if at is None else sorted(steps)[at]
 
 
 def _steps(settings: Path) -> int:
@@ -169,18 +186,25 @@ def upload(study: Path) -> str | None:
 def table(found: list[Job]) -> str:
     """Return one line per run, and a last one with the counts and the time left."""
     width = max(len(job.run) for job in found)
+    with_overrides = [set(job.overrides) for job in found if job.overrides]
+    common = set.intersection(*with_overrides) if len(with_overrides) > 1 else set()
     lines = []
     for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
-        settings = " ".join(o for o in job.overrides if not o.startswith("hydra"))
-        text = f"{job.run:<{width}}  {job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13} {job.reason or settings}"
-        lines.append(escaping.line(text).rstrip())
+        settings = " ".join(o for o in job.overrides if not o.startswith("hydra") and o not in common)
+        fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
+        progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
+        text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
+        lines.append(escaping.line(text).rstrip(" ;"))
     counts = {state: sum(job.state == state for job in found) for state in ("finished", "collapsed", *UNFINISHED)}
     parallel = max(1, counts["running"])
     left = sum(job.seconds_left() for job in found) / parallel
     clock = "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*lines, f"{len(found)} runs: {states}; left with {parallel} at a time: {clock}"])
+    fallen = sum(job.collapsed is not None for job in found)
+    states += f"; {fallen} of them collapsed" if fallen else ""
+    said = f"{len(found)} runs: {states}; left with {parallel} at a time: {clock}"
+    return "\n".join([*lines, said, "rewards are smoothed over the steps (the average that the collapse rule reads)"])
 
 
 def special(planned: list[dict], number: int) -> str:

@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
-from gspo.config.settings import Settings, folder_of
+from gspo.config.settings import Settings, folder_of, vary
 from gspo.core.escaping import line
 from gspo.core.files import append_to, read_status, refuse_links
 from gspo.run.cli import REASONS, UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
@@ -100,7 +100,9 @@ class WriteManifest(Callback):
         returned = job_return._return_value  # an Outcome, or an error of Hydra's own
         why = returned.unfinished if isinstance(returned, Outcome) else {"reason": explain(returned)}
         if HydraConfig.get().mode == RunMode.MULTIRUN and why and not is_follower():
-            _append(config, {"run": _name(config, list(HydraConfig.get().overrides.task))} | why)
+            number = HydraConfig.get().job.num
+            planned = self.planned[number]["run"] if number < len(self.planned) else ""
+            _append(config, {"run": planned or _name(config, list(HydraConfig.get().overrides.task))} | why)
         if is_search(config) and not is_follower():
             job, said = HydraConfig.get(), " ".join(why.values()) or f"score {returned:.4f}"
             named = [f"{key}=" for key in config.hydra.sweeper.params or ()]
@@ -149,8 +151,11 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = []
     numbers: dict[Any, int] = {}
     configs = SweepConfigs(GlobalHydra.instance().config_loader(), config)
-    for overrides in expanded([*params, *config.hydra.overrides.task]):
-        jobs.append(planned_job(overrides, lambda overrides=overrides: configs.of_job(overrides)))
+    of_jobs = expanded([*params, *config.hydra.overrides.task])
+    common = set.intersection(*map(set, of_jobs)) if len(of_jobs) > 1 else set()
+    for overrides in of_jobs:
+        own = [override for override in overrides if override not in common] if len(of_jobs) > 1 else []
+        jobs.append(planned_job(overrides, lambda overrides=overrides: configs.of_job(overrides), own))
     for number, job in enumerate(jobs):
         first = numbers.setdefault(job.get("folder", number), number)
         if job.get("steps", 0) > jobs[first].get("steps", 0):
@@ -214,14 +219,15 @@ def studies_of(planned: list[dict[str, Any]]) -> list[Path]:
     return list(dict.fromkeys(Path(job["folder"]).parent for job in planned if "folder" in job))
 
 
-def planned_job(overrides: list[str], config: Callable[[], DictConfig]) -> dict[str, Any]:
+def planned_job(overrides: list[str], config: Callable[[], DictConfig], own: list[str] = ()) -> dict[str, Any]:
     """Return a job as the manifest lists it: overrides, and run, folder and steps, or the reason why its settings are
-    wrong. `config` returns its composed configuration."""
+    wrong. `config` returns its composed configuration. `own` are the overrides that not all jobs of the sweep have."""
     job: dict[str, Any] = {"overrides": overrides}
     try:
         settings = _settings(config(), overrides)
     except USER_ERRORS as error:
         return job | {"run": " ".join(overrides), "reason": explain(error)}
+    vary(settings, list(own))
     folder = folder_of(settings)
     return job | {"run": folder.name, "folder": str(folder), "steps": settings.steps}
 
@@ -240,9 +246,12 @@ def taken_by_another_job(settings: Settings) -> str:
     Raises ValueError if this job has become another run than the one that was planned: Hydra reads the option files
     anew for each job, so that an edit while a sweep runs would change the jobs to come."""
     job = HydraConfig.get()
-    plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
-    if job.mode != RunMode.MULTIRUN or not plans or len(plans[-1]) <= job.job.num:
+    if job.mode != RunMode.MULTIRUN:
         return ""
+    plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
+    if not plans or len(plans[-1]) <= job.job.num:
+        return ""
+    vary(settings, special(plans[-1], job.job.num).split())
     planned, now = plans[-1][job.job.num], folder_of(settings).name
     if planned["run"] == now:
         return same_run(plans[-1], job.job.num)

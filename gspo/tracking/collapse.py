@@ -137,10 +137,14 @@ class Rise(Smoothed):
 
 @dataclass
 class Growth(Rise):
-    """The score log(smoothed value / baseline), for positive quantities."""
+    """The score log(smoothed value / baseline), for positive quantities. The baseline is the median of the first 10
+    positive numbers: nothing can be said to have grown from 0. Before the first of them the score is 0."""
 
     def push(self, value: float) -> float:
-        return _log(Smoothed.push(self, value)) - _log(self.baseline(value))
+        now = Smoothed.push(self, value)
+        if value <= 0 and len(self.first) < START:
+            return _log(now) - _log(float(np.median(self.first))) if self.first else 0.0
+        return _log(now) - _log(self.baseline(value))
 
 
 @dataclass

@@ -17,8 +17,10 @@ import numpy as np
 from gspo.core.ranges import Ranged, ranged
 from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, is_finite, levels
 
+ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
 ACTIONS = ("warn", "stop", "rollback")
+STEPS_AT_ZERO = 3  # after so many steps in which every response earned 0 a warning is raised, also while warming up
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Monitor:
         self.level = Level()
         self.active: set[str] = set()
         self.steps = self.fallen_steps = 0
+        self.steps_at_zero = 0  # how many of the latest steps had a reward of 0
         # The last step whose weights were good: the next step's rollouts, which were sampled from them, had a smoothed
         # reward above 0.9 x the largest so far.
         self.last_healthy_step = 0
@@ -128,12 +131,27 @@ class Monitor:
             self.level.push(reward)
             if self.level.is_healthy():
                 self.last_healthy_step = step - 1
+        events = self._zero_events(step, reward)
         self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
         if self.fallen_steps != STEPS_FALLEN:
-            return []
+            return events
         now, peak = self.level.now, self.level.peak
         text = f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
-        return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
+        return [*events, Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
+
+    def _zero_events(self, step: int, reward: float | None) -> list[Event]:
+        """Return a warning when the reward has been 0 for some steps, and its end when it is not 0 again."""
+        if not is_finite(reward):
+            return []
+        self.steps_at_zero = self.steps_at_zero + 1 if reward == 0 else 0
+        if self.steps_at_zero == STEPS_AT_ZERO:
+            self.active.add(ZERO)
+            text = f"the reward has been 0 for {STEPS_AT_ZERO} steps: no response earns anything, nothing is learned"
+            return [Event(step, "warning", ZERO, float(STEPS_AT_ZERO), float(STEPS_AT_ZERO), text)]
+        if reward != 0 and ZERO in self.active:
+            self.active.remove(ZERO)
+            return [Event(step, "cleared", ZERO, 0.0, float(STEPS_AT_ZERO), f"the reward is {reward:.3g} again")]
+        return []
 
     def metrics(self) -> dict[str, float]:
         """Return the monitor's own metrics."""

@@ -68,6 +68,10 @@ class Tracker:
             for row in read_rows(run / "metrics.jsonl"):  # a resumed run's: `send` leaves out what W&B has
                 self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
 
+    def where(self) -> str:
+        """Return, as the end of a sentence, where else the rows can be seen."""
+        return f", tracked at {self.wandb.run.url}" if self.wandb and self.wandb.run.url else ""
+
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
         """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if they are given. Raises
         KeyError for a metric that the registry lacks."""

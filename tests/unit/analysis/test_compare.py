@@ -48,15 +48,36 @@ def test_one_run_or_none_is_one_line(tmp_path):
     assert compare("--help").returncode == 0 and compare().returncode == 2
 
 
-def test_of_many_runs_a_summary_by_groups_of_seeds_comes_first(tmp_path):
+def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     runs = [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in range(7)]
     runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
     lines = compare(*runs).stdout.splitlines()
-    assert lines[0] == "13 runs in 2 groups that differ in more than the seed; all of them below"
-    names, best, worst = (line.split("  ") for line in lines[2:5])
-    names, best, worst = ([cell.strip() for cell in row if cell.strip()] for row in (names, best, worst))
-    assert names[-3:] == ["runs", "reward, last 10", "ended"] and "seed" not in names
-    assert best[-3:] == ["7", "0.500 [0.500, 0.500]", "7 finished"]
-    assert worst[-3:] == ["6", "0.100 [0.100, 0.100]", "6 collapsed"]
-    assert lines[6] == f"[1] {runs[0]}", "the table follows"
-    assert "groups" not in compare(*runs[:12]).stdout
+    assert lines[0] == "13 runs in 2 groups that differ in more than the seed (--all: every run)"
+    names, best, worst = ([cell.strip() for cell in row.split("  ") if cell.strip()] for row in lines[2:5])
+    assert names == ["objective", "runs", "reward, last 10", "ended"], "lr varies with the objective and tells no more"
+    assert best == ["gspo", "7", "0.500 [0.500, 0.500]", "7 finished"]
+    assert worst == ["grpo", "6", "0.100 [0.100, 0.100]", "6 collapsed"]
+    assert len(lines) == 5
+    assert f"[1] {runs[0]}" in compare(*runs, "--all").stdout.splitlines()
+
+
+def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
+    for seed in range(3):
+        for lr in (1e-4, 0.5):
+            write(tmp_path, "gspo", HEALTHY, seed=seed, optim__lr=lr)
+    lines = compare(tmp_path).stdout.splitlines()
+    assert lines[0] == "6 runs (--all: everything of every run)" and len(lines) == 9
+    assert lines[2].split("  ")[:2] == ["lr", "    seed"] or lines[2].split()[:2] == ["lr", "seed"]
+    assert max(map(len, lines)) <= 100
+    chosen = compare(tmp_path, "--where", "optim.lr=.5").stdout.splitlines()
+    assert len([line for line in chosen if line.startswith("[")]) == 3
+    none = compare(tmp_path, "--where", "optim.lr=7")
+    assert none.returncode == 2 and none.stderr == "error: --where optim.lr=7: no run has it; there are 0.0001, 0.5\n"
+    assert compare(tmp_path, "--where").stderr == "error: --where needs settings, such as --where optim.lr=2e-4\n"
+
+
+def test_a_run_that_was_killed_is_not_running(tmp_path):
+    runs = [write(tmp_path, "gspo", HEALTHY), write(tmp_path, "grpo", HEALTHY)]
+    (runs[0] / "status.json").write_text('{"how": "running"}')
+    (ended,) = (line for line in compare(*runs).stdout.splitlines() if line.startswith("ended"))
+    assert ended.split() == ["ended", "died", "finished"]

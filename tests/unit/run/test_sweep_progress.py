@@ -58,6 +58,7 @@ def test_the_cold_start_before_the_first_step_says_nothing_about_the_pace(tmp_pa
 
 def test_the_line_comes_by_itself_and_a_last_time_at_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep_progress, "PAUSE", 0.05)
+    monkeypatch.setattr(sweep_progress, "FIRST_PAUSE", 0.05)
     sweep = SweepProgress("study", [write(tmp_path / "one", 4)])
     sweep.start()
     time.sleep(0.3)

@@ -60,7 +60,8 @@ def test_a_signal_warns_once_and_is_cleared(name):
 
 def test_nothing_is_said_while_baselines_are_measured_nor_about_metrics_that_are_not_there():
     bad = HEALTHY | {metric: value for metric, value in ILL.values()}
-    assert watched([bad] * 10)[1] == []
+    assert {event.signal for event in watched([bad] * 10)[1]} == {"reward_zero"}, "it needs no baseline"
+    assert watched([bad | {"reward/mean": 0.01}] * 10)[1] == []
     dense = [{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(30)]
     assert watched(dense)[1] == []
 
@@ -184,3 +185,30 @@ def test_the_report_of_level_falling_dense_and_empty_runs():
     )
     assert "the model is dense, its router is none of those that are read" in dense
     assert stability_report([{"step": 0}]) == "no step was made"
+
+
+def test_a_reward_of_0_is_said_after_three_steps_once_and_cleared():
+    monitor = Monitor(MonitorSettings())
+    rewards = [0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0]
+    events = [
+        event for step, reward in enumerate(rewards, 1) for event in monitor.observe(step, {"reward/mean": reward})
+    ]
+    assert [(event.step, event.kind, event.signal) for event in events] == [
+        (3, "warning", "reward_zero"),
+        (5, "cleared", "reward_zero"),
+        (8, "warning", "reward_zero"),
+    ]
+    assert "the reward has been 0 for 3 steps" in events[0].text
+
+
+def test_no_warning_speaks_of_growth_from_0():
+    """In steps without signal the gradient is 0; what follows is no growth of it."""
+    rows = [{"step": step, "optim/grad_norm": 0.0 if step < 15 else 0.3} for step in range(1, 60)]
+    monitor = Monitor(MonitorSettings())
+    assert not [event for row in rows for event in monitor.observe(row["step"], row)]
+    rising = [
+        {"step": step, "optim/grad_norm": 0.0 if step < 15 else 0.3 * 2 ** max(0, step - 30)} for step in range(1, 60)
+    ]
+    monitor = Monitor(MonitorSettings())
+    events = [event for row in rising for event in monitor.observe(row["step"], row)]
+    assert events[0].signal == "grad_growth" and events[0].step > 30

@@ -1,0 +1,71 @@
+"""What `gspo sweep-status` says of runs that have collapsed, and what the names of a sweep's folders show."""
+
+import json
+
+import pytest
+
+from composing import settings as composed
+from gspo.config.settings import Settings, run_directory, settings_hash, vary
+from gspo.run.sweep_state import jobs, rewards_of, table
+from recorded_runs import COLLAPSED, HEALTHY, write
+
+
+def study(folder):
+    """A study of two runs of which one has collapsed, with its manifest."""
+    runs = [write(folder, "gspo", HEALTHY), write(folder, "grpo", COLLAPSED)]
+    planned = [
+        {"run": run.name, "folder": str(folder / run.name), "steps": 90, "overrides": ["steps=90", f"objective={name}"]}
+        for run, name in zip(runs, ("gspo", "grpo"), strict=True)
+    ]
+    (folder / "manifest.jsonl").write_text(json.dumps({"time": 1.0, "jobs": planned}) + "\n")
+    return runs
+
+
+def test_a_collapse_a_smoothed_reward_and_what_varies_are_shown(tmp_path):
+    runs = study(tmp_path)
+    lines = {line.split()[0]: line for line in table(jobs(tmp_path)).splitlines()}
+    healthy, collapsed = lines[runs[0].name], lines[runs[1].name]
+    assert healthy.split()[1:] == ["finished", "90/90", "reward", "0.500", "objective=gspo"], "steps= is the same"
+    # .1 + .3 x (1 - .9^30) x .9^60 / (1 - .9^90): what is left of the first 30 batches
+    assert collapsed.split()[1:5] == ["finished", "90/90", "reward", "0.101"]
+    assert "COLLAPSED at step 3" in collapsed and collapsed.endswith("; objective=grpo")
+    assert lines["2"].startswith("2 runs: 2 finished; 1 of them collapsed; left with")
+
+
+def test_rewards_are_found_in_rows_of_any_form(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        '{"step": 0, "eval/x": 1}\n{"reward/mean": 1e-1, "step": 1}\n{"step": 2, "reward/mean": null}\nnoise\n'
+    )
+    assert rewards_of(file) == (pytest.approx(0.1), None)
+    file.write_text("")
+    assert rewards_of(file) == (None, None)
+
+
+def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):
+    chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
+    digest = settings_hash(chosen)
+    assert run_directory(chosen).name == f"gspo-seed1-{digest}"
+    vary(chosen, ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1", "objective=gspo_tiny"])
+    named = run_directory(chosen)
+    assert named.name == f"gspo-lr2e-4-routing_replay_r2-seed1-{digest}"
+    assert chosen.label() == "gspo seed 1 lr=2e-4 routing_replay=r2"
+    named.mkdir(parents=True)
+    (named / "settings.yaml").write_text("")
+    alone: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
+    assert run_directory(alone) == named, "the same run, made alone, is the one that is there"
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("task.path=/data/a b/c.jsonl", "path__data_a_b_c.jsonl"),
+        ("rollout.extend={100: 160}", "extend__100_160"),
+        ("model.path=" + "x" * 200, "path_" + "x" * 55),
+        ("+optim.lr=1e-3", "lr1e-3"),
+    ],
+)
+def test_any_value_gives_the_name_of_a_folder(tmp_path, override, name):
+    chosen: Settings = composed("experiment=micro_moe", f"runs={tmp_path}")
+    vary(chosen, [override])
+    assert chosen.varied_name == name
