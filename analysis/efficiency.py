@@ -47,8 +47,10 @@ class Ratio(Interval):
     def text(self, form: str = ".2f") -> str:
         """Return the ratio with its interval in brackets, also where the level is not reached, so that the verdict can
         be checked against it."""
-        point = f"{self.mean:{form}}" if self.mean > 0 else f"not reached (below {self.bound:{form}})"
-        return f"{point} [{self.low:{form}}, {self.high:{form}}]"
+        if not self.mean > 0:
+            return f"not reached (below {self.bound:{form}}; 95 %: below {self.high:{form}})"
+        low = f"{self.low:{form}}" if self.low != 0 else "not reached"
+        return f"{self.mean:{form}} [{low}, {self.high:{form}}]"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from analysis.style import View
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
 MOST = 14  # the most arms that fit into the figure
+MINIBATCH = "clip/token_active_minibatch_"  # the metrics by mini-batch of the step
 IN_A_ROW = 5  # up to so many arms the three panels stand side by side
 PAPER_RANGES = paper.CLIP_RANGES
 
@@ -52,20 +53,24 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     drawn = looks(data.arms)
     figure = style.canvas(1.7 + 0.55 * len(drawn), view)
     figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
-    if len(drawn) <= IN_A_ROW:
+    by_minibatch = None  # runs whose mini-batches were not recorded have no such panel
+    if not data.metrics(f"{MINIBATCH}2"):
+        bars, companion = figure.subplots(1, 2, width_ratios=[1.5, 0.8])
+    elif len(drawn) <= IN_A_ROW:
         bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
     else:  # side by side, the two other panels would be as high as the bars of many arms
         panels_of = figure.subplot_mosaic([["bars", "paper"], ["bars", "by"]], width_ratios=[1.5, 1])
         bars, companion, by_minibatch = panels_of["bars"], panels_of["paper"], panels_of["by"]
     share_bars(bars, data, drawn, view)
     paper_bars(companion)
-    minibatch_lines(by_minibatch, data, drawn, view)
+    if by_minibatch:
+        minibatch_lines(by_minibatch, data, drawn, view)
     words = f"{panels.named(data.arms)} {clip_ranges(data)} Share of response tokens, mean over all updates; lines on "
     words += "the bars: 95 % intervals over seeds (of a single seed: within the run). Solid: the clip removed the "
-    words += (
-        "gradient; pale: the ratio lies outside the band. Right: by mini-batch, mean over seeds, axis linear below "
-    )
-    words += "0.0001." + (" Dots and thin lines: single seeds." if view.seeds else "")
+    words += "gradient; pale: the ratio lies outside the band."
+    if by_minibatch:
+        words += " Right: by mini-batch, mean over seeds, axis linear below 0.0001."
+    words += " Dots and thin lines: single seeds." if view.seeds else ""
     words += " The paper's bars: GSPO and, as section 5.1 reads, GRPO + Routing Replay (R2)."
     caption = "\n".join([f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))])
     return style.save(figure, out, "fig2_clipping", caption, view)
@@ -134,7 +139,7 @@ def bar_axes(ax: Axes, arms: int, right: float) -> None:
 
 def minibatch_lines(ax: Axes, data: Data, drawn: dict[str, Look], view: View) -> None:
     """Draw clip/token_active by mini-batch of the step, averaged over batches and seeds."""
-    last, prefix = data.common_step(*data.arms), "clip/token_active_minibatch_"
+    last, prefix = data.common_step(*data.arms), MINIBATCH
     count = max((int(name.removeprefix(prefix)) for name in data.metrics(prefix)), default=1)
     largest = 0.0
     for arm, own in drawn.items():

@@ -50,7 +50,7 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     words = f"{panels.named(arms)} Left: trailing mean of {WINDOW} batches, mean over seeds"
     words += " (thin: single seeds)" * view.seeds + f"; dotted: mean of the rival's last {WINDOW} batches. Right: 95 % "
     words += "intervals, resampling seeds and blocks of batches; an arrowhead marks the bound of a ratio whose level "
-    words += "was not reached, and 0 stands for not reached in an interval."
+    words += "was not reached."
     caption = f"{load.describe(data, list(arms))} {words}\n{judged(data)[0].sentence()}"
     return style.save(figure, out, "fig_efficiency", caption, view)
 
@@ -91,9 +91,9 @@ def ratio_axis(ax: Axes, rival: str, result: Efficiency) -> None:
         reached = ratio.mean > 0  # if not, the ratio lies somewhere below the bound
         ax.plot([ratio.low, ratio.high], [row, row], color=hue, lw=2)
         ax.plot(ratio.mean if reached else ratio.bound, row, "o" if reached else "<", color=hue, ms=7, mec="white")
-        ax.text(
-            right, row - 0.22, text, ha="right", va="center", fontsize=8.5, bbox={"fc": "white", "ec": "none", "pad": 1}
-        )
+        box = {"fc": "white", "ec": "none", "pad": 1}
+        shown = text.replace(" (", "\n(")
+        ax.text(right, row - 0.28, shown, ha="right", va="center", fontsize=8.5, bbox=box)
     ax.axvline(1, color=style.INK, lw=1, ls=":")
     ax.set_yticks(range(3), [name for name, _, _ in rows])
     ax.set_ylim(2.5, -0.6)

@@ -141,7 +141,7 @@ def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoot
         ax.plot(points.index, points, ".", ms=3, color=tint(own.colour, 0.5))
         every = {"markevery": max(1, len(points) // 6), "lw": 1.8, "ms": 4.5}
         ax.plot(points.index, centred_mean(points, 2 * view.smooth), **every, **own.plot())
-    ax.set_xlabel("marker number")
+    ax.set_xlabel("points in the paper's order")
 
 
 def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> None:

@@ -1,8 +1,9 @@
 """Curves of runs, live and without an account: `gspo view runs/STUDY [runs/OTHER ...]`
 
   in=browser      trackio's page at http://127.0.0.1:PORT (the default; install it with pip install '.[view]', or say
-                  `make view RUNS=runs/STUDY`). A study is a project of the page, a run a run; group them by any
-                  setting, choose the x axis. What running runs add appears within seconds. Ctrl-C ends it.
+                  `make view RUNS=runs/STUDY`). A study is a project of the page, a run a run; group them by arm
+                  (Group by: Group) or by any setting, choose the x axis. What
+                  running runs add appears within seconds. Ctrl-C ends it.
   in=terminal     W&B's `leet`: the offline files of each run, in this terminal (h: help, q: quit).
   port=7860       of the page; the next free one is taken
   open=no         do not open a browser: on a cluster, forward the port and open the address that is printed
@@ -13,9 +14,11 @@ Reads files only: safe while runs go on. What the page keeps lies in a temporary
 
 from __future__ import annotations
 
+import colorsys
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +42,7 @@ CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
 HERE = "127.0.0.1"
 # the variables that trackio reads from the environment, beside SYSTEM
 THEIRS = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")
+FEWEST_COLOURS = 32  # more runs may begin while the page is open
 LONGEST = 100  # most characters of a project's name
 PAUSE = 2.0  # least seconds between two looks at the files; nine times what a look takes, where that is longer
 
@@ -94,6 +98,7 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE)
     print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
+    os.environ["TRACKIO_COLOR_PALETTE"] = ",".join(palette(max(FEWEST_COLOURS, len(page.sent))))
     server, address = serve()
     address = f"{address.rstrip('/')}/?project={quote(page.studies()[0], safe='')}"
     print(f"{address}   (Ctrl-C ends it)", flush=True)
@@ -166,6 +171,7 @@ class Page:
             metrics = [{k: v for k, v in row.items() if k != "step"} for row in new]
             steps = [int(row["step"]) for row in new]
             settings = {line(k): line(v) if isinstance(v, str) else v for k, v in record.settings.items()}
+            settings["_Group"] = arm_of(name)  # the first choice of the page's "Group by"
             self.store.bulk_log(study, name, metrics, steps, times(record, new), settings, run_id=name)
             self.sent[study, name] = rows
         if rows:
@@ -201,7 +207,8 @@ class Page:
         self.warned[study, name] = len(events)
         levels = [{"warning": "warn", "fallen": "error"}.get(event["kind"], "info") for event in events]
         ids = [f"{study}/{name}/{number}" for number in range(len(events))]
-        titles = [line(f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"]) for event in events]
+        kinds = [f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"] for event in events]
+        titles = [line(f"{name}: {kind}") for kind in kinds]
         texts = [line(event["text"]) for event in events]
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
@@ -211,6 +218,25 @@ class Page:
         if note not in self.notes and "has no end" not in note:
             print(f"note: {line(note)}", file=sys.stderr)
         self.notes.add(note)
+
+
+def arm_of(run: str) -> str:
+    """Return the name of a run's folder without seed and hash, which runs of one arm share.
+
+    >>> arm_of("grpo-lr0.0002-seed3-18fa44493a")
+    'grpo-lr0.0002'
+    """
+    return re.sub(r"-seed\d+-[0-9a-f]{10}(?=$|-)", "", run)
+
+
+def palette(count: int) -> list[str]:
+    """Return so many different colours: hues by the golden angle, in three lightnesses."""
+    colours = []
+    for number in range(count):
+        hue = number * 0.618034 % 1
+        red, green, blue = colorsys.hls_to_rgb(hue, (0.45, 0.6, 0.35)[number % 3], 0.65)
+        colours.append(f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}")
+    return colours
 
 
 def digits(name: str) -> str:

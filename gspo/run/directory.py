@@ -148,7 +148,8 @@ class RunDirectory:
                 f"custom/{name}": {"unit": m.unit, "meaning": m.meaning} for name, m in settings.metrics.items()
             }
             replace_text(self.path / CUSTOM, json.dumps(meanings, indent=1))
-        replace_text(self.path / "code.json", json.dumps(code_state(), indent=1))
+        varied = {"varied": settings.varied} if settings.varied else {}
+        replace_text(self.path / "code.json", json.dumps(code_state() | varied, indent=1))
         if diff := uncommitted():
             replace_text(self.path / DIFF, diff)
         else:

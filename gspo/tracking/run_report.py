@@ -105,6 +105,8 @@ def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
     changed = ", with changed files" if code.get("changed_files") else ""
     objective = _value(settings, "options.objective", _value(settings, "objective.name"))
     words = [f"study {_value(settings, 'study')}", f"objective {objective}", f"model {_value(settings, 'model.name')}"]
+    varied = code.get("varied")
+    words += [f"varied in its sweep: {varied}"] if isinstance(varied, str) and varied else []
     words += [f"seed {_value(settings, 'seed')}", f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}"]
     versions = {name: _value(code, f"versions.{name}", "") for name in ("torch", "transformers")}
     return ", ".join([*words, *(f"{name} {version}" for name, version in versions.items() if version)])
@@ -188,12 +190,23 @@ def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
-    """Return the responses with the highest and lowest rewards, each with "good" or "bad"."""
+    """Return the responses with the highest and lowest rewards, each with "good", "bad" or, where all rewards of the
+    batch are the same, "equal". A response that was cut off is never good."""
     found = sorted(graded, key=lambda response: -response["reward"])
     middle = (len(found) + 1) // 2
     best = _of_different_problems(found[:middle])
     worst = [r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]]
-    return [("good", response) for response in best] + [("bad", response) for response in worst]
+    if not found:
+        return []
+    lowest, highest = found[-1]["reward"], found[0]["reward"]
+
+    def kind(response: dict) -> str:
+        if lowest == highest:
+            return "equal"
+        is_good = response["reward"] > lowest and response.get("verdict") != "truncated"
+        return "good" if is_good else "bad"
+
+    return [(kind(response), response) for response in [*best, *worst]]
 
 
 def _graded(path: Path) -> list[dict]:
@@ -252,8 +265,10 @@ class Curve:
     ticks: list[tuple[float, str]]  # heights of the grid's lines, and their values
     points: str  # as an SVG attribute
     smooth: str
-    dot: tuple[float, float] | None  # the place of a single point, of which no line can be drawn
-    collapse: float | None  # the place of the collapse on the x axis
+    dots: list[tuple[float, float]]  # the places of single points: of held-out scores, and where there is one alone
+    errors: list[tuple[float, float, float]]  # 95 % intervals of held-out scores: x, and the heights of the two ends
+    collapse: tuple[float, int] | None  # the place of the collapse on the x axis, and its step
+    is_log: bool
 
 
 def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
@@ -267,12 +282,21 @@ def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
 
 
 def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
-    """Return the curve of one metric. That of the reward also has the smoothed curve and the collapse."""
+    """Return the curve of one metric. That of the reward also has the smoothed curve and the collapse. A held-out score
+    has points with 95 % intervals over its problems, on an axis from 0."""
     found = [row for row in rows if is_finite(row.get(metric.name))]
     steps, values = [row["step"] for row in found], [row[metric.name] for row in found]
     log = log and min(values) > 0
     drawn = [math.log10(value) if log else value for value in values]
     low, high, last = min(drawn), max(drawn), max(*steps, 1)
+    scores: list[tuple[int, float, float]] = []  # step, and the ends of the interval
+    if is_score := fnmatchcase(metric.name, "eval/*/avg@*"):
+        stderr = f"{metric.name.rpartition('/')[0]}/stderr"
+        for row, value in zip(found, values, strict=True):
+            half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
+            scores.append((row["step"], max(0.0, value - half), value + half))
+        low = min(0.0, low)
+        high = max([high, *(top for _, _, top in scores)])
 
     def x(step: int) -> float:
         return round(Curve.LEFT + (Curve.RIGHT - Curve.LEFT) * step / last, 1)
@@ -287,6 +311,7 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
     grid = [low, (low + high) / 2, high] if high > low else [low]
     reward = metric.name == "reward/mean"
     at = collapse(values) if reward else None
+    dots = [(x(step), y(value)) for step, value in zip(steps, drawn, strict=True)]
     return Curve(
         name=metric.name,
         about=f"{metric.name}: {metric.meaning}" + f" [{metric.unit}]" * bool(metric.unit),
@@ -294,6 +319,8 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
         ticks=[(y(value), f"{10**value if log else value:.3g}") for value in grid],
         points=line(drawn),
         smooth=line(levels(values)[0].tolist()) if reward else "",
-        dot=(x(steps[0]), y(drawn[0])) if len(found) == 1 else None,
-        collapse=None if at is None else x(steps[at]),
+        dots=dots if is_score or len(found) == 1 else [],
+        errors=[(x(step), y(bottom), y(top)) for step, bottom, top in scores if top > bottom],
+        collapse=None if at is None else (x(steps[at]), steps[at]),
+        is_log=log,
     )

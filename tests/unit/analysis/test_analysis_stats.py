@@ -82,8 +82,9 @@ def test_efficiency_by_hand():
     never = efficiency.efficiency(*(x[:, None] for x in (0 * t, flops, early, flops)))
     assert never.need == math.inf and never.like.bound == pytest.approx(0.75)
     # the same brackets as where it is reached, so that "the interval includes 1" can be read off
-    assert efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text() == "not reached (below 0.95) [0.00, 1.00]"
-    assert efficiency.Ratio(1.1, 0, 1.5, 3, bound=1.1).text() == "1.10 [0.00, 1.50]"
+    assert efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text() == "not reached (below 0.95; 95 %: below 1.00)"
+    assert efficiency.Ratio(1.5, 0, 2.0, 3).text() == "1.50 [not reached, 2.00]"
+    assert efficiency.Ratio(1.1, 0, 1.5, 3, bound=1.1).text() == "1.10 [not reached, 1.50]"
 
 
 def test_paper_points():

@@ -71,7 +71,7 @@ def test_what_a_collapsed_run_says(tmp_path):
     ):
         assert part in words, part
     assert "<b>2</b>&#2" not in text, "what a model wrote is text, not markup"
-    assert text.count('class="good"') == text.count('class="bad"') == 3 and "stroke-dasharray" in text
+    assert text.count('class="good"') == text.count('class="bad"') == 3 and 'class="collapse"' in text
 
 
 def test_a_score_stands_with_its_95_percent_interval(tmp_path):
@@ -106,10 +106,19 @@ def test_responses_of_different_problems_are_shown(tmp_path):
     text = run_report.page(folder)
     prompts = [text.split(f">{prompt}<")[0].count("<pre") for prompt in ("1+1=?", "problem 0", "problem 1", "2+2=?")]
     assert prompts == sorted(prompts) and len(set(prompts)) == 4
-    for line, good, bad in ((GOOD, 1, 0), ({}, 0, 0)):
-        (folder / "rollouts" / "step_000090.jsonl").write_text(5 * (json.dumps(line) + "\n"))
+    cut_off = GOOD | {"prompt": "other", "reward": 0.0, "verdict": "truncated"}
+    paid = GOOD | {"prompt": "paid", "reward": 0.5, "verdict": "truncated"}
+    for lines, kinds in (
+        ([GOOD] * 5, {"equal": 1}),
+        ([cut_off] * 5, {"equal": 1}),
+        ([GOOD, cut_off], {"good": 1, "bad": 1}),
+        ([GOOD, cut_off, paid], {"good": 1, "bad": 2}),
+        ([{}] * 5, {}),
+    ):
+        saved = folder / "rollouts" / "step_000090.jsonl"
+        saved.write_text("".join(json.dumps(line) + "\n" for line in lines))
         text = run_report.page(folder)
-        assert (text.count('class="good"'), text.count('class="bad"')) == (good, bad)
+        assert {kind: n for kind in ("good", "bad", "equal") if (n := text.count(f'class="{kind}"'))} == kinds
 
 
 def turn(author: str, text: str, reward: float = 0.0) -> dict:
@@ -164,7 +173,7 @@ def test_metrics_of_ones_own_have_curves_with_their_unit_and_meaning(tmp_path):
 def test_it_needs_nothing_but_itself(tmp_path):
     text = run_report.page(run(tmp_path, HEALTHY))
     assert not re.search(r"https?:|src=|href=|@import|<script|url\(", text)
-    assert "stroke-dasharray" not in text and text.count("<svg") == 5 and len(text) < 100_000
+    assert 'class="collapse"' not in text and text.count("<svg") == 5 and len(text) < 100_000
 
 
 def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
