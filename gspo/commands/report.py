@@ -26,7 +26,7 @@ def write_pages() -> None:
         print(__doc__)
         sys.exit(0 if arguments else 2)
     for argument in arguments:  # all arguments are checked before the first page is written
-        key_values([argument], {"run": ""}, empty=False)
+        key_values([argument], {"run": ""}, paths=True, empty=False)
     wrong = False
     for argument in arguments:
         try:

@@ -8,6 +8,7 @@ Only the answer after `#` is scored. It must be exact; the steps earn nothing.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ from typing import ClassVar
 from gspo.core.ranges import ranged
 from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
-from gspo.tasks.base import Task, check_split, draw_prompt
+from gspo.tasks.base import Task, check_split, draw_prompt, held_out
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
+SMALL = 99  # up to this largest number the sums of two are listed
 SIGNED = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass
 class ChainArithmetic(Task):
-    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer than operands."""
+    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer than operands.
+
+    Held out are chains of the shorter half of these lengths (math_easy), of the greatest length (math_hard), and of up
+    to two operands more (rated). Of chains of two small numbers there are so few that math_easy holds each once."""
 
     name: str = "math"
     min_operands: int = ranged(2, least=2, most=20)
@@ -40,13 +45,21 @@ class ChainArithmetic(Task):
     def evaluation_sets(self) -> list[str]:
         return ["math_easy", "math_hard", "rated"]
 
+    def size(self, split: str) -> int | None:
+        check_split(split, self.evaluation_sets())
+        return len(self._sums_of_two()) if self._is_small(split) else None
+
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points: 1000
         for two operands, 1800 for six (the longest of training by default), 2200 for eight."""
         check_split(split, self.evaluation_sets())
         low, high = self._operands(split)
-        rng = generator(seed, self.name, split, index)
-        prompt = draw_prompt(split, lambda: self._chain(rng, rng.randint(low, high)) + "=?")
+        if self._is_small(split):
+            sums = self._sums_of_two()
+            prompt = sums[index % len(sums)]
+        else:
+            rng = generator(seed, self.name, split, index)
+            prompt = draw_prompt(split, lambda: self._chain(rng, rng.randint(low, high)) + "=?")
         terms = _terms(prompt)
         return Problem(
             task=self.name,
@@ -78,12 +91,22 @@ class ChainArithmetic(Task):
     def _operands(self, split: str) -> tuple[int, int]:
         """Return the fewest and the most operands of a split."""
         if split == "math_easy":
-            return 2, 4
+            return self.min_operands, (self.min_operands + self.max_operands) // 2
         if split == "math_hard":
             return self.max_operands, self.max_operands
         if split == "rated":  # from the easiest to beyond training, so that a good policy stays on the scale
             return 2, self.max_operands + 2
         return self.min_operands, self.max_operands
+
+    def _is_small(self, split: str) -> bool:
+        """Return whether a set has so few problems that draws would often give one twice."""
+        return split == "math_easy" and self._operands(split) == (2, 2) and self.largest <= SMALL
+
+    def _sums_of_two(self) -> list[str]:
+        """Return all sums of two numbers that are held out, in an order that depends on nothing else."""
+        numbers = range(1, self.largest + 1)
+        prompts = [f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers]
+        return sorted(filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
 
     def _chain(self, rng: random.Random, operands: int) -> str:
         rest = (rng.choice("+-") + str(rng.randint(1, self.largest)) for _ in range(operands - 1))

@@ -70,7 +70,8 @@ class Tracker:
 
     def where(self) -> str:
         """Return, as the end of a sentence, where else the rows can be seen."""
-        return f", tracked at {self.wandb.run.url}" if self.wandb and self.wandb.run.url else ""
+        online = self.wandb is not None and not self.wandb.run.offline
+        return f", tracked at {self.wandb.run.url}" if online else ""
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
         """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if they are given. Raises
