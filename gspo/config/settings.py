@@ -150,6 +150,7 @@ class Settings(Ranged):
     # what tells a job of a sweep from its other jobs, for people and for the folder's name; see `vary`
     varied: ClassVar[str] = ""
     varied_name: ClassVar[str] = ""
+    planned_name: ClassVar[str] = ""  # the name of the folder in the plan of the sweep, for a job of one
 
     def __post_init__(self):
         super().__post_init__()
@@ -222,6 +223,8 @@ def run_directory(settings: Settings) -> Path:
 
     The hash alone says which run it is. A run that is there already has the name that it was given."""
     study, digest = Path(settings.runs) / settings.study, settings_hash(settings)
+    if settings.planned_name.endswith(f"-{digest}"):
+        return study / settings.planned_name
     there = [file.parent for file in sorted(study.glob(f"*-seed{settings.seed}-{digest}/settings.yaml"))]
     varied = f"-{settings.varied_name}" if settings.varied_name else ""
     return there[0] if there else study / f"{settings.objective_option()}{varied}-seed{settings.seed}-{digest}"

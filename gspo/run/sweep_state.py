@@ -203,14 +203,19 @@ def table(found: list[Job]) -> str:
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     fallen = sum(job.collapsed is not None for job in found)
     states += f"; {fallen} of them collapsed" if fallen else ""
-    said = f"{len(found)} runs: {states}; left with {parallel} at a time: {clock}"
-    return "\n".join([*lines, said, "rewards are smoothed over the steps (the average that the collapse rule reads)"])
+    said = f"{len(found)} runs (rewards are smoothed): {states}; left with {parallel} at a time: {clock}"
+    return "\n".join([*lines, said])
+
+
+def own_overrides(planned: list[dict], number: int) -> list[str]:
+    """Return the overrides of a planned job that not all jobs of its sweep have."""
+    common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    return [override for override in planned[number]["overrides"] if override not in common]
 
 
 def special(planned: list[dict], number: int) -> str:
-    """Return the overrides of a planned job that not all jobs of its sweep have."""
-    common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
-    return " ".join(override for override in planned[number]["overrides"] if override not in common)
+    """Return the same as one text."""
+    return " ".join(own_overrides(planned, number))
 
 
 def forecast(planned: list[dict]) -> str:

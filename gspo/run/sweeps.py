@@ -38,7 +38,7 @@ from gspo.run.cli import REASONS, UNFINISHED_JOBS, USER_ERRORS, Outcome, explain
 from gspo.run.directory import ENDED
 from gspo.run.launched import is_follower
 from gspo.run.sweep_progress import SweepProgress
-from gspo.run.sweep_state import MANIFEST, entries, forecast, special, upload
+from gspo.run.sweep_state import MANIFEST, entries, forecast, own_overrides, special, upload
 
 BEST = "optimization_results.yaml"  # what Hydra's sweeper for Optuna writes into the study's folder
 
@@ -150,12 +150,18 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     jobs: list[dict[str, Any]] = []
     numbers: dict[Any, int] = {}
+    by_hash: dict[tuple[Path, str], dict[str, Any]] = {}
     configs = SweepConfigs(GlobalHydra.instance().config_loader(), config)
     of_jobs = expanded([*params, *config.hydra.overrides.task])
     common = set.intersection(*map(set, of_jobs)) if len(of_jobs) > 1 else set()
     for overrides in of_jobs:
         own = [override for override in overrides if override not in common] if len(of_jobs) > 1 else []
-        jobs.append(planned_job(overrides, lambda overrides=overrides: configs.of_job(overrides), own))
+        job = planned_job(overrides, lambda overrides=overrides: configs.of_job(overrides), own)
+        if "folder" in job:  # a run that two jobs make has the name that the first of them gives it
+            folder = Path(job["folder"])
+            first = by_hash.setdefault((folder.parent, hash_of(job["run"])), job)
+            job |= {"run": first["run"], "folder": first["folder"]}
+        jobs.append(job)
     for number, job in enumerate(jobs):
         first = numbers.setdefault(job.get("folder", number), number)
         if job.get("steps", 0) > jobs[first].get("steps", 0):
@@ -164,6 +170,11 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
         if "folder" in job and numbers[job["folder"]] != number:
             job["same_as"] = numbers[job["folder"]]
     return jobs
+
+
+def hash_of(run: str) -> str:
+    """Return the settings' hash at the end of a run's name."""
+    return run.rpartition("-")[2]
 
 
 class OtherLauncher(Exception):
@@ -251,9 +262,11 @@ def taken_by_another_job(settings: Settings) -> str:
     plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
     if not plans or len(plans[-1]) <= job.job.num:
         return ""
-    vary(settings, special(plans[-1], job.job.num).split())
-    planned, now = plans[-1][job.job.num], folder_of(settings).name
-    if planned["run"] == now:
+    planned = plans[-1][job.job.num]
+    vary(settings, own_overrides(plans[-1], job.job.num) if len(plans[-1]) > 1 else [])
+    settings.planned_name = planned["run"]
+    now = folder_of(settings).name
+    if hash_of(planned["run"]) == hash_of(now):
         return same_run(plans[-1], job.job.num)
     if planned["overrides"] == list(job.overrides.task):  # else the plan belongs to another sweep
         raise ValueError(

@@ -214,7 +214,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
     other = forked.run(run(tmp_path, "out=stopped", "temperature=0.5"), **options)
     assert other.returncode == 2 and other.stderr.count("\n") == 1 and "temperature: 1.0 against 0.5" in other.stderr
     missing = forked.run(run(tmp_path, "model.path=gone"), **options)
-    assert missing.returncode == 2 and "model.path='gone' cannot be loaded" in missing.stderr
+    assert missing.returncode == 2 and "model.path='gone'" in missing.stderr
     assert not os.path.exists(tmp_path / "runs" / "evaluations")
 
 

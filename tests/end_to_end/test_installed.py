@@ -116,7 +116,7 @@ def test_what_looks_at_a_run(gspo, run, folder):
 def test_a_sweep_in_worker_processes_and_its_figures(gspo, folder):
     gspo("train", "-m", *TWO_JOBS, "study=sweep", "steps=2", "seed=1,2", "hydra/launcher=two_jobs")
     runs = sorted(str(path.relative_to(folder)) for path in (folder / "runs" / "sweep").glob("*-seed*"))
-    assert "2 runs: 2 finished" in gspo("sweep-status", "runs/sweep")
+    assert "2 runs (rewards are smoothed): 2 finished" in gspo("sweep-status", "runs/sweep")
     assert gspo("compare", *runs).startswith(f"[1] {runs[0]}\n[2] {runs[1]}\n")
     assert "figures/fig_curves_sweep.png" in gspo("figure", "curves", "runs/sweep")
     assert "figures/fig1_stability.png" in gspo("figures", "runs/sweep"), "which draws the paper's own points beside"
@@ -141,7 +141,7 @@ def test_a_loss_of_the_users_own_in_worker_processes(gspo, folder):
     assert "all " in gspo("check-objective", "my_losses:Mine")
     losses = ["objective=gspo,my_losses:Mine", "study=own", "steps=2"]
     gspo("train", "-m", *TWO_JOBS, *losses, "hydra/launcher=two_jobs")
-    assert "2 runs: 2 finished" in gspo("sweep-status", "runs/own")
+    assert "2 runs (rewards are smoothed): 2 finished" in gspo("sweep-status", "runs/own")
 
 
 def test_the_modules_are_those_of_the_wheel(site, folder):

@@ -87,6 +87,7 @@ def test_a_reward_function_that_fails_leaves_responses_out_and_says_why(folder):
     rewards.write_text("def score(prompt, response, row):\n" + body)
     done = train(folder, *SIZES, *OWN, "task.reward=own_package.rewards:score", "steps=2")
     assert done.returncode == 0, done.stderr
-    assert "could not be graded and are left out; the first: OSError: no server (rewards.py" in done.stderr
+    assert "could not be graded and are left out; the first: task.reward=" in done.stderr
+    assert "it raised OSError: no server (rewards.py, line 3)" in done.stderr
     (run,) = runs(folder).values()
     assert any(row.get("filter/ungraded") for row in comparable(run))

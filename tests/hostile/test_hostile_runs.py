@@ -59,7 +59,7 @@ def assert_left_out(spoiled: dict[str, Path], said: str) -> None:
 @pytest.mark.slow
 def test_compare(spoiled):
     folder = spoiled["whole"].parents[2]
-    done = call("experiments/compare.py", *spoiled.values(), cwd=folder)
+    done = call("experiments/compare.py", *spoiled.values(), "--all", cwd=folder)
     assert done.returncode == 0, done.stderr
     legend = [line for line in done.stdout.splitlines() if re.match(r"\[\d+\] ", line)]
     assert [line.split("/")[-1] for line in legend] == [spoiled[name].name for name in ("whole", *READABLE)]

@@ -166,7 +166,7 @@ def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, mo
     monkeypatch.setattr(sys, "argv", ["reproduce.py", *three, "--out", str(tmp_path / "figures")])
     reproduce.main()
     printed, summary = capsys.readouterr().out, (tmp_path / "figures" / "summary.md").read_text()
-    assert summary in printed
+    assert reproduce.ESCAPED.sub(r"\1", summary) in printed and "\\<" not in printed
     names = ("fig1_stability", "fig2_clipping", "fig3_routing_replay", "fig_efficiency", "fig_routing")
     for name in names:
         for suffix, magic in ((".pdf", b"%PDF"), (".png", b"\x89PNG")):

@@ -58,7 +58,10 @@ def test_two_presets_that_are_one_run_are_run_once_and_it_is_said(tmp_path, laun
     command = [*TRAIN, "-m", *small, "study=s", "steps=2", "preset=trl,ms_swift", f"hydra/launcher={launcher}"]
     done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "job 1 (preset=ms_swift) is the same run as job 0 (preset=trl), runs/s/gspo_trl-seed1-" in done.stdout
+    assert (
+        "job 1 (preset=ms_swift) is the same run as job 0 (preset=trl), runs/s/gspo_trl-preset_trl-seed1-"
+        in done.stdout
+    )
     assert "job 1 is the same run as job 0 (preset=trl)" in done.stdout and "nothing is left to do" in done.stdout
     (run,) = (tmp_path / "runs" / "s").glob("gspo_trl-*")
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 2
