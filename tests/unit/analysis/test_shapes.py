@@ -1,6 +1,7 @@
 """Figures of studies of any shape: every text can be read, or the figure says in one line why it cannot be drawn."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -91,6 +92,17 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(studies, 
     assert overlaps(saved[0]) == []
     empty = [ax for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts]
     assert not empty, "a panel has nothing in it"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monkeypatch, name):
+    """The pictures of README and docs/results.md are drawn from this file, which lacks some metrics."""
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "edge_rate.parquet"])
+    FIGURES[name].draw(data, tmp_path, View(formats=("png",)))
+    assert overlaps(saved[0]) == []
+    assert [ax.get_title() for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts] == []
 
 
 def test_a_band_of_what_is_never_negative_ends_at_0(studies, tmp_path, monkeypatch):
