@@ -58,7 +58,9 @@ def main() -> None:
         load.die("--save needs runs")
     if not args.runs and not RECORDED.exists():
         load.die(f"{RECORDED} is not there: name the runs")
-    frame, notes = from_runs(args.runs, dict(args.where)) if args.runs else (pd.read_parquet(RECORDED), [])
+    if args.where and not args.runs:
+        load.die("--where chooses among runs: name some")
+    frame, notes = from_runs(args.runs, script.chosen(args)) if args.runs else (pd.read_parquet(RECORDED), [])
     for note in notes:
         print(f"note: {note}")
     if args.save:

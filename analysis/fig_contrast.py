@@ -32,7 +32,7 @@ def main() -> None:
     studies = []
     for path in args.runs:
         script.one_study(path)
-        studies.append(load.load([path], dict(args.where)))
+        studies.append(load.load([path], script.chosen(args)))
     for note in (note for data in studies for note in data.notes):
         print(f"note: {note}")
     paths = draw(studies, args.out, script.view(args))

@@ -37,7 +37,7 @@ PART = 5  # start and end are the means of the first and of the last fifth of th
 
 def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = load.load(args.runs, dict(args.where))
+    data = load.load(args.runs, script.chosen(args))
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)

@@ -55,7 +55,7 @@ def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | t
             f"fig_curves shows {MOST_COLUMNS} combinations of settings, not {len(columns)}: {load.choose_one(data)}"
         )
     if len(columns) > 1:
-        drawn = looks(list(dict.fromkeys(run.base or run.arm for run in data.of(*data.arms))))
+        drawn = looks(list(dict.fromkeys(arm for runs in columns.values() for arm in runs.arms)))
         width = max(view.width, 0.6 + 2.6 * len(columns))
         figure = Figure(figsize=(width, 2.1 * len(shown)), layout="constrained")
         view = replace(view, width=width)

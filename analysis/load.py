@@ -98,6 +98,7 @@ def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> 
 def having(runs: list[Run], key: str, value: object) -> list[Run]:
     """Return the runs with this value of a setting. Raises Refused if there are none, with the values that there
     are."""
+    key = full_key(runs, key)
     found = {repr(run.settings.get(key)): run.settings.get(key) for run in runs if key in run.settings}
     if not found:
         settings = sorted({name for run in runs for name in run.settings})
@@ -108,10 +109,27 @@ def having(runs: list[Run], key: str, value: object) -> list[Run]:
     return kept
 
 
+def full_key(runs: list[Run], key: str) -> str:
+    """Return the setting that a short name stands for: "lr" for optim.lr, "objective" for objective.name. Of several
+    settings with this ending those in which the runs differ are meant. Other names are returned as they are."""
+    settings = {name for run in runs for name in run.settings}
+    if key in settings:
+        return key
+    if f"{key}.name" in settings:
+        return f"{key}.name"
+    alike = [name for name in settings if name.rpartition(".")[2] == key]
+    varied = [name for name in alike if len({repr(run.settings.get(name)) for run in runs}) > 1]
+    if len(varied or alike) == 1:
+        return (varied or alike)[0]
+    return key
+
+
 def same_value(recorded: object, wanted: object) -> bool:
     """Return whether a recorded value is the wanted one, which may be a text from a command line."""
     if isinstance(wanted, str) and not isinstance(recorded, str):
         wanted = as_value(wanted)
+    if isinstance(recorded, bool) != isinstance(wanted, bool):
+        return False
     return recorded == wanted or str(recorded) == str(wanted)
 
 

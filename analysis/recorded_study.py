@@ -36,7 +36,7 @@ def main() -> None:
     options = script.parser(__doc__, refused=REFUSED)
     options.add_argument("--metrics", nargs="+", metavar="NAME", help="other metrics than those of figures; * is any")
     args = options.parse_args()
-    data = load.load(args.runs, dict(args.where))
+    data = load.load(args.runs, script.chosen(args))
     studies = sorted({str(run.settings.get("study")) for run in data.runs})
     if len(studies) > 1:
         load.die(f"{len(studies)} studies ({', '.join(studies)}): a file holds one, so name the folder of one")

@@ -75,7 +75,8 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
 
 def view(args: argparse.Namespace) -> View:
     """Return how to draw, as the command line says."""
-    return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width)
+    where = ", ".join(f"{key}={value}" for key, value in chosen(args).items())
+    return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width, where)
 
 
 def folder(name: str) -> Path:
@@ -86,6 +87,16 @@ def folder(name: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{name} cannot be made: {error.strerror}") from None
     return path
+
+
+def chosen(args: argparse.Namespace) -> dict[str, str]:
+    """Return what --where says. Raises Refused for a setting that is given twice."""
+    where: dict[str, str] = {}
+    for key, value in args.where:
+        if key in where:
+            load.die(f"--where {key}={where[key]} and {key}={value}: give one value")
+        where[key] = value
+    return where
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -123,7 +134,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
     effect and, unless the figure takes several studies, where one of the names holds more than one study."""
     for path in () if several_studies else args.runs:
         one_study(path)
-    data = load.load(args.runs, dict(args.where))
+    data = load.load(args.runs, chosen(args))
     if notes:
         print_notes(data)
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):

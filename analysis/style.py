@@ -45,6 +45,7 @@ class View:
     formats: tuple[str, ...] = ("pdf", "png")
     caption: bool = True
     width: float = WIDTH  # inches
+    where: str = ""  # the settings by which the runs were chosen, as in "optim.lr=2e-4"
 
 
 matplotlib.use("Agg")
@@ -161,6 +162,9 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
     """Write out/name in the formats asked for, with the caption wrapped under the panels. The same runs give the same
     bytes."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
+    if view.where:
+        name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', view.where)}"
+        caption = f"Runs with {view.where}. {caption}"
     if view.caption:
         write_under(figure, caption)
     for text in figure.findobj(Text):

@@ -96,7 +96,10 @@ def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
             given.append(rest.pop(0))
         if not given:
             raise ValueError("--where needs settings, such as --where optim.lr=2e-4")
-        where |= {key: value for key, _, value in (each.partition("=") for each in given)}
+        for key, _, value in (each.partition("=") for each in given):
+            if key in where:
+                raise ValueError(f"--where {key}={where[key]} and {key}={value}: give one value")
+            where[key] = value
     return words, where, "--all" in arguments
 
 

@@ -28,6 +28,7 @@ def folder_of(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+TAKE_A_RUN = ("sample", "evaluate")  # commands that take a run directory also without run=
 MULTIRUN = ("-m", "--multirun")
 CONF, SWEEPS = folder_of("conf"), folder_of("sweeps")
 
@@ -52,6 +53,8 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     def command() -> object:
         refuse_dashes(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
+        if name in TAKE_A_RUN:
+            words = [f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words]
         resumes = any(word.startswith("resume=") for word in words)
         sys.argv[1:] = map(of_any_option, words) if resumes else words
         return main()
@@ -66,8 +69,10 @@ def refuse_dashes(words: list[str]) -> None:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            here = our_name(key) or key
-            raise ValueError(f"{word}: settings have no dashes and an equals sign, {here}={value or '...'}")
+            here, _, condition = (our_name(key) or key).partition(" (with ")
+            said = here if "=" in here else f"{here}={value or '...'}"
+            option = f"{condition.removesuffix(')')} " if condition else ""
+            raise ValueError(f"{word}: settings have no dashes and an equals sign, {option}{said}")
 
 
 def multirun_first(words: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from gspo.tracking.rounding import LARGEST_MISMATCH, ROUNDING_SHARE, floor_in_wo
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
-NEARLY_ALL = 0.9  # the share of responses that are cut off from which on a warning is given
+MANY = 0.5  # the share of responses that are cut off from which on a warning is given
 WIDE_FOR_A_SEQUENCE = 0.05  # a wider clip range is meant for the ratio of a token, not for that of a response
 
 
@@ -64,10 +64,12 @@ def nothing_to_learn(s: Settings, metrics: dict[str, float], responses: list[Res
     change."""
     found = []
     cut = metrics.get("length/truncated", 0.0)
-    if cut >= NEARLY_ALL:
+    if cut >= MANY:
+        asked = s.reward.truncated is None
+        earned = "the reward function sees no end of theirs" if asked else f"each earned {s.reward.truncated:g} unasked"
         found.append(
-            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(step)}, and a "
-            "response that is cut off earns nothing: raise it"
+            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: "
+            "raise it"
         )
     shown = f"rollouts/step_000001.jsonl shows some, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
     is_own = bool(getattr(s.task, "reward", ""))  # the reward function is the user's

@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from gspo.config.settings import CHOICES
-from gspo.config.synonyms import our_name
+from gspo.config.synonyms import our_name, our_option
 from gspo.core.arguments import nearest
 from gspo.core.ranges import refusal
 
+SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")  # groups that other frameworks have too
 ALIKE = 0.6  # from this share of equal letters on, the nearest key is assumed to be the one that was meant
 GROUPS_BESIDE_SETTINGS = (
     "experiment",
@@ -123,7 +124,7 @@ def no_such_setting(key: str, settings: list[str]) -> str:
     of the group have it. Otherwise say which one is nearest; if that is far, list all settings of the group."""
     of_a_run = "objective" in settings
     group, _, field = key.partition(".")
-    if of_a_run and (group not in settings or group == key):
+    if of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
         full = as_typed(key)
         if ours := our_name(full):
             return f"there is no setting {full}: here it is {ours}"
@@ -165,6 +166,10 @@ def plain_words(error: BaseException) -> str:
         return ""
     if isinstance(error, MissingConfigException) and error.options:
         return _no_option(error)
+    if unread := re.match(r"(?s)Error parsing override '(.*?)'\n", str(error)):
+        return f"{unread[1]!r} is no setting: write KEY=VALUE, without blanks around the ="
+    if several := re.match(r"Ambiguous value for argument '(.*?)'", str(error)):
+        return f"{several[1]}: several values make a sweep, which needs -m"
     if twice := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
         return f"+{twice[1]}: this is a setting already; give it without +"
     place = re.match(r"In '[^']+': ", str(error))
@@ -181,9 +186,12 @@ def plain_words(error: BaseException) -> str:
 
 def _no_option(error: MissingConfigException) -> str:
     """Say that there is no such option, and list the others, without schemas, whose names begin with _."""
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    file = error.missing_cfg_file or ""
+    group, _, option = file.partition("/") if file.startswith("model/") else file.rpartition("/")
     options = [name for name in error.options if not name.startswith("_")]
     text = f"{group}={option}: there is no such option"
     if group == "model":
         return f"{text} ({', '.join(options)}); a folder or a model of the hub is model=hf model.path={option}"
+    if ours := our_option(group, option):
+        return f"{text}: here it is {group}={ours}"
     return f"{text}; the nearest is {nearest(option, options)} (there are {', '.join(options)})"

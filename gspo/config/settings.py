@@ -33,6 +33,7 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.core import untrusted
 from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, as_hashed, fields_with, ranged
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.prompts import PromptFormat
@@ -225,9 +226,23 @@ def run_directory(settings: Settings) -> Path:
     study, digest = Path(settings.runs) / settings.study, settings_hash(settings)
     if settings.planned_name.endswith(f"-{digest}"):
         return study / settings.planned_name
-    there = [file.parent for file in sorted(study.glob(f"*-seed{settings.seed}-{digest}/settings.yaml"))]
+    ending = f"-seed{settings.seed}-{digest}"
+    there = [file.parent for file in sorted(study.glob(f"*{ending}/settings.yaml"))]
+    if there:
+        return there[0]
     varied = f"-{settings.varied_name}" if settings.varied_name else ""
-    return there[0] if there else study / f"{settings.objective_option()}{varied}-seed{settings.seed}-{digest}"
+    return study / (name_in_plan(study, ending) or f"{settings.objective_option()}{varied}{ending}")
+
+
+def name_in_plan(study: Path, ending: str) -> str:
+    """Return the name that a sweep of the study has planned for the run with this ending, "" if none has. Such a run
+    may be about to begin."""
+    try:
+        plans = untrusted.read_bytes(study / "manifest.jsonl", untrusted.LONG).decode(errors="replace")
+    except (OSError, untrusted.Unreadable):
+        return ""
+    planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)
+    return planned[1] if planned else ""
 
 
 def vary(settings: Settings, overrides: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 # Our setting, with the option that has it where not every run does -> what others call it.
 OURS: dict[str, tuple[str, ...]] = {
     "optim.lr": ("learning_rate", "lr", "actor_learning_rate", "actor_lr", "optimizer.lr"),
-    "optim.warmup_updates": ("warmup_steps", "warmup_ratio", "lr_warmup_steps", "lr_warmup_ratio", "num_warmup_steps"),
+    "optim.warmup_updates": ("warmup_steps", "lr_warmup_steps", "num_warmup_steps"),
     "optim.decay": ("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_scheduler_name", "lr_decay_style"),
     "optim.max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad", "max_norm", "gradient_clipping"),
     "optim.weight_decay": ("weight_decay", "l2"),
@@ -51,7 +51,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "trainer.epochs": ("num_iterations", "ppo_epochs", "mu", "update_epochs", "num_ppo_epochs", "max_epochs"),
     "trainer.micro_batch_size": (
         "per_device_train_batch_size", "micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size",
-        "ppo_micro_batch_size_per_gpu", "train_micro_batch_size", "gradient_accumulation_steps",
+        "ppo_micro_batch_size_per_gpu", "train_micro_batch_size",
     ),
     "trainer.aggregation.mode": ("loss_type", "loss_agg_mode", "loss_aggregation", "loss_reduction"),
     "trainer.mask_truncated": ("mask_truncated_completions", "overlong_filter", "mask_truncated", "overlong_filtering"),
@@ -92,7 +92,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "policy.lora.targets": ("lora_target_modules", "target_modules"),
     "model.path (with model=hf)": (
         "model_name_or_path", "model_name", "model_path", "pretrain", "pretrained", "hf_model", "actor_model",
-        "model_id", "path",
+        "model_id",
     ),
     "model.attention (with model=hf)": ("attn_implementation", "attn_impl", "flash_attn", "attention"),
     "task.train_path (with task=rows)": (
@@ -102,7 +102,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "task.columns.prompt (with task=rows)": ("prompt_key", "input_key", "prompt_column"),
     "task.reward (with task=rows)": (
         "reward_funcs", "reward_func", "reward_fn", "reward_function", "custom_reward_function", "reward_model",
-        "remote_rm_url",
+        "remote_rm_url", "custom_reward_function.path", "custom_reward_function.name",
     ),
     "reward.truncated": ("truncated_reward",),
     "prompt.system": ("system_prompt", "system_message", "system"),
@@ -129,6 +129,16 @@ OURS: dict[str, tuple[str, ...]] = {
     "parallel.mode": ("fsdp", "deepspeed", "zero_stage", "strategy", "sharding_strategy", "distributed"),
     "threads": ("num_threads", "omp_num_threads"),
 }  # fmt: skip
+# Options that others call by another name, by group.
+OPTIONS = {
+    "advantage": {
+        "grpo": "group_normalized", "grpo_vectorized": "group_normalized", "group_norm": "group_normalized",
+        "dr_grpo": "group_mean", "drgrpo": "group_mean", "grpo_no_std": "group_mean",
+        "reinforce_plus_plus": "reinforce_pp", "reinforce++": "reinforce_pp", "ppo": "gae",
+    },
+    "objective": {"dr_grpo": "drgrpo", "bnpo": "dapo", "reinforce_plus_plus": "reinforce", "vanilla": "grpo"},
+    "rollout": {"hf": "local", "vllm_colocate": "vllm_same_gpu", "colocate": "vllm_same_gpu", "server": "vllm_server"},
+}  # fmt: skip
 THEIRS = {name: ours for ours, names in OURS.items() for name in names}
 
 
@@ -141,3 +151,8 @@ def our_name(key: str) -> str:
     """
     plain = key.strip("-+~").lower().replace("-", "_")
     return THEIRS.get(plain) or THEIRS.get(plain.rpartition(".")[2], "")
+
+
+def our_option(group: str, option: str) -> str:
+    """Return our name of an option that another framework calls so, "" if none does."""
+    return OPTIONS.get(group, {}).get(option.lower().replace("-", "_"), "")

@@ -37,6 +37,9 @@ def module_and_name(path: str, key: str) -> tuple[str, str]:
     """Return module and name of a place. Raises ValueError, which begins with `key`, for any other text."""
     if not is_path(path):
         raise ValueError(f"{key}={path}: {EXAMPLE}")
+    file, _, name = path.partition(":")
+    if file.endswith(".py") and name:
+        raise ValueError(f"{key}={path}: name the module and not its file, {key}={file.removesuffix('.py')}:{name}")
     module, _, name = path.rpartition(":" if ":" in path else ".")
     return module, name
 

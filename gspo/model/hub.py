@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -55,7 +56,9 @@ def is_cached(name: str) -> bool:
 def nearest_model(path: str) -> str:
     """Return the end of a message that names folders beside the path, and public models, that are spelled alike."""
     given = Path(path)
-    beside = [str(given.parent / entry.name) for entry in given.parent.glob("*") if (entry / "config.json").is_file()]
+    beside = []
+    with suppress(OSError):  # a folder that this user may not read
+        beside = [str(each) for each in given.parent.glob("*") if os.path.isfile(each / "config.json")]
     same_end = [name for name in KNOWN if name.rpartition("/")[2].lower().startswith(given.name.lower())]
     found = get_close_matches(path, beside, 2) or get_close_matches(path, KNOWN, 2) or same_end[:2]
     return f"; did you mean {' or '.join(found)}?" if found else ""

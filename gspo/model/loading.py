@@ -33,6 +33,7 @@ transformers.utils.logging.disable_progress_bar()  # else every checkpoint would
 def load(path: str, attention: str = "sdpa") -> Loaded:
     """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if that fails."""
     check_stated_sizes(path)
+    check_tokenizer_files(path)
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = load_config(path, attention)
@@ -54,6 +55,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
 def load_outline(path: str, attention: str) -> Loaded:
     """Return a model of the folder's or hub name's configuration whose weights have no content, and its tokenizer.
     Raises ValueError, in one line, if that fails."""
+    check_tokenizer_files(path)
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = load_config(path, attention)
@@ -168,7 +170,6 @@ def one_line(path: str) -> Iterator[None]:
             "(docs/algorithms.md), or move the adapter away"
         )
     check_source(path)
-    check_tokenizer_files(path)
     try:
         yield
     except Exception as error:  # for an odd configuration transformers raises exceptions of many types

@@ -27,7 +27,15 @@ from gspo.core.files import errors_of_the_disk
 from gspo.core.ranks import Ranks
 from gspo.core.untrusted import opened
 from gspo.model.gathered import architecture, whole
-from gspo.model.loading import Loaded, load_config, one_line, save_configuration, usable, writable
+from gspo.model.loading import (
+    Loaded,
+    check_tokenizer_files,
+    load_config,
+    one_line,
+    save_configuration,
+    usable,
+    writable,
+)
 from gspo.model.network import FAMILIES
 from gspo.model.sharding import Shards, own_rows
 
@@ -60,6 +68,7 @@ def load_spread(path: str, attention: str, shards: Shards, device: str, precisio
     with one_line(path):
         folder = downloaded(path)
     check_same_files(path, folder, shards.ranks)
+    check_tokenizer_files(str(folder))
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config = load_config(str(folder), attention)

@@ -36,7 +36,8 @@ from gspo.rollout.vllm_server import VLLMServerEngine, check_server
 from gspo.run.cli import stop_signal
 from gspo.run.event_files import check_event_files
 from gspo.run.inputs import check_inputs, inputs_of
-from gspo.tracking.tracker import Progress
+from gspo.run.sweep_progress import PAUSE as PAUSE_OF_SWEEP
+from gspo.tracking.tracker import PAUSE, Progress
 from gspo.train.checkpoint import load_optimizer
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
 from gspo.train.extensions import Extensions
@@ -73,7 +74,8 @@ def build_trainer(
         def on_cold_start_step(step: int, steps: int, loss: float) -> None:
             stop_signal().raise_if_requested()
             if not bars:
-                bars.append(stack.enter_context(closing(Progress("cold start", steps, step - 1, alone))))
+                pause = PAUSE if alone else PAUSE_OF_SWEEP
+                bars.append(stack.enter_context(closing(Progress("cold start", steps, step - 1, alone, pause))))
             bars[0](step, loss=loss)
 
         check_optimizer(settings.optim, training_device(settings))
@@ -278,7 +280,14 @@ def check_positions(settings: Settings, available: int | None) -> None:
             f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: lower it, for "
             f"example to {available // 2}"
         )
-    settings.rollout.bound_by(available)
+    half, rollout = available // 2, settings.rollout
+    by_length = [settings.trainer.aggregation, *([settings.kl.aggregation] if settings.kl.in_loss else [])]
+    if any(aggregation.length == limit for aggregation in by_length) or half <= rollout.token_budget:
+        raise ValueError(
+            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions, and other settings "
+            f"depend on it (a loss that is divided by the longest response, or rollout.token_budget): set it to {half}"
+        )
+    rollout.bound_by(available)
 
 
 def training_precision(settings: Settings) -> torch.dtype:

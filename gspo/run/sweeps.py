@@ -157,7 +157,8 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     for overrides in of_jobs:
         own = [override for override in overrides if override not in common] if len(of_jobs) > 1 else []
         job = planned_job(overrides, lambda overrides=overrides: configs.of_job(overrides), own)
-        if "folder" in job:  # a run that two jobs make has the name that the first of them gives it
+        # a run that two jobs make has the name that the first of them gives it; a run that is resumed has its own
+        if "folder" in job and not any(word.startswith("resume=") for word in overrides):
             folder = Path(job["folder"])
             first = by_hash.setdefault((folder.parent, hash_of(job["run"])), job)
             job |= {"run": first["run"], "folder": first["folder"]}
@@ -259,21 +260,22 @@ def taken_by_another_job(settings: Settings) -> str:
     job = HydraConfig.get()
     if job.mode != RunMode.MULTIRUN:
         return ""
+    number, overrides = job.job.num, list(job.overrides.task)
     plans = [entry["jobs"] for entry in entries(Path(settings.runs) / settings.study) if "jobs" in entry]
-    if not plans or len(plans[-1]) <= job.job.num:
+    # another sweep of the study may have begun since; the plan of this one has this job at its place
+    own = [plan for plan in plans if len(plan) > number and plan[number]["overrides"] == overrides]
+    if not own:
         return ""
-    planned = plans[-1][job.job.num]
-    vary(settings, own_overrides(plans[-1], job.job.num) if len(plans[-1]) > 1 else [])
+    planned = own[-1][number]
+    vary(settings, own_overrides(own[-1], number) if len(own[-1]) > 1 else [])
     settings.planned_name = planned["run"]
     now = folder_of(settings).name
-    if hash_of(planned["run"]) == hash_of(now):
-        return same_run(plans[-1], job.job.num)
-    if planned["overrides"] == list(job.overrides.task):  # else the plan belongs to another sweep
-        raise ValueError(
-            f"job {job.job.num} was planned as {planned['run']} and is now {now}: its option files were edited after "
-            "the sweep had begun; type the command again to make the runs that they describe now"
-        )
-    return ""
+    if now == planned["run"]:
+        return same_run(own[-1], number)
+    raise ValueError(
+        f"job {number} was planned as {planned['run']} and is now {now}: its option files were edited after "
+        "the sweep had begun; type the command again to make the runs that they describe now"
+    )
 
 
 def _name(config: DictConfig, overrides: list[str]) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import random
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from gspo.core.ranges import ranged
@@ -47,7 +48,7 @@ class ChainArithmetic(Task):
 
     def size(self, split: str) -> int | None:
         check_split(split, self.evaluation_sets())
-        return len(self._sums_of_two()) if self._is_small(split) else None
+        return len(sums_of_two(self.largest)) if self._is_small(split) else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points: 1000
@@ -55,7 +56,7 @@ class ChainArithmetic(Task):
         check_split(split, self.evaluation_sets())
         low, high = self._operands(split)
         if self._is_small(split):
-            sums = self._sums_of_two()
+            sums = sums_of_two(self.largest)
             prompt = sums[index % len(sums)]
         else:
             rng = generator(seed, self.name, split, index)
@@ -102,15 +103,17 @@ class ChainArithmetic(Task):
         """Return whether a set has so few problems that draws would often give one twice."""
         return split == "math_easy" and self._operands(split) == (2, 2) and self.largest <= SMALL
 
-    def _sums_of_two(self) -> list[str]:
-        """Return all sums of two numbers that are held out, in an order that depends on nothing else."""
-        numbers = range(1, self.largest + 1)
-        prompts = [f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers]
-        return sorted(filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-
     def _chain(self, rng: random.Random, operands: int) -> str:
         rest = (rng.choice("+-") + str(rng.randint(1, self.largest)) for _ in range(operands - 1))
         return str(rng.randint(1, self.largest)) + "".join(rest)
+
+
+@lru_cache(maxsize=8)
+def sums_of_two(largest: int) -> list[str]:
+    """Return all sums of two numbers up to `largest` that are held out, in an order that depends on nothing else."""
+    numbers = range(1, largest + 1)
+    prompts = [f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers]
+    return sorted(filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
 
 
 def _terms(prompt: str) -> list[int]:

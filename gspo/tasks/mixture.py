@@ -33,6 +33,11 @@ class Mixture(Task):
     def evaluation_sets(self) -> list[str]:
         return self.math.evaluation_sets() + self.code.evaluation_sets()
 
+    def size(self, split: str) -> int | None:
+        check_split(split, self.evaluation_sets())
+        owners = [task for task in (self.math, self.code) if split in task.evaluation_sets()]
+        return owners[0].size(split) if owners else None
+
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of the task that owns the evaluation set or, in training, of the task drawn for
         `index`."""

@@ -23,6 +23,7 @@ from gspo.verifiers.reward_function import RewardFunction
 
 COLUMNS = ("prompt", "family", "rating")
 ROLES = ("system", "user", "assistant")
+MOST_TRIED = 100  # the row of the trial is one of the first so many
 LONGEST_ROW = 160  # characters of a row in a message
 
 
@@ -95,7 +96,7 @@ class OwnRows(Benchmark):
         that fails, and prints a warning if it raises what may be due to the trial's response."""
         self._function.start()
         if not self._is_tried:
-            item = self._items(self.name)[0]
+            item = max(self._items(self.name)[:MOST_TRIED], key=lambda item: len(item.answer))  # with all columns
             where = f"it was tried before the first step, on the row {shown(item.answer)}"
             try:
                 problem = self._function.try_out(item.prompt, item.answer)

@@ -105,7 +105,7 @@ class Monitor:
             count = row["optim/skipped"]
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
-        return events + self._reward_events(step, row.get("reward/mean"))
+        return events + self._zero_events(step, row) + self._reward_events(step, row.get("reward/mean"))
 
     def _signal(self, step: int, name: str, value: float | None) -> Event | None:
         """Take in a signal's metric; return its warning, or the end of it, if that is new."""
@@ -131,26 +131,30 @@ class Monitor:
             self.level.push(reward)
             if self.level.is_healthy():
                 self.last_healthy_step = step - 1
-        events = self._zero_events(step, reward)
         self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
         if self.fallen_steps != STEPS_FALLEN:
-            return events
+            return []
         now, peak = self.level.now, self.level.peak
         text = f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
-        return [*events, Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
+        return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
-    def _zero_events(self, step: int, reward: float | None) -> list[Event]:
-        """Return a warning when the reward has been 0 for some steps, and its end when it is not 0 again."""
+    def _zero_events(self, step: int, row: dict[str, float | None]) -> list[Event]:
+        """Return a warning when all rewards have been 0 for some steps, and its end when they are not again. Rewards
+        whose mean is 0 may differ: then some groups have variance."""
+        reward, alike = row.get("reward/mean"), row.get("group/zero_variance")
         if not is_finite(reward):
             return []
-        self.steps_at_zero = self.steps_at_zero + 1 if reward == 0 else 0
+        is_zero = reward == 0 and not (is_finite(alike) and alike < 1)
+        self.steps_at_zero = self.steps_at_zero + 1 if is_zero else 0
         if self.steps_at_zero == STEPS_AT_ZERO:
             self.active.add(ZERO)
             text = f"the reward has been 0 for {STEPS_AT_ZERO} steps: no response earns anything, nothing is learned"
             return [Event(step, "warning", ZERO, float(STEPS_AT_ZERO), float(STEPS_AT_ZERO), text)]
-        if reward != 0 and ZERO in self.active:
+        if not is_zero and ZERO in self.active:
             self.active.remove(ZERO)
-            return [Event(step, "cleared", ZERO, 0.0, float(STEPS_AT_ZERO), f"the reward is {reward:.3g} again")]
+            return [
+                Event(step, "cleared", ZERO, 0.0, float(STEPS_AT_ZERO), f"rewards differ from 0 again ({reward:.3g})")
+            ]
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -206,6 +210,8 @@ def _reward(rows: list[dict], stopped: bool) -> str:
         verdict = f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, and it might have recovered"
     elif at is not None:
         verdict = f"No: it collapsed at step {rows[at]['step']}"
+    elif level[top] > 0 and level[-1] < FALLEN * level[top]:
+        verdict = f"No: it has lost {1 - level[-1] / level[top]:.0%} of its peak"
     elif abs(change) > 2 * noise:
         verdict = "Yes" if change > 0 else "No: it is falling"
     else:

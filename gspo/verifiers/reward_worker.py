@@ -46,16 +46,15 @@ class NoScore(ValueError):
     """Raised for what a reward function returned if that is no score."""
 
 
-class TrialRow(dict):
-    """A row that notes which absent columns were asked for."""
+class AbsentColumn(KeyError):
+    """Raised when a column is read that the row does not have."""
 
-    def __init__(self, row: dict[str, Any]):
-        super().__init__(row)
-        self.absent: list[str] = []
+
+class TrialRow(dict):
+    """A row that tells its own KeyErrors from those of other mappings."""
 
     def __missing__(self, column: str) -> Any:
-        self.absent.append(column)
-        raise KeyError(column)
+        raise AbsentColumn(column)
 
 
 def as_score(value: Any) -> Score:
@@ -97,7 +96,8 @@ class Worker:
         place = ""
         if own:
             place = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
-        what = str(error) if isinstance(error, NoScore) else f"it raised {type(error).__name__}: {error}"
+        kind = "KeyError" if isinstance(error, AbsentColumn) else type(error).__name__
+        what = str(error) if isinstance(error, NoScore) else f"it raised {kind}: {error}"
         return Score(None, "error", reason=f"{self.name}: {what}{place}"[:LONGEST_REASON])
 
     def trial(self, questions: list[Question], seconds: float) -> tuple[bool, str]:
@@ -106,25 +106,33 @@ class Worker:
 
         Such mistakes are a column that the rows do not have, a name that is not defined, a module that cannot be
         imported, and a value that is no number. Other exceptions may be due to the trial's responses."""
-        rows = [TrialRow(row) for *_, row in questions]
-        outcomes: list[Score] = []
+        reason, errors = self._tried(questions, seconds)
+        if any(isinstance(error, KeyError) for error in errors):
+            reason, errors = self._tried([(*question[:3], TrialRow(question[3])) for question in questions], seconds)
+        for error in errors:
+            if isinstance(error, AbsentColumn):
+                columns = ", ".join(map(str, questions[0][3]))
+                return True, f"{reason}; the rows have no column {error.args[0]!r}, they have {columns}"
+        # an unbound local name is a NameError too, and may be due to the response
+        certain = [e for e in errors if isinstance(e, NameError | ImportError | NoScore)]
+        return any(not isinstance(error, UnboundLocalError) for error in certain), reason
+
+    def _tried(self, questions: list[Question], seconds: float) -> tuple[str, list[Exception]]:
+        """Call the function and send nothing. Return the first reason for which a response was left ungraded, "" if
+        there is none, and what was raised."""
+        scores: list[Score] = []
 
         class Outcomes:
             """Keeps the scores that would be sent."""
 
             def send(self, message: tuple) -> None:
                 if message[0] == "outcome":
-                    outcomes.append(message[2])
+                    scores.append(message[2])
 
         trying = Worker(Outcomes(), self.function, self.style, self.name)
-        trying.answer([(*question[:3], row) for question, row in zip(questions, rows, strict=True)], seconds)
-        reason = next((score.reason for score in outcomes if score.verdict in ("error", "timeout")), "")
-        absent = next((row.absent[0] for row in rows if row.absent), None)
-        if absent is not None and reason:
-            columns = ", ".join(map(str, rows[0]))
-            return True, f"{reason}; the rows have no column {absent!r}, they have {columns}"
-        certain = any(isinstance(error, NameError | ImportError | NoScore) for error in trying.errors)
-        return certain, reason
+        trying.answer(questions, seconds)
+        reason = next((score.reason for score in scores if score.verdict in ("error", "timeout")), "")
+        return reason, trying.errors
 
     def answer(self, questions: list[Question], seconds: float) -> None:
         """Call the function for all questions."""

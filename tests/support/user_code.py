@@ -181,6 +181,25 @@ def optional(prompt, response, row):
     return float("gold" in row or row.get("gold", 1.0))
 
 
+def falls_back(prompt, response, row):
+    try:
+        gold = row["reference"]
+    except KeyError:
+        gold = row["answer"]
+    return float(response.split("####")[1] == gold)
+
+
+def unbound(prompt, response, row):
+    if "####" in response:
+        found = 1.0
+    return found
+
+
+def plain(prompt, response, row):
+    import yaml
+    return float(type(row) is dict and bool(yaml.safe_dump(row)))
+
+
 def misspelt(prompt, response, row):
     return flaot(response)
 

@@ -105,6 +105,23 @@ def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monke
     assert [ax.get_title() for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts] == []
 
 
+def test_curves_of_a_varied_objective_beside_another_setting_are_drawn(tmp_path, monkeypatch):
+    import yaml
+
+    study = shapes.write_study(tmp_path, arms=1, varied=("optim.lr",), seeds=(1, 2))
+    for run in list(study.iterdir()):
+        other = run.with_name(f"{run.name}-wide")
+        other.mkdir()
+        (other / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+        settings = yaml.safe_load((run / "settings.yaml").read_text())
+        settings["objective"]["clip_low"] = 0.1
+        (other / "settings.yaml").write_text(yaml.safe_dump(settings))
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    fig_curves.draw(load.load([study]), tmp_path, View(formats=("png",)), ["reward/mean"])
+    assert [len(ax.lines) >= 2 for ax in saved[0].axes if ax.axison] == [True] * 3
+
+
 def test_a_band_of_what_is_never_negative_ends_at_0(studies, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
@@ -120,8 +137,10 @@ def test_runs_are_chosen_by_any_setting(tmp_path):
     assert {run.settings["optim.lr"] for run in chosen.runs} == {2e-4}
     with pytest.raises(load.Refused, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"):
         load.load([study], {"optim.lr": "3"})
-    with pytest.raises(load.Refused, match=r"--where lr=3: these runs have no setting lr; "):
-        load.load([study], {"lr": "3"})
+    assert len(load.load([study], {"lr": "2e-4", "objective": "gspo"}).runs) == 2, "short names will do"
+    with pytest.raises(load.Refused, match=r"--where rate=3: these runs have no setting rate; "):
+        load.load([study], {"rate": "3"})
+    assert not load.same_value(True, "1") and load.same_value(True, "true") and not load.same_value(1, "true")
 
 
 def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):

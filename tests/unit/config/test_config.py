@@ -587,10 +587,10 @@ UNKNOWN = [  # override, the unknown key, the nearest one
     ("foo=1", "foo", "monitor"),
     ("+foo=1", "foo", "monitor"),
     ("++foo.bar=1", "foo", "monitor"),
-    ("optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
-    ("+optim.learning_rate=0.1", "optim.learning_rate", "optim.lr"),
+    ("optim.lrs=0.1", "optim.lrs", "optim.lr"),
+    ("+optim.lrs=0.1", "optim.lrs", "optim.lr"),
     ("+rollout.nucleus=0.9", "rollout.nucleus", "rollout.routes"),
-    ("+objective.clip=1", "objective.clip", "objective.clip_low"),
+    ("+objective.clips_low=1", "objective.clips_low", "objective.clip_low"),
     ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
     ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
     ("+experimnt=tiny_moe", "experimnt", "experiment"),
@@ -614,9 +614,7 @@ def test_an_unknown_key_is_refused_by_every_entry_point(name):
         to_dataclass(config)
 
 
-@pytest.mark.parametrize(
-    "text, said", [("foo: 1", "foo: the"), ("optim: {learning_rate: 1}", "optim.learning_rate: the")]
-)
+@pytest.mark.parametrize("text, said", [("foo: 1", "foo: the"), ("optim: {lrs: 1}", "optim.lrs: the")])
 def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, said):
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
@@ -714,6 +712,9 @@ def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
     check_positions(chosen, 4096)
     assert chosen.rollout.longest_limit == chosen.rollout.limit(1) == chosen.rollout.sampling(1).max_new_tokens == 2048
     assert chosen.rollout.max_new_tokens == 4096, "what is recorded, and names the run, is what was asked for"
+    fixed = settings("model=hf", "model.path=x", "task=gsm8k", "objective=drgrpo")
+    with pytest.raises(ValueError, match=r"divided by the longest response.*: set it to 2048"):
+        check_positions(fixed, 4096)
     growing = settings("model=hf", "model.path=x", "task=gsm8k", "rollout.extend={10: 8192}")
     check_positions(growing, 8192)
     assert [growing.rollout.limit(step) for step in (1, 10)] == [4096, 4096]

@@ -4,17 +4,17 @@ import re
 from dataclasses import fields, is_dataclass
 
 import pytest
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
 from gspo.commands.option_files import CONF, composed_settings, multirun_first, refuse_dashes
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS
 from gspo.config.settings import CHOICES, Settings
-from gspo.config.synonyms import OURS, THEIRS, our_name
+from gspo.config.synonyms import OPTIONS, OURS, THEIRS, our_name
 from gspo.run.cli import explain
 
 
 def refused(*words: str) -> str:
-    with pytest.raises((ValueError, ConfigCompositionException, MissingConfigException)) as error:
+    with pytest.raises((ValueError, ConfigCompositionException, HydraException, MissingConfigException)) as error:
         composed_settings(list(words))
     return explain(error.value)
 
@@ -59,11 +59,15 @@ def test_no_name_has_two_answers_and_none_is_a_setting_at_the_top():
         ("max_completion_length=512", "max_completion_length: here it is rollout.max_new_tokens"),
         ("kl.coef=0.1", "kl.coef: kl.coef is a setting of kl=loss, kl=reward"),
         ("model.path=qwen3", "model.path: model.path is a setting of model=hf, model=stand_in"),
-        ("optim.LR=1", "optim.LR: the nearest is optim.lr"),
+        ("optim.LR=1", "optim.LR: here it is optim.lr"),
+        ("trainer.total_epochs=3", "trainer.total_epochs: here it is steps"),
+        ("trainer.save_freq=5", "trainer.save_freq: here it is checkpoint.every"),
+        ("rollout.n=8", "rollout.n: here it is rollout.group_size"),
+        ("evaluation.n=8", "evaluation.n: the nearest is evaluation."),
     ],
 )
 def test_a_name_that_people_know_is_answered_with_ours(word, answer):
-    assert refused(word) == f"there is no setting {answer}"
+    assert refused(word).startswith(f"there is no setting {answer}")
 
 
 def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
@@ -78,6 +82,8 @@ def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
         ("objective=GSPO", "the nearest is gspo ("),
         ("objective=GSPO-Token", "the nearest is gspo_token ("),
         ("task=GSM8K", "the nearest is gsm8k ("),
+        ("advantage=grpo", "here it is advantage=group_normalized"),
+        ("model=Qwen/Qwen3-0.6B", "model=Qwen/Qwen3-0.6B: there is no such option"),
         ("model=qwen3", "a folder or a model of the hub is model=hf model.path=qwen3"),
     ],
 )
@@ -91,6 +97,8 @@ def test_an_option_is_found_whatever_its_case(word, answer):
         ("--learning_rate=1e-5", "optim.lr=1e-5"),
         ("--num-generations", "rollout.group_size=..."),
         ("--steps=3", "steps=3"),
+        ("--beta=0.04", "kl=loss kl.coef=0.04"),
+        ("--use_vllm=true", "rollout=vllm"),
     ],
 )
 def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answer):
@@ -107,3 +115,19 @@ def test_multirun_may_stand_anywhere():
 
 def test_a_name_that_nobody_has_is_not_answered():
     assert our_name("nonsense") == our_name("optimm") == ""
+
+
+@pytest.mark.parametrize("group, theirs, ours", [(g, t, o) for g, names in OPTIONS.items() for t, o in names.items()])
+def test_every_option_that_is_answered_is_one(group, theirs, ours):
+    assert (CONF / group / f"{ours}.yaml").exists() and not (CONF / group / f"{theirs}.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optim.lr", "'optim.lr' is no setting: write KEY=VALUE, without blanks around the ="),
+        ("optim.lr=1e-4,1e-3", "optim.lr=1e-4,1e-3: several values make a sweep, which needs -m"),
+    ],
+)
+def test_hydras_own_words_are_not_shown(word, said):
+    assert refused(word) == said

@@ -1,12 +1,16 @@
 """What `gspo sweep-status` says of runs that have collapsed, and what the names of a sweep's folders show."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from hydra.types import RunMode
 
 from composing import settings as composed
 from gspo.config.settings import Settings, run_directory, settings_hash, vary
+from gspo.run import sweeps
 from gspo.run.sweep_state import jobs, rewards_of, table
+from gspo.tracking.collapse import collapse
 from recorded_runs import COLLAPSED, HEALTHY, write
 
 
@@ -40,6 +44,13 @@ def test_rewards_are_found_in_rows_of_any_form(tmp_path):
     assert rewards_of(file) == (pytest.approx(0.1), None)
     file.write_text("")
     assert rewards_of(file) == (None, None)
+    file.write_text('{"step": 1, "reward/mean": 1.2.3}\n{"step": 2, "reward/mean": 0.5}\n')
+    assert rewards_of(file) == (0.5, None)
+    rewards = [0.8] * 15 + [0.1] * 10 + [None] * 15  # a step without reward repeats the level before it
+    file.write_text("".join(json.dumps({"step": n, "reward/mean": r}) + "\n" for n, r in enumerate(rewards, 1)))
+    assert rewards_of(file)[1] == collapse(rewards) + 1
+    file.write_bytes(b'{"step": 1, "reward/mean": 0.5}\n' + b"\0" * (9 << 20))
+    assert rewards_of(file) == (None, None), "a damaged file is no reason to show nothing of a study"
 
 
 def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):
@@ -69,3 +80,33 @@ def test_any_value_gives_the_name_of_a_folder(tmp_path, override, name):
     chosen: Settings = composed("experiment=micro_moe", f"runs={tmp_path}")
     vary(chosen, [override])
     assert chosen.varied_name == name
+
+
+def test_a_run_that_a_sweep_has_planned_has_that_name_before_it_begins(tmp_path):
+    chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
+    planned = f"gspo-lr2e-4-seed1-{settings_hash(chosen)}"
+    (tmp_path / "micro_moe").mkdir()
+    (tmp_path / "micro_moe" / "manifest.jsonl").write_text(json.dumps({"jobs": [{"run": planned}]}) + "\n")
+    assert run_directory(chosen).name == planned
+
+
+def test_of_two_sweeps_of_a_study_each_job_finds_the_plan_of_its_own(tmp_path, monkeypatch):
+    """Job 0 of the first sweep begins after the second sweep has written its plan."""
+    chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
+    own = f"gspo-lr2e-4-seed1-{settings_hash(chosen)}"
+    plans = [
+        [("optim.lr=2e-4", own), ("optim.lr=1e-4", "gspo-lr1e-4-seed1-0123456789")],
+        [("optim.lr=9e-4", "gspo-lr9e-4-seed1-9876543210"), ("optim.lr=8e-4", "gspo-lr8e-4-seed1-9876543211")],
+    ]
+    lines = [{"time": 1.0, "jobs": [{"run": run, "overrides": [word]} for word, run in plan]} for plan in plans]
+    (tmp_path / "micro_moe").mkdir()
+    (tmp_path / "micro_moe" / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    hydra = SimpleNamespace(
+        mode=RunMode.MULTIRUN, job=SimpleNamespace(num=0), overrides=SimpleNamespace(task=["optim.lr=2e-4"])
+    )
+    monkeypatch.setattr(sweeps.HydraConfig, "get", lambda: hydra)
+    assert sweeps.taken_by_another_job(chosen) == ""
+    assert run_directory(chosen).name == own and chosen.varied == "lr=2e-4"
+    chosen.optim.lr = 3e-4  # an option file was edited
+    with pytest.raises(ValueError, match=f"job 0 was planned as {own} and is now .*: its option files were edited"):
+        sweeps.taken_by_another_job(chosen)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from gspo.core.types import Problem
-from gspo.tasks.base import TRAINING_SPLITS
+from gspo.tasks.base import TRAINING_SPLITS, held_out
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.function_writing import FunctionWriting, submission
 from gspo.tasks.mixture import Mixture
@@ -319,3 +320,13 @@ def test_settings_serve_as_a_schema():
     settings = OmegaConf.merge(OmegaConf.structured(Mixture), {"math": {"max_operands": 4}, "code": {"slots": 2}})
     task = OmegaConf.to_object(settings)
     assert task == Mixture(math=ChainArithmetic(max_operands=4), code=FunctionWriting(slots=2))
+
+
+def test_easy_sums_are_shorter_than_hard_ones_and_none_is_held_out_twice():
+    short = ChainArithmetic(max_operands=3)
+    easy = [short.problem(0, "math_easy", i).prompt for i in range(short.size("math_easy"))]
+    assert len(set(easy)) == len(easy) > 10 and all(len(re.findall(r"\d+", prompt)) == 2 for prompt in easy)
+    assert all(held_out(prompt) for prompt in easy)
+    assert len(re.findall(r"\d+", short.problem(0, "math_hard", 0).prompt)) == 3
+    assert ChainArithmetic().size("math_easy") is None and Mixture(math=short).size("math_easy") == len(easy)
+    assert Mixture(math=short).size("code") == Mixture().size("code")

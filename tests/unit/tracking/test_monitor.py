@@ -212,3 +212,15 @@ def test_no_warning_speaks_of_growth_from_0():
     monitor = Monitor(MonitorSettings())
     events = [event for row in rising for event in monitor.observe(row["step"], row)]
     assert events[0].signal == "grad_growth" and events[0].step > 30
+
+
+def test_rewards_whose_mean_is_0_are_not_all_0():
+    rows = [{"reward/mean": 0.0, "group/zero_variance": 0.1}] * 9
+    monitor = Monitor(MonitorSettings())
+    assert not [event for step, row in enumerate(rows, 1) for event in monitor.observe(step, row)]
+
+
+def test_a_reward_that_has_lost_most_of_its_peak_is_not_level():
+    rewards = [0.094, 0.094, 0.141, 0.086, 0.078, 0.07, 0.008, 0, 0, 0.008, 0.008, 0]
+    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    assert "keep rising? No: it has lost 6" in stability_report(rows)

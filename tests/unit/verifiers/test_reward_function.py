@@ -126,6 +126,9 @@ def test_a_trial_refuses_a_mistake_that_no_response_can_mend(function, name, tex
     ("name", "text"),
     [
         ("parsed", r"it raised IndexError: list index out of range \(rewards.py, line \d+\)"),
+        # the function handles the absent column itself, and the response alone lacks the answer
+        ("falls_back", r"it raised IndexError: list index out of range \(rewards.py, line \d+\)"),
+        ("unbound", r"it raised UnboundLocalError: cannot access local variable 'found' .* \(rewards.py, line \d+\)"),
         # the line is the user's own, not that of the library that it calls
         ("nested", r"it raised JSONDecodeError: Expecting value: .* \(rewards.py, line \d+\)"),
     ],
@@ -135,7 +138,7 @@ def test_a_trial_names_what_may_be_due_to_its_response(function, name, text):
     assert re.fullmatch(f"task.reward=own_package.rewards:{name}: {text}", found), found
 
 
-@pytest.mark.parametrize("name", ["digits", "batch", "later", "optional", "raises"])
+@pytest.mark.parametrize("name", ["digits", "batch", "later", "optional", "raises", "plain"])
 def test_a_trial_of_a_sound_function_says_nothing_and_it_works_afterwards(function, name):
     one = function(name)
     assert one.try_out("prompt", ROW) == ""
