@@ -23,7 +23,7 @@ import pandas as pd
 from analysis.load import Data, Run, die, load
 from analysis.runs import nearest
 from analysis.stats import WINDOW
-from gspo.tracking.collapse import levels
+from gspo.tracking.collapse import best
 
 SCORES = ("/avg@", "/pass@", "/maj@")
 
@@ -63,11 +63,10 @@ def row(run: Run, metrics: list[str]) -> dict[str, object]:
     """Return one run as a row: what it was, what became of it, its scores (NaN where it has none), and its settings by
     their own names."""
     rewards = run.column("reward/mean")
-    smooth = levels(rewards.tolist())[0]
     cells: dict[str, object] = {"run": str(run.path), "id": run.id, "arm": run.arm, "seed": run.seed}
     cells |= {"status": run.ended, "collapsed at": run.collapsed, "batches": run.last, "planned": run.planned}
     cells |= {f"reward/mean, last {WINDOW}": rewards.tail(WINDOW).mean()}
-    cells |= {"reward/mean, best smoothed": smooth.max() if len(smooth) else float("nan")}
+    cells |= {"reward/mean, best smoothed": best(rewards.tolist())[0] if len(rewards) else float("nan")}
     for name in metrics:
         if name == "eval/elo" or (name.startswith("eval/") and any(kind in name for kind in SCORES)):
             scores = run.column(name, first_step=0)

@@ -90,7 +90,10 @@ def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence
     lines += ["fewer point to something (analysis/verdicts.py).", ""]
     if not any(run.moe for run in data.runs):
         lines += ["These models are dense: what the paper claims of MoE models and Routing Replay is not judged.", ""]
-    for claim in claims.all_claims(data):
+    judged = claims.all_claims(data)
+    if not judged:
+        lines.append(f"- None can be judged: {load.choose_one(data) or 'the arms that they compare are not there'}.")
+    for claim in judged:
         found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
         lines += [f"- {in_markdown(claim.claim)} ({claim.where})", f"  - here: {found}", f"  - **{verdict}**"]
     if beside and fig_contrast.lacking([*beside, data]) is None:

@@ -7,9 +7,13 @@
 
 Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
 run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
-tokens, routing consistency, tokens, compute, time. More than 4 runs get a line each, and more than 12 a line for each
-group of seeds, with the settings that vary; --all shows everything of every run. --where takes the runs with these
-settings alone. Any source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
+tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
+W&B files, wandb:ENTITY/PROJECT.
+
+Of more than 4 runs each group of seeds has a line, with the settings that vary, and of up to 12 runs each run.
+
+    --all               everything of every run
+    --where KEY=VALUE   the runs with these settings alone
 
 Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy by set, its 95 %
 interval (Student's t over the problems' paired differences) and exact sign-flip p, and what of the gain is format, more
@@ -33,7 +37,7 @@ from analysis.load import Run
 from analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.core.arguments import key_values
 from gspo.core.escaping import line
-from gspo.tracking.collapse import levels
+from gspo.tracking.collapse import best as peak_of
 
 FEW = 12  # more runs are summarised by groups of seeds
 SIDE_BY_SIDE = 4  # up to so many runs stand in columns beside each other
@@ -71,10 +75,13 @@ def compare(arguments: list[str]) -> int:
             print(f"note: {line(note)}")
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
-    if len(data.runs) > FEW:
-        print("\n".join(summary(data.runs)))
-    elif len(data.runs) > SIDE_BY_SIDE:
-        print("\n".join(list_of_runs(data.runs)))
+    if len(data.runs) > SIDE_BY_SIDE:
+        groups = summary(data.runs)
+        are_grouped = len(groups) < len(data.runs) + 3  # a title, a blank line and the head of the table
+        if are_grouped:
+            print("\n".join(groups))
+        if len(data.runs) <= FEW:
+            print("\n".join([*[""] * are_grouped, *list_of_runs(data.runs)]))
     if len(data.runs) <= SIDE_BY_SIDE or is_all:
         print("\n".join([*[""] * (len(data.runs) > SIDE_BY_SIDE), *table(data.runs)]))
     return 0
@@ -227,8 +234,10 @@ def ended(run: Run) -> str:
 def best(run: Run) -> str:
     """Return the highest point of the smoothed reward and its step."""
     rewards = reward(run)
-    smooth = levels(rewards.tolist())[0]
-    return f"{smooth.max():.3f} at step {rewards.index[smooth.argmax()]}" if len(smooth) else "-"
+    if not len(rewards):
+        return "-"
+    highest, at = peak_of(rewards.tolist())
+    return f"{highest:.3f} at step {rewards.index[at]}"
 
 
 def held_out(run: Run, name: str) -> str:

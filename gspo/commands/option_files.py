@@ -52,6 +52,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
 
     def command() -> object:
         refuse_dashes(sys.argv[1:])
+        refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in TAKE_A_RUN:
             words = [f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words]
@@ -73,6 +74,14 @@ def refuse_dashes(words: list[str]) -> None:
             said = here if "=" in here else f"{here}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
             raise ValueError(f"{word}: settings have no dashes and an equals sign, {option}{said}")
+
+
+def refuse_folders(words: list[str]) -> None:
+    """Raise ValueError for Hydra's own settings of folders, which nothing here reads."""
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
+            raise ValueError(f"{word}: runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME")
 
 
 def multirun_first(words: list[str]) -> list[str]:

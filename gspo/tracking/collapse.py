@@ -80,6 +80,18 @@ def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.
     return np.array(now), np.array(peak), np.array(fallen, dtype=bool)
 
 
+def best(rewards: Sequence[float | None]) -> tuple[float, int]:
+    """Return the highest smoothed reward and its index. As for the peak of the collapse rule, the first nine count only
+    if there are no more. Raises ValueError if there is no reward."""
+    smooth = levels(rewards)[0]
+    known = [index for index in range(len(smooth)) if is_finite(rewards[index])]
+    counted = known[START - 1 :] or known
+    if not counted:
+        raise ValueError("there is no reward")
+    index = max(counted, key=lambda index: smooth[index])
+    return float(smooth[index]), index
+
+
 def collapse(rewards: Sequence[float | None]) -> int | None:
     """Return the index of the step at which a run collapsed, None if it did not collapse.
 

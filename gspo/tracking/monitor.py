@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from gspo.core.ranges import Ranged, ranged
-from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, collapse, is_finite, levels
+from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, best, collapse, is_finite, levels
 
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
@@ -203,22 +203,24 @@ def _reward(rows: list[dict], stopped: bool) -> str:
     if len(rows) < START:
         return question + f"Unknown: {len(rows)} rows have a reward."
     level = levels(rewards)[0]
-    top, at, third = int(level.argmax()), collapse(rewards), len(rows) // 3
+    (peak, top), at, third = best(rewards.tolist()), collapse(rewards), len(rows) // 3
     before, after = rewards[-2 * third : -third], rewards[-third:]
     change, noise = after.mean() - before.mean(), math.sqrt((before.var() + after.var()) / third)
     if stopped:
         verdict = f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, and it might have recovered"
     elif at is not None:
         verdict = f"No: it collapsed at step {rows[at]['step']}"
-    elif level[top] > 0 and level[-1] < FALLEN * level[top]:
-        verdict = f"No: it has lost {1 - level[-1] / level[top]:.0%} of its peak"
+    elif peak > 0 and level[-1] < FALLEN * peak:
+        verdict = f"No: it has lost {1 - level[-1] / peak:.0%} of its peak"
+    elif len(rows) < START + STEPS_FALLEN:
+        verdict = "Too few steps to tell"
     elif abs(change) > 2 * noise:
         verdict = "Yes" if change > 0 else "No: it is falling"
     else:
         verdict = "It is level"
     ends = f"smoothed {rewards[:5].mean():.3f} at first, {level[-1]:.3f} at the end"
-    peak = f"peak {level[top]:.3f} at step {rows[top]['step']}"
-    return f"{question}{verdict} ({ends}, {peak}; last third against the one before {change:+.3f})."
+    highest = f"peak {peak:.3f} at step {rows[top]['step']}"
+    return f"{question}{verdict} ({ends}, {highest}; last third against the one before {change:+.3f})."
 
 
 def _gradient(rows: list[dict]) -> str:

@@ -19,7 +19,7 @@ import yaml
 from gspo.core import untrusted
 from gspo.core.files import CONTINUED, read_events, read_status, replace_text
 from gspo.core.rows import read_rows
-from gspo.tracking.collapse import collapse, is_finite, levels
+from gspo.tracking.collapse import best, collapse, is_finite, levels
 from gspo.tracking.episodes import reward, turns_of
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 from gspo.tracking.monitor import stability_report
@@ -122,7 +122,7 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     rewards = [row["reward/mean"] for row in batches if is_finite(row.get("reward/mean"))]
     if rewards:
         first, last = rewards[:5], rewards[-10:]
-        before, after, top = sum(first) / len(first), sum(last) / len(last), levels(rewards)[0].max()
+        before, after, top = sum(first) / len(first), sum(last) / len(last), best(rewards)[0]
         lines.append(
             f"The reward went from {before:.3f} (first {len(first)} batches) to {after:.3f} (last {len(last)}); "
             f"the highest smoothed value was {top:.3f}."

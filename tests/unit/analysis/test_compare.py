@@ -66,8 +66,9 @@ def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
         for lr in (1e-4, 0.5):
             write(tmp_path, "gspo", HEALTHY, seed=seed, optim__lr=lr)
     lines = compare(tmp_path).stdout.splitlines()
-    assert lines[0] == "6 runs (--all: everything of every run)" and len(lines) == 9
-    assert lines[2].split("  ")[:2] == ["lr", "    seed"] or lines[2].split()[:2] == ["lr", "seed"]
+    assert lines[0] == "6 runs in 2 groups that differ in more than the seed (--all: every run)"
+    assert lines[6] == "6 runs (--all: everything of every run)" and lines[8].split()[:2] == ["lr", "seed"]
+    assert len(lines) == 15
     assert max(map(len, lines)) <= 100
     chosen = compare(tmp_path, "--where", "optim.lr=.5").stdout.splitlines()
     assert len([line for line in chosen if line.startswith("[")]) == 3

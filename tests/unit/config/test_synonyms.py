@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
-from gspo.commands.option_files import CONF, composed_settings, multirun_first, refuse_dashes
+from gspo.commands.option_files import CONF, composed_settings, multirun_first, refuse_dashes, refuse_folders
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS
 from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import OPTIONS, OURS, THEIRS, our_name
@@ -105,6 +105,13 @@ def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answ
     with pytest.raises(ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"):
         refuse_dashes([word])
     refuse_dashes(["-m", "--multirun", "--config-name=x", "--help", "-cn", "steps=3"])
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=/tmp/x", "+hydra.sweep.dir=x", "hydra.sweep.subdir=y"])
+def test_hydras_folders_are_refused_with_ours(word):
+    with pytest.raises(ValueError, match=r"runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"):
+        refuse_folders([word])
+    refuse_folders(["hydra/launcher=basic", "hydra.launcher.n_jobs=2", "runs=x"])
 
 
 def test_multirun_may_stand_anywhere():

@@ -167,7 +167,7 @@ def test_the_report_of_a_run_that_went_wrong():
 
 @pytest.mark.filterwarnings("error")
 def test_the_report_of_runs_with_holes():
-    holes = rows(20) + rows(20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None)
+    holes = rows(30) + rows(20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None)
     text = stability_report(numbered(holes))
     assert "nan" not in text and "It is level" in text
     assert "Unknown: 3 rows have a reward" in stability_report(numbered(rows(3)))
@@ -223,4 +223,6 @@ def test_rewards_whose_mean_is_0_are_not_all_0():
 def test_a_reward_that_has_lost_most_of_its_peak_is_not_level():
     rewards = [0.094, 0.094, 0.141, 0.086, 0.078, 0.07, 0.008, 0, 0, 0.008, 0.008, 0]
     rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
-    assert "keep rising? No: it has lost 6" in stability_report(rows)
+    assert "keep rising? Too few steps to tell (smoothed" in stability_report(rows), "the collapse rule needs 30"
+    longer = [*rows, *({"step": step, "reward/mean": 0.4 if step < 40 else 0.2} for step in range(13, 60))]
+    assert "keep rising? No: it has lost 42% of its peak" in stability_report(longer)
