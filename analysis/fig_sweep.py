@@ -52,7 +52,7 @@ DERIVED = {  # the settings that a sweep must change along with the one that it 
 
 def main() -> None:
     parser = script.parser(__doc__, refused=REFUSED)
-    parser.add_argument("--x", required=True, help="the setting on the x axis, such as optim.lr")
+    parser.add_argument("--x", default="", help="the setting on the x axis, such as optim.lr")
     parser.add_argument("--by", default="", help="a second setting: a row of panels for each of its values")
     parser.add_argument(
         "--end", type=script.batches, default=WINDOW, metavar="N", help=f"batches of the reward at the end ({WINDOW})"
@@ -60,6 +60,9 @@ def main() -> None:
     args = parser.parse_args()
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "cut")
+    if not args.x:
+        varied = ", ".join(load.varied(data)) or "no setting beside those that make an arm"
+        load.die(f"--x: say which setting is on the x axis, as in --x optim.lr; these runs vary {varied}")
     numbers = measure(data, args.x, args.by, args.end)
     paths = draw(data, numbers, args.x, args.by, args.out, script.view(args), args.end)
     print("\n".join(["", *table(numbers, args.x, args.by), "", *map(str, paths)]))
@@ -105,7 +108,8 @@ def check(runs: list[Run], x: str, row_setting: str) -> None:
         others += [key for key in load.differing(same) if key.startswith("objective.") and key not in meant]
     if others:
         load.die(
-            f"the runs differ also in {', '.join(others)}: choose among them with --x and --by, or give fewer runs"
+            f"the runs differ also in {', '.join(others)}: choose among them with --x and --by, or one "
+            "value with --where"
         )
 
 
@@ -240,7 +244,7 @@ def caption(data: Data, numbers: pd.DataFrame, x: str, row_setting: str) -> str:
     words = f"{len(numbers)} runs of {run.planned} rollout batches, {counted} seeds each. Marks: seeds; crosses: "
     words += "seeds that collapsed by the registered rule; lines: means; dashed: reward of the first batches. "
     words += "Fall: of the smoothed reward from its peak (of batch 10 on) to the end. Clipped share: axis linear below "
-    words += "0.0001."
+    words += "0.0001. Arms are shifted sideways a little, so that no mark hides another."
     if x in DERIVED:
         words += f" Along with {NAMES[x]} change: {', '.join(DERIVED[x])}."
     if "operands" in x:

@@ -3,6 +3,7 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 SLACK = 1.0  # points by which boxes may touch: a box has some room around its letters
 
@@ -22,7 +23,11 @@ def boxes(figure: Figure) -> list[tuple[Text, object]]:
     found = []
     for text in figure.findobj(Text):
         if text.get_text().strip() and text.get_visible() and id(text) not in hidden and drawn(text):
-            found.append((text, text.get_window_extent(renderer)))
+            box = text.get_window_extent(renderer)
+            written = text.get_text().split("\n")
+            # empty lines at the end hold a place for another text
+            blank = len(written) - len(text.get_text().rstrip("\n").split("\n"))
+            found.append((text, Bbox.from_extents(box.x0, box.y0 + box.height * blank / len(written), box.x1, box.y1)))
     return found
 
 

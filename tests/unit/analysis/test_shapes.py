@@ -1,6 +1,7 @@
 """Figures of studies of any shape: every text can be read, or the figure says in one line why it cannot be drawn."""
 
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from analysis import (
     load,
 )
 from analysis.style import View
+from gspo.commands.main import figure_files
 from overlaps import overlaps
 
 SHAPES = {
@@ -158,3 +160,46 @@ def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
     for shape in SHAPES:
         drawn = looks(studies(shape).arms)
         assert len({repr(look) for look in drawn.values()}) == len(drawn) or len(drawn) > 12, shape
+
+
+RECORDED = Path(__file__).parents[3] / "analysis" / "data"
+COMMANDS = {  # a figure's words after its name: a shape of a study, or files of recorded studies
+    "sweep over a setting": ("sweep", ["two arms, a setting", "--x", "optim.lr"]),
+    "sweep over two": ("sweep", ["two arms, two settings", "--x", "optim.lr", "--by", "trainer.minibatches"]),
+    "sweep over three": ("sweep", ["three arms, three settings", "--x", "optim.lr", "--by", "trainer.minibatches"]),
+    "sweep of twelve arms": ("sweep", ["twelve arms", "--x", "seed"]),
+    "clip range": ("clip-range", ["two arms of one seed"]),
+    "clip range of a sweep": ("clip-range", ["two arms, a setting"]),
+    "contrast of two": ("contrast", ["three arms", "three arms, one collapsed"]),
+    "contrast of recorded studies": ("contrast", ["comfortable.parquet", "paper_ranges.parquet", "edge_rate.parquet"]),
+    "critical rate": ("critical-rate", ["critical_rate.parquet"]),
+    "dose": (
+        "dose",
+        ["routing_dose.parquet", "--dose", "optim.router_lr_factor", "--measured", "routing/changed_any_layer"],
+    ),
+    "early warnings": ("early-warning", []),
+}
+MAY_REFUSE = ("sweep over three", "sweep of twelve arms", "clip range of a sweep", "dose")
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_the_other_figures_have_no_text_over_another_either(studies, tmp_path_factory, tmp_path, monkeypatch, case):
+    figure, words = COMMANDS[case]
+    (file,) = (file for name, file in figure_files().items() if name == figure)
+    sources = []
+    for word in words:
+        if word in SHAPES:
+            sources.append(str(shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[word])))
+        else:
+            sources.append(str(RECORDED / word) if word.endswith(".parquet") else word)
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    monkeypatch.setattr("sys.argv", [f"gspo figure {figure}", *sources, "--out", str(tmp_path)])
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*constrained_layout.*")
+            import_module(f"analysis.{file.stem}").main()
+    except load.Refused as refused:
+        assert case in MAY_REFUSE and "\n" not in str(refused)
+        return
+    assert [overlaps(each) for each in {id(each): each for each in saved}.values()] == [[]]
