@@ -52,7 +52,9 @@ def main() -> None:
             seconds[name] = timed(words, right, Path(folder))
             print(f"{name:<36}{seconds[name]:8.1f} s   gspo {' '.join(words)[:70]}", flush=True)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"machine": machine(), "seconds": seconds}, indent=1) + "\n")
+        Path(arguments.json).write_text(
+            json.dumps({"machine": machine(), "seconds": seconds}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def timed(words: list[str], right: int, folder: Path) -> float:
@@ -62,7 +64,9 @@ def timed(words: list[str], right: int, folder: Path) -> float:
     words = [str(runs[0]) if word == "RUN" else word for word in words]
     environment = os.environ | {"WANDB_MODE": "offline"}
     started = time.monotonic()
-    done = subprocess.run([*GSPO, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*GSPO, *words], cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", check=False
+    )
     taken = time.monotonic() - started
     if done.returncode != right:
         sys.exit(f"gspo {' '.join(words)} ended with {done.returncode}, not {right}:\n{done.stderr[-2000:]}")
@@ -74,7 +78,11 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     described = Path("/proc/cpuinfo")
     if described.exists():
-        names = [line.partition(":")[2].strip() for line in described.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip()
+            for line in described.read_text(encoding="utf-8").splitlines()
+            if "model name" in line
+        ]
         model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
