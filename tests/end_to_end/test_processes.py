@@ -121,7 +121,7 @@ def test_torchrun_starts_them(tmp_path):
 
 
 WRONG = {
-    "key": (["lr=1"], "error: there is no setting lr: the nearest is optim.lr"),
+    "key": (["lr=1"], "error: there is no setting lr: here it is optim.lr"),
     "mode": (["parallel.mode=none"], "error: 2 processes with parallel.mode=none: say parallel.mode=replicate or"),
     "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9 cannot be used here: "),
     "one rank": (["callbacks.it=failing:OnRankOne"], "error: rank 1: RuntimeError: this rank's disk is gone"),
