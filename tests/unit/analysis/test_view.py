@@ -178,7 +178,8 @@ news = [page.look(["runs"]), page.look(["runs"])]
 with open(folder / "monitor.jsonl", "a") as file:  # after its row was seen
     file.write('{{"step": 3, "kind": "fallen", "signal": "reward_fall", "text": "low"}}\\n')
 page.look(["runs"])
-assert [alert["title"] for alert in SQLiteStorage.get_alerts("known")] == ["fallen: reward_fall", "warning"]
+titles = [alert["title"] for alert in SQLiteStorage.get_alerts("known")]
+assert titles == [f"{{folder.name}}: fallen: reward_fall", f"{{folder.name}}: warning"], titles
 lines = (folder / "metrics.jsonl").read_text().splitlines()
 back = [json.loads(line) for line in lines]
 back[-1]["reward/mean"] = 0.1
