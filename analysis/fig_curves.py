@@ -102,14 +102,8 @@ def combinations(data: Data) -> dict[str, Data]:
         beside = ", ".join(f"{key}={value}" for key, value in kept.items())
         return replace(run, arm=f"{run.base} [{beside}]" if kept else run.base or run.arm, beside=kept)
 
-    ordered = sorted(found.items(), key=lambda item: [number_of(item[1][0].settings.get(key)) for key in keys])
+    ordered = sorted(found.items(), key=lambda item: [load.numbers_first(item[1][0].settings.get(key)) for key in keys])
     return {text: Data([plain(run) for run in runs]) for text, runs in ordered}
-
-
-def number_of(value: object) -> tuple[bool, float, str]:
-    """Return what a value is ordered by: numbers by size, then texts."""
-    is_number = isinstance(value, int | float)
-    return not is_number, float(value) if is_number else 0.0, str(value)
 
 
 def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:

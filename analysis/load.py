@@ -143,12 +143,14 @@ def as_value(text: str) -> object:
 
 def in_order(values: Iterable[object]) -> list[str]:
     """Return values as texts, numbers first and by size."""
+    ordered = sorted(values, key=numbers_first)
+    return [f"{value:g}" if isinstance(value, float) else str(value) for value in ordered]
 
-    def place(value: object) -> tuple:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return (not is_number, value if is_number else 0, str(value))
 
-    return [f"{value:g}" if isinstance(value, float) else str(value) for value in sorted(values, key=place)]
+def numbers_first(value: object) -> tuple[bool, float, str]:
+    """Return what a setting's value is sorted by: numbers by size, then everything else by its text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return not is_number, float(value) if is_number else 0.0, str(value)
 
 
 def varied(data: Data) -> dict[str, list[str]]:
