@@ -1,6 +1,8 @@
-"""The blocks that a report is made of, and how they are written as one self-contained HTML file and as Markdown.
+"""The blocks that a report is made of, and how they are written as one self-contained HTML file and
+as Markdown.
 
-templates/blocks.html.j2 is the HTML; analysis/wandb_report.py writes the same blocks as a W&B Report.
+templates/blocks.html.j2 is the HTML; analysis/wandb_report.py writes the same blocks as a W&B
+Report.
 """
 
 from __future__ import annotations
@@ -76,10 +78,16 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     return fill(TEMPLATE, title, {"blocks": [(type(block).__name__, block) for block in blocks]})
 
 
-# ------------------------------------------------------------------------------------------------------------ Markdown
+# ------------------------------------------------------------------------------------------------------------
+# Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """Return the report as Markdown. Figures are linked relative to `folder`, in which the text will lie."""
-    return "\n\n".join([f"# {in_markdown(title)}", *(_markdown(block, folder) for block in blocks)]) + "\n"
+    """Return the report as Markdown. Figures are linked relative to `folder`, in which the text
+    will lie.
+    """
+    return (
+        "\n\n".join([f"# {in_markdown(title)}", *(_markdown(block, folder) for block in blocks)])
+        + "\n"
+    )
 
 
 def _markdown(block: Block, folder: Path) -> str:
@@ -92,7 +100,9 @@ def _markdown(block: Block, folder: Path) -> str:
             return "\n".join(f"- {in_markdown(text)}" for text in texts)
         case Table(names, rows):
             lines = [" | ".join(map(_in_cell, line)) for line in (names, *rows)]
-            return "\n".join(f"| {line} |" for line in (lines[0], " | ".join(["---"] * len(names)), *lines[1:]))
+            return "\n".join(
+                f"| {line} |" for line in (lines[0], " | ".join(["---"] * len(names)), *lines[1:])
+            )
         case Figure(png, about):
             return f"![{in_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
@@ -102,12 +112,16 @@ def _markdown(block: Block, folder: Path) -> str:
 
 
 def _in_cell(cell: str | Link) -> str:
-    return f"[{in_markdown(cell.text)}]({cell.address})" if isinstance(cell, Link) else in_markdown(cell)
+    return (
+        f"[{in_markdown(cell.text)}]({cell.address})"
+        if isinstance(cell, Link)
+        else in_markdown(cell)
+    )
 
 
 def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return rows of cells, the first of which is the head, as the lines of a Markdown table with aligned columns. It
-    reads well on a terminal too."""
+    """Return rows of cells, the first of which is the head, as the lines of a Markdown table with
+    aligned columns. It reads well on a terminal too."""
     cells = [[in_markdown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
@@ -115,5 +129,7 @@ def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def address(file: Path, folder: Path) -> str:
-    """Return the relative address of a file for a page that lies in `folder`, also where its name is not UTF-8."""
+    """Return the relative address of a file for a page that lies in `folder`, also where its name
+    is not UTF-8.
+    """
     return quote(os.fsencode(os.path.relpath(file, folder)))

@@ -2,12 +2,12 @@
 
     python analysis/fig2_clipping.py runs/paper_figures
 
-Expected, if the paper is right: GSPO clips about a hundred times more tokens than GRPO (0.15 against 0.0013), though
-its band is a thousand times narrower, because it clips whole responses. The first mini-batch clips nothing by
-construction: there the policy is still the old policy. The verdict follows the criterion in analysis/claims.py.
-Writes fig2_clipping.pdf and .png. Metrics: clip/token_active, where the clip removed the gradient, and
-clip/token_outside, where the ratio left the band. The paper does not say which of the two it shows; we compare it with
-the first.
+Expected, if the paper is right: GSPO clips about a hundred times more tokens than GRPO (0.15
+against 0.0013), though its band is a thousand times narrower, because it clips whole responses. The
+first mini-batch clips nothing by construction: there the policy is still the old policy. The
+verdict follows the criterion in analysis/claims.py. Writes fig2_clipping.pdf and .png. Metrics:
+clip/token_active, where the clip removed the gradient, and clip/token_outside, where the ratio left
+the band. The paper does not say which of the two it shows; we compare it with the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from analysis.stats import estimate
 from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
-REFUSED = script.NO_CURVES | {"log-x": "its bars start at 0, which a logarithmic axis does not have"}
+REFUSED = script.NO_CURVES | {
+    "log-x": "its bars start at 0, which a logarithmic axis does not have"
+}
 MOST = 14  # the most arms that fit into the figure
 MINIBATCH = "clip/token_active_minibatch_"  # the metrics by mini-batch of the step
 IN_A_ROW = 5  # up to so many arms the three panels stand side by side
@@ -52,14 +54,18 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     view = view or View()
     drawn = looks(data.arms)
     figure = style.canvas(1.7 + 0.55 * len(drawn), view)
-    figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
+    figure.set_size_inches(
+        view.width, figure.get_figheight() + style.key_above(figure, drawn, view)
+    )
     by_minibatch = None  # runs whose mini-batches were not recorded have no such panel
     if not data.metrics(f"{MINIBATCH}2"):
         bars, companion = figure.subplots(1, 2, width_ratios=[1.5, 0.8])
     elif len(drawn) <= IN_A_ROW:
         bars, companion, by_minibatch = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
     else:  # side by side, the two other panels would be as high as the bars of many arms
-        panels_of = figure.subplot_mosaic([["bars", "paper"], ["bars", "by"]], width_ratios=[1.5, 1])
+        panels_of = figure.subplot_mosaic(
+            [["bars", "paper"], ["bars", "by"]], width_ratios=[1.5, 1]
+        )
         bars, companion, by_minibatch = panels_of["bars"], panels_of["paper"], panels_of["by"]
     share_bars(bars, data, drawn, view)
     paper_bars(companion)
@@ -72,13 +78,15 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
         words += " Right: by mini-batch, mean over seeds, axis linear below 0.0001."
     words += " Dots and thin lines: single seeds." if view.seeds else ""
     words += " The paper's bars: GSPO and, as section 5.1 reads, GRPO + Routing Replay (R2)."
-    caption = "\n".join([f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))])
+    caption = "\n".join(
+        [f"{load.describe(data, data.arms)} {words}", *(c.sentence() for c in judged(data))]
+    )
     return style.save(figure, out, "fig2_clipping", caption, view)
 
 
 def clip_ranges(data: Data) -> str:
-    """Return a sentence with the arms' clip ranges, and say which are not the paper's: the clipped share depends on
-    them."""
+    """Return a sentence with the arms' clip ranges, and say which are not the paper's: the clipped
+    share depends on them."""
     parts = []
     for arm in data.arms:
         get = data.of(arm)[0].settings.get
@@ -90,24 +98,40 @@ def clip_ranges(data: Data) -> str:
 
 
 def share_bars(ax: Axes, data: Data, drawn: dict[str, Look], view: View) -> None:
-    """Draw two bars per arm, active (solid) and outside (pale), with the value beside each, on an axis from 0."""
+    """Draw two bars per arm, active (solid) and outside (pale), with the value beside each, on an
+    axis from 0.
+    """
     last, longest = data.common_step(*data.arms), 0.0
     for row, arm in enumerate(data.arms):
-        for offset, name, strength in ((-0.19, "clip/token_active", 1.0), (0.19, "clip/token_outside", 0.4)):
+        for offset, name, strength in (
+            (-0.19, "clip/token_active", 1.0),
+            (0.19, "clip/token_outside", 0.4),
+        ):
             table = data.table(arm, name).loc[:last]
             if table.isna().all(axis=None):
                 continue
             share = estimate(table)
             ends = np.clip([[share.mean - share.low], [share.high - share.mean]], 0, None)
             hue = tint(drawn[arm].colour, strength)
-            bars = {"height": 0.34, "color": hue, "error_kw": {"ecolor": style.INK, "elinewidth": 1}}
+            bars = {
+                "height": 0.34,
+                "color": hue,
+                "error_kw": {"ecolor": style.INK, "elinewidth": 1},
+            }
             ax.barh(row + offset, share.mean, xerr=None if np.isnan(ends).any() else ends, **bars)
             if view.seeds:
                 seeds = {"ms": 4, "color": style.MUTED, "mec": "white", "mew": 0.5, "zorder": 4}
                 ax.plot(table.mean(), [row + offset] * table.shape[1], "o", **seeds)
             reach = style.finite_max([share.mean, share.high])
             text = f"{share.mean:.2g} {name.removeprefix('clip/token_')}"
-            ax.annotate(text, (reach, row + offset), (5, 0), textcoords="offset points", va="center", fontsize=8)
+            ax.annotate(
+                text,
+                (reach, row + offset),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
             longest = max(longest, reach)
     ax.set_yticks(range(len(data.arms)), [style.short(arm) for arm in data.arms])
     bar_axes(ax, len(data.arms), longest * 1.42)
@@ -119,7 +143,9 @@ def paper_bars(ax: Axes) -> None:
     for row, arm in enumerate(PAPERS):
         value = paper.series("fig2_clipped", arm)[0]
         ax.barh(row, value, height=0.5, color=look(arm).colour)
-        ax.annotate(f"{value:g}", (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8)
+        ax.annotate(
+            f"{value:g}", (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
     ax.set_yticks(range(len(PAPERS)), [style.short(arm) for arm in PAPERS])
     bar_axes(ax, len(PAPERS), 0.2)
     ax.set_title("The paper's Fig. 2")

@@ -2,11 +2,11 @@
 
     python analysis/fig3_routing_replay.py runs/paper_figures
 
-Expected, if the paper is right: with Routing Replay the reward rises; without it the reward stalls and then declines
-(in the paper from .42 to .24), while routers change about 10 % of the experts per update in both. The verdicts follow
-the criteria in analysis/claims.py.
-Writes fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency (the router's own
-choice, also where a replay overrides it).
+Expected, if the paper is right: with Routing Replay the reward rises; without it the reward stalls
+and then declines (in the paper from .42 to .24), while routers change about 10 % of the experts per
+update in both. The verdicts follow the criteria in analysis/claims.py. Writes
+fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency (the
+router's own choice, also where a replay overrides it).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def lacking(data: Data) -> str | None:
 
 
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Draw the training reward against compute, the paper's curves, the paired difference, and the routing consistency
-    of both arms."""
+    """Draw the training reward against compute, the paper's curves, the paired difference, and the
+    routing consistency of both arms."""
     if why := lacking(data):
         load.die(f"fig3 {why}")
     view = view or View()
@@ -47,15 +47,22 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     panels.paper_rewards(companion, "fig3_reward", NEEDS, view)
     panels.difference(gap, data, *NEEDS)
     consistency(routing, data, view)
-    words = [load.describe(data, list(NEEDS)), panels.named(NEEDS), panels.how_drawn(data, NEEDS, view)]
-    words += [panels.difference_caption(data, *NEEDS), "The paper's points are digitised, of single runs."]
+    words = [
+        load.describe(data, list(NEEDS)),
+        panels.named(NEEDS),
+        panels.how_drawn(data, NEEDS, view),
+    ]
+    words += [
+        panels.difference_caption(data, *NEEDS),
+        "The paper's points are digitised, of single runs.",
+    ]
     found = "\n".join([" ".join(words), *(claim.sentence() for claim in judged(data))])
     return style.save(figure, out, "fig3_routing_replay", found, view)
 
 
 def consistency(ax: Axes, data: Data, view: View) -> None:
-    """Draw the share of the experts of the step's start that the routers still choose, by batch, averaged over
-    layers."""
+    """Draw the share of the experts of the step's start that the routers still choose, by batch,
+    averaged over layers."""
     ends = []
     for arm in NEEDS:
         table = data.table(arm, "routing/consistency").dropna(how="all")

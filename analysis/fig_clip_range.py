@@ -1,10 +1,12 @@
-"""Clip range: how much of GSPO's and GRPO's disparity in clipped tokens (the paper's Fig 2) is their ranges' doing?
+"""Clip range: how much of GSPO's and GRPO's disparity in clipped tokens (the paper's Fig 2) is
+their ranges' doing?
 
     python analysis/fig_clip_range.py runs/clip_range
 
-Both objectives are run at the same ranges, from the paper's for GSPO to the paper's for GRPO. Expected: at equal ranges
-GSPO clips no more tokens than GRPO, because a mean of log-ratios varies less than each of them. With each objective at
-its own range the paper finds a hundred times as many. Prints a Markdown table; writes fig_clip_range.pdf and .png.
+Both objectives are run at the same ranges, from the paper's for GSPO to the paper's for GRPO.
+Expected: at equal ranges GSPO clips no more tokens than GRPO, because a mean of log-ratios varies
+less than each of them. With each objective at its own range the paper finds a hundred times as
+many. Prints a Markdown table; writes fig_clip_range.pdf and .png.
 """
 
 from __future__ import annotations
@@ -37,15 +39,19 @@ def main() -> None:
 
 
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per finished run: arm, low, high, seed, active and outside (means over all batches), and the reward
-    at the end."""
+    """Return a row per finished run: arm, low, high, seed, active and outside (means over all
+    batches), and the reward at the end."""
     rows = []
     runs = [
-        r for r in data.runs if OBJECTIVES.get(r.settings["objective.name"]) in (GSPO, GRPO) and r.last >= r.planned
+        r
+        for r in data.runs
+        if OBJECTIVES.get(r.settings["objective.name"]) in (GSPO, GRPO) and r.last >= r.planned
     ]
     others = [key for key in load.differing(runs) if not key.startswith("objective.")]
     if others:
-        load.die(f"the runs differ also in {', '.join(others)}: give those that differ in the clip range alone")
+        load.die(
+            f"the runs differ also in {', '.join(others)}: give those that differ in the clip range alone"
+        )
     for run in runs:
         steps = run.rows[run.rows["step"] > 0].sort_values("step")
         row = {"arm": OBJECTIVES.get(run.settings["objective.name"]), "seed": run.seed}
@@ -65,7 +71,9 @@ def shares(numbers: pd.DataFrame, arm: str, low: float, name: str = "active") ->
 
 
 def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
-    """Return GSPO's share over GRPO's at these ranges as text, with its interval over the seeds that both have."""
+    """Return GSPO's share over GRPO's at these ranges as text, with its interval over the seeds
+    that both have.
+    """
     a, b = shares(numbers, GSPO, gspo_low), shares(numbers, GRPO, grpo_low)
     both = a.index.intersection(b.index)
     if not len(both):
@@ -81,7 +89,10 @@ def table(numbers: pd.DataFrame) -> list[str]:
     for (low, high), cell in numbers.groupby(["low", "high"]):
         means, ends = cell.groupby("arm")["active"].mean(), cell.groupby("arm")["end"]
         clipped = [f"{means.get(arm, np.nan):.2g}" for arm in (GSPO, GRPO)]
-        reward = [t_interval(ends.get_group(arm).to_numpy()).text() if arm in means else "-" for arm in (GSPO, GRPO)]
+        reward = [
+            t_interval(ends.get_group(arm).to_numpy()).text() if arm in means else "-"
+            for arm in (GSPO, GRPO)
+        ]
         rows.append([f"{low:g} / {high:g}", *clipped, compared(numbers, low, low), *reward])
     return aligned_table([head, *rows])
 
@@ -112,26 +123,34 @@ def draw(data: Data, numbers: pd.DataFrame, out: Path, view: View | None = None)
         ax.set_xscale("log")
         ax.set_xlabel("lower clip range")
         for arm, name in ((GSPO, "gspo"), (GRPO, "grpo")):
-            ax.axvline(PAPER_RANGES[name][0], color=tint(look(arm).colour, 0.5), lw=1, ls="--", zorder=0)
+            ax.axvline(
+                PAPER_RANGES[name][0], color=tint(look(arm).colour, 0.5), lw=1, ls="--", zorder=0
+            )
     style.key(left, {arm: look(arm) for arm in (GSPO, GRPO)}, loc="best")
     run = data.runs[0]
-    words = (
-        f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Marks: "
-    )
+    words = f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} mini-batches. Marks: "
     words += "seeds; lines: means over seeds of the mean over all batches. Dashed: the range that the paper chose for "
     words += "each. Share axis linear below 0.0001. " + disparity(numbers)
     return style.save(figure, out, "fig_clip_range", words, view)
 
 
 def lines(ax: Axes, numbers: pd.DataFrame, column: str, strength: float) -> None:
-    """Draw one column against the range: the mean as a line per arm and, at full strength, each seed as a mark."""
+    """Draw one column against the range: the mean as a line per arm and, at full strength, each
+    seed as a mark.
+    """
     for arm, runs in numbers.groupby("arm"):
         own = look(arm)
         if strength == 1:
             seeds = {"ms": 5, "color": tint(own.colour, 0.5), "mec": "white", "mew": 0.4}
             ax.plot(runs["low"], runs[column], own.marker, **seeds)
         means = runs.groupby("low")[column].mean()
-        ax.plot(means.index, means, color=tint(own.colour, strength), ls=own.line, lw=1.8 if strength == 1 else 1.2)
+        ax.plot(
+            means.index,
+            means,
+            color=tint(own.colour, strength),
+            ls=own.line,
+            lw=1.8 if strength == 1 else 1.2,
+        )
 
 
 if __name__ == "__main__":

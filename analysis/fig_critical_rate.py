@@ -1,12 +1,14 @@
-"""Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or the size of the step?
+"""Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or
+the size of the step?
 
     python analysis/fig_critical_rate.py analysis/data/critical_rate.parquet
 
-Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the fitted logistic
-curves and the rates at which half of the runs collapse (critical_rate.py). Right: the reward at the end against the
-measured KL of an update, a point per arm and rate: arms that differ only in the size of their steps lie on one line.
-Runs of one objective with several clip ranges are arms of their own, for example GRPO with the paper's range and with
-the one that gives it GSPO's KL. Prints Markdown tables, with the paired differences at each rate; writes
+Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the
+fitted logistic curves and the rates at which half of the runs collapse (critical_rate.py). Right:
+the reward at the end against the measured KL of an update, a point per arm and rate: arms that
+differ only in the size of their steps lie on one line. Runs of one objective with several clip
+ranges are arms of their own, for example GRPO with the paper's range and with the one that gives it
+GSPO's KL. Prints Markdown tables, with the paired differences at each rate; writes
 fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
@@ -46,26 +48,39 @@ def main() -> None:
     print("\n".join([line for lines in tables for line in ("", *lines)] + ["", *map(str, paths)]))
 
 
-# --------------------------------------------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------------------------------------------------
+# numbers
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per run that has finished or collapsed: arm, seed, rate, start, end, collapsed, kl."""
+    """Return a row per run that has finished or collapsed: arm, seed, rate, start, end, collapsed,
+    kl.
+    """
     runs = [run for run in data.runs if run.finished or run.collapsed is not None]
     if not runs:
         load.die("fig_critical_rate needs runs that have finished or collapsed")
-    others = [key for key in load.differing(runs) if not key.startswith(("objective.", "policy.routing_replay", RATE))]
+    others = [
+        key
+        for key in load.differing(runs)
+        if not key.startswith(("objective.", "policy.routing_replay", RATE))
+    ]
     if others:
-        load.die(f"the runs differ also in {', '.join(others)}: give those that differ in the learning rate alone")
+        load.die(
+            f"the runs differ also in {', '.join(others)}: give those that differ in the learning rate alone"
+        )
     ranges = {(base_arm(run, RATE, ""), run.settings.get(CLIP)) for run in runs}
     several = {name for name, count in Counter(name for name, _ in ranges).items() if count > 1}
     numbers = pd.DataFrame([measured(run, several) for run in runs])
     twice = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(twice):
-        load.die(f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, rate {twice.iloc[0]['rate']:g}")
+        load.die(
+            f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, rate {twice.iloc[0]['rate']:g}"
+        )
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
 
 
 def measured(run: Run, several: set[str]) -> dict[str, object]:
-    """Return one run's numbers. `several` are the arms with several clip ranges, which then stand in their names."""
+    """Return one run's numbers. `several` are the arms with several clip ranges, which then stand
+    in their names.
+    """
     name, reward, kl = base_arm(run, RATE, ""), run.column("reward/mean"), run.column("kl/old_k3")
     part = max(run.planned // PART, 1)
     return {
@@ -81,7 +96,10 @@ def measured(run: Run, several: set[str]) -> dict[str, object]:
 
 def in_order(numbers: pd.DataFrame) -> list[str]:
     """Return the arms' names in the order in which the paper has them ahead."""
-    return sorted(numbers["arm"].unique(), key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm))
+    return sorted(
+        numbers["arm"].unique(),
+        key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm),
+    )
 
 
 def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
@@ -96,7 +114,9 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
 
 
 def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
-    """Return for each pair of arms with the same seeds the ratio of their critical rates: its interval and its p."""
+    """Return for each pair of arms with the same seeds the ratio of their critical rates: its
+    interval and its p.
+    """
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
@@ -106,8 +126,18 @@ def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
 
 
 def difference_table(numbers: pd.DataFrame) -> list[str]:
-    """Return a Markdown row per rate and pair of arms: the paired difference of the rewards at the end."""
-    rows = [["learning rate", "difference of the reward, last fifth", "mean and 95 % interval", "t", "p"]]
+    """Return a Markdown row per rate and pair of arms: the paired difference of the rewards at the
+    end.
+    """
+    rows = [
+        [
+            "learning rate",
+            "difference of the reward, last fifth",
+            "mean and 95 % interval",
+            "t",
+            "p",
+        ]
+    ]
     arms = in_order(numbers)
     for rate, cell in numbers.groupby("rate"):
         ends = cell.pivot(index="seed", columns="arm", values="end")
@@ -116,18 +146,31 @@ def difference_table(numbers: pd.DataFrame) -> list[str]:
             if len(each) > 1:
                 mean, error = t_interval(each), each.std(ddof=1) / np.sqrt(len(each))
                 t = f"{mean.mean / error:.1f}" if error > 0 else "-"
-                rows.append([f"{rate:g}", f"{a} - {b}", mean.text("+.3f"), t, f"{sign_flip_p(each):.2g}"])
+                rows.append(
+                    [f"{rate:g}", f"{a} - {b}", mean.text("+.3f"), t, f"{sign_flip_p(each):.2g}"]
+                )
     return aligned_table(rows)
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per arm and rate."""
     rows = [
-        ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth", "collapsed", "KL of an update"]
+        [
+            "objective",
+            "learning rate",
+            "seeds",
+            "reward, first fifth",
+            "last fifth",
+            "collapsed",
+            "KL of an update",
+        ]
     ]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
         row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
-        row += [t_interval(runs["end"].to_numpy()).text(), f"{runs['collapsed'].sum()} of {len(runs)}"]
+        row += [
+            t_interval(runs["end"].to_numpy()).text(),
+            f"{runs['collapsed'].sum()} of {len(runs)}",
+        ]
         rows.append([*row, f"{runs['kl'].mean():.2g}"])
     return aligned_table(rows)
 
@@ -139,20 +182,27 @@ def ratio_table(numbers: pd.DataFrame, ratios: dict) -> list[str]:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
     rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
-    rows += [[arm, beyond(rate, numbers["rate"]), ""] for arm, rate in zip(arms, critical, strict=True)]
+    rows += [
+        [arm, beyond(rate, numbers["rate"]), ""] for arm, rate in zip(arms, critical, strict=True)
+    ]
     rows += [[f"{a} / {b}", value.text(".2f"), f"{p:.2g}"] for (a, b), (value, p) in ratios.items()]
     return aligned_table(rows)
 
 
 def beyond(rate: float, rates: pd.Series) -> str:
-    """Return a critical rate in words: where it lies outside of the rates that were run, only on which side."""
+    """Return a critical rate in words: where it lies outside of the rates that were run, only on
+    which side.
+    """
     if rate > rates.max():
         return f"above {rates.max():g}"
     return f"below {rates.min():g}" if rate < rates.min() else f"{rate:.3g}"
 
 
-# ---------------------------------------------------------------------------------------------------------- figure
-def draw(data: Data, numbers: pd.DataFrame, ratios: dict, out: Path, view: View | None = None) -> list[Path]:
+# ----------------------------------------------------------------------------------------------------------
+# figure
+def draw(
+    data: Data, numbers: pd.DataFrame, ratios: dict, out: Path, view: View | None = None
+) -> list[Path]:
     """Draw the three panels."""
     view, own = view or View(), looks(sorted(numbers["arm"].unique()))
     figure = style.canvas(3.6, view)
@@ -177,9 +227,20 @@ def ends(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
     """Draw the reward at the end against the rate: the mean with its 95 % interval over seeds."""
     for arm, runs in numbers.groupby("arm"):
         means = [(rate, t_interval(cell["end"].to_numpy())) for rate, cell in runs.groupby("rate")]
-        rates, mean = [rate for rate, _ in means], np.array([interval.mean for _, interval in means])
+        rates, mean = (
+            [rate for rate, _ in means],
+            np.array([interval.mean for _, interval in means]),
+        )
         spans = [(i.mean - i.low, i.high - i.mean) for _, i in means]
-        ax.errorbar(rates, mean, yerr=np.nan_to_num(np.transpose(spans)), lw=1.8, ms=5, elinewidth=1, **own[arm].plot())
+        ax.errorbar(
+            rates,
+            mean,
+            yerr=np.nan_to_num(np.transpose(spans)),
+            lw=1.8,
+            ms=5,
+            elinewidth=1,
+            **own[arm].plot(),
+        )
     start = numbers.groupby("rate")["start"].mean()
     ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
     rate_axis(ax, np.sort(numbers["rate"].unique()))
@@ -209,7 +270,9 @@ def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
 
 
 def against_kl(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
-    """Draw the reward at the end against the KL of an update, a point per arm and rate, joined in their order."""
+    """Draw the reward at the end against the KL of an update, a point per arm and rate, joined in
+    their order.
+    """
     for arm, runs in numbers.groupby("arm"):
         cells = runs.groupby("rate")[["kl", "end"]].mean()
         ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **own[arm].plot())
@@ -236,7 +299,11 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: dict) -> str:
         f"{a} / {b}: {value.mean:.2f} [{value.low:.2f}, {value.high:.2f}], p = {p:.2g}"
         for (a, b), (value, p) in ratios.items()
     ]
-    return f"{words}\nRatio of the critical rates, 95 % interval, exact p: {'; '.join(found)}." if found else words
+    return (
+        f"{words}\nRatio of the critical rates, 95 % interval, exact p: {'; '.join(found)}."
+        if found
+        else words
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python analysis/fig_curves.py runs/objectives
     python analysis/fig_curves.py runs/learning_rate --metrics reward/mean optim/grad_norm
 
-Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and metrics of your own,
-such as custom/answers; metrics that the runs have not recorded are left out. Writes fig_curves_<study>.pdf and .png.
+Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and
+metrics of your own, such as custom/answers; metrics that the runs have not recorded are left out.
+Writes fig_curves_<study>.pdf and .png.
 """
 
 from __future__ import annotations
@@ -30,24 +31,39 @@ METRICS = (
     "optim/grad_norm",
     "length/mean",
 )
-LOGARITHMIC = ("clip/token_active", "optim/grad_norm", "mismatch/k3", "mismatch/logp_abs", "ratio/sequence_log_abs")
+LOGARITHMIC = (
+    "clip/token_active",
+    "optim/grad_norm",
+    "mismatch/k3",
+    "mismatch/logp_abs",
+    "ratio/sequence_log_abs",
+)
 PER_ROW = 3
 MOST_COLUMNS = 6  # most combinations of settings that stand side by side
 CROWD = 6  # with more arms than this, bands would hide each other
-SPARSE = 20  # with fewer points than this a metric is a held-out score, measured now and then, and is not smoothed
+# with fewer points than this a metric is a held-out score, measured now and then, and is not
+# smoothed
+SPARSE = 20
 
 
 def main() -> None:
     options = script.parser(__doc__)
-    options.add_argument("--metrics", nargs="+", default=list(METRICS), help=f"default: {' '.join(METRICS)}")
+    options.add_argument(
+        "--metrics", nargs="+", default=list(METRICS), help=f"default: {' '.join(METRICS)}"
+    )
     args = options.parse_args()
-    for path in draw(script.read(args, several_studies=True), args.out, script.view(args), args.metrics):
+    for path in draw(
+        script.read(args, several_studies=True), args.out, script.view(args), args.metrics
+    ):
         print(path)
 
 
-def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | tuple[str, ...] = METRICS) -> list[Path]:
-    """Draw the curves. Where the runs vary settings beside those that make an arm, each combination of their values is
-    a column of panels. Raises Refused if the runs have recorded none of the metrics, or vary too much for a page."""
+def draw(
+    data: Data, out: Path, view: View | None = None, metrics: list[str] | tuple[str, ...] = METRICS
+) -> list[Path]:
+    """Draw the curves. Where the runs vary settings beside those that make an arm, each combination
+    of their values is a column of panels. Raises Refused if the runs have recorded none of the
+    metrics, or vary too much for a page."""
     shown, view = recorded(data, metrics), view or View()
     columns = combinations(data)
     if len(columns) > MOST_COLUMNS:
@@ -78,16 +94,25 @@ def draw(data: Data, out: Path, view: View | None = None, metrics: list[str] | t
             ax.set_axis_off()
         for ax in axes.flat[: max(0, len(shown) - axes.shape[1])]:
             ax.set_xlabel("")  # another panel is below
-    figure.set_size_inches(view.width, figure.get_figheight() + style.key_above(figure, drawn, view))
+    figure.set_size_inches(
+        view.width, figure.get_figheight() + style.key_above(figure, drawn, view)
+    )
     how = panels.how_drawn(data, data.arms, view, bands=len(drawn) <= CROWD)
-    words = [load.describe(data, data.arms), how, "Means are drawn as far as all seeds of the arm have come; metrics"]
-    words.append(f"with fewer than {SPARSE} points are not smoothed; on logarithmic axes values of 0 are left out.")
+    words = [
+        load.describe(data, data.arms),
+        how,
+        "Means are drawn as far as all seeds of the arm have come; metrics",
+    ]
+    words.append(
+        f"with fewer than {SPARSE} points are not smoothed; on logarithmic axes values of 0 are left out."
+    )
     return style.save(figure, out, f"fig_curves_{study(data.runs)}", " ".join(words), view)
 
 
 def combinations(data: Data) -> dict[str, Data]:
-    """Return the runs by the values of the settings that vary beside those that make an arm, under a text that names
-    the values; one text where none vary. In each the arms have their names without these settings."""
+    """Return the runs by the values of the settings that vary beside those that make an arm, under
+    a text that names the values; one text where none vary. In each the arms have their names
+    without these settings."""
     keys = list(load.varied(data))
     found: dict[str, list[Run]] = {}
     for arm in data.arms:
@@ -100,9 +125,14 @@ def combinations(data: Data) -> dict[str, Data]:
     def plain(run: Run) -> Run:
         kept = {key: value for key, value in run.beside.items() if key not in keys}
         beside = ", ".join(f"{key}={value}" for key, value in kept.items())
-        return replace(run, arm=f"{run.base} [{beside}]" if kept else run.base or run.arm, beside=kept)
+        return replace(
+            run, arm=f"{run.base} [{beside}]" if kept else run.base or run.arm, beside=kept
+        )
 
-    ordered = sorted(found.items(), key=lambda item: [load.numbers_first(item[1][0].settings.get(key)) for key in keys])
+    ordered = sorted(
+        found.items(),
+        key=lambda item: [load.numbers_first(item[1][0].settings.get(key)) for key in keys],
+    )
     return {text: Data([plain(run) for run in runs]) for text, runs in ordered}
 
 
@@ -117,12 +147,16 @@ def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
     if missing and tuple(metrics) != METRICS:
         print(f"note: the runs have not recorded {', '.join(missing)}")
     if len(missing) == len(metrics):
-        load.die(f"the runs have recorded none of {', '.join(metrics)}{nearest(metrics[0], data.metrics(''))}")
+        load.die(
+            f"the runs have recorded none of {', '.join(metrics)}{nearest(metrics[0], data.metrics(''))}"
+        )
     return [metric for metric in metrics if metric not in missing]
 
 
 def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View) -> None:
-    """Draw one metric of all arms. Step 0, the evaluation before training, is included where the axis has a 0."""
+    """Draw one metric of all arms. Step 0, the evaluation before training, is included where the
+    axis has a 0.
+    """
     if metric not in data.rows or not any(arm in data.arms for arm in drawn):
         ax.set_axis_off()
         return
@@ -133,7 +167,9 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
             continue
         table = data.table(arm, metric, first_step=int(view.log_x)).dropna(how="all")
         how = view if len(table) >= SPARSE else replace(view, smooth=0)
-        panels.curve(ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf)
+        panels.curve(
+            ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf
+        )
     ax.set_title(metric)
     ax.set_ylabel(data.definition(metric).unit or "unit not recorded")
     style.training_axis(ax, 0, view)
@@ -142,7 +178,9 @@ def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View)
 
 
 def study(runs: list[Run]) -> str:
-    """Return the study's name, or the names of up to three studies, or their number, for file names and titles."""
+    """Return the study's name, or the names of up to three studies, or their number, for file names
+    and titles.
+    """
     names = sorted({str(run.settings.get("study", "runs")) for run in runs})
     return "_".join(names) if len(names) < 4 else f"{len(names)}_studies"
 

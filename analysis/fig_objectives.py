@@ -1,11 +1,12 @@
-"""Objectives: with all else equal, what does each one gain, what does it clip, and what weight does it leave?
+"""Objectives: with all else equal, what does each one gain, what does it clip, and what weight does
+it leave?
 
     python analysis/fig_objectives.py runs/objectives
 
-Any set of arms can be compared; rows are sorted by reward gain. Expected: all of them learn. Arms that differ by less
-than their seeds do are not told apart. The clipped share depends on an objective's range as much as on its kind, and
-the gradient norm depends on how it averages. Prints a Markdown table of the same numbers; writes fig_objectives.pdf and
-.png.
+Any set of arms can be compared; rows are sorted by reward gain. Expected: all of them learn. Arms
+that differ by less than their seeds do are not told apart. The clipped share depends on an
+objective's range as much as on its kind, and the gradient norm depends on how it averages. Prints a
+Markdown table of the same numbers; writes fig_objectives.pdf and .png.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MEANS = {  # the metrics that are averaged over the batches of a run
 }
 WRITTEN = {"weight": ".3f", "grad norm": ".2g", "length": ".1f"}  # the number formats of the table
 REFUSED = script.DOTS | script.NO_CURVES
-LARGEST_WEIGHT = 2.0  # heavier arms (LUSPO weights by length) are written at the edge, or the others would look alike
+# heavier arms (LUSPO weights by length) are written at the edge, or the others would look alike
+LARGEST_WEIGHT = 2.0
 # why these never remove a gradient
 MOST = 16  # the most arms, each of which has a row
 REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no band"}
@@ -48,20 +50,26 @@ def main() -> None:
     print("\n".join(["", *table(measure(data)), "", *map(str, paths)]))
 
 
-# --------------------------------------------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------------------------------------------------
+# numbers
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per arm and seed (the index) over the batches that all runs have, sorted by falling mean gain.
+    """Return a row per arm and seed (the index) over the batches that all runs have, sorted by
+    falling mean gain.
 
     Columns: start, end and gain of the reward, then MEANS; a metric that was not reported is NaN.
     """
     last = data.common_step(*data.arms)
     if last < START + WINDOW:
         run = min(data.runs, key=lambda run: run.last)
-        load.die(f"fig_objectives needs {START + WINDOW} rollout batches of every run; {run.path} has {run.last}")
+        load.die(
+            f"fig_objectives needs {START + WINDOW} rollout batches of every run; {run.path} has {run.last}"
+        )
     frames = {}
     for arm in data.arms:
         reward = data.table(arm, "reward/mean").loc[:last]
-        frame = pd.DataFrame({"start": reward.head(START).mean(), "end": reward.tail(WINDOW).mean()})
+        frame = pd.DataFrame(
+            {"start": reward.head(START).mean(), "end": reward.tail(WINDOW).mean()}
+        )
         frame["gain"] = frame["end"] - frame["start"]
         for name, metric in MEANS.items():
             frame[name] = data.table(arm, metric).loc[:last].mean()
@@ -76,8 +84,19 @@ def arms_of(numbers: pd.DataFrame) -> list[str]:
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
-    """Return a Markdown row per arm with means over seeds, and the gain with its smallest and largest seed."""
-    head = ["arm", "seeds", "reward, start", "end", "gain [min, max over seeds]", "active", "outside", "weight"]
+    """Return a Markdown row per arm with means over seeds, and the gain with its smallest and
+    largest seed.
+    """
+    head = [
+        "arm",
+        "seeds",
+        "reward, start",
+        "end",
+        "gain [min, max over seeds]",
+        "active",
+        "outside",
+        "weight",
+    ]
     cells = [[*head, "grad norm", "mean length"]]
     for arm in arms_of(numbers):
         own = numbers.loc[arm]
@@ -93,7 +112,8 @@ def share(value: float) -> str:
     return "never" if value == 0 else number(value, ".2g")
 
 
-# ---------------------------------------------------------------------------------------------------------- figure
+# ----------------------------------------------------------------------------------------------------------
+# figure
 def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
     if len(data.arms) > MOST:
@@ -101,14 +121,22 @@ def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
     numbers = measure(data)
     names = [name(arm) for arm in arms_of(numbers)]
     view = view or View()
-    figure = style.canvas(0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)), view)
-    columns = [name for name in ("gain", "active", "outside", "weight", "grad norm") if numbers[name].notna().any()]
+    figure = style.canvas(
+        0.85 + len(names) * (0.12 + 0.155 * max(text.count("\n") + 1 for text in names)), view
+    )
+    columns = [
+        name
+        for name in ("gain", "active", "outside", "weight", "grad norm")
+        if numbers[name].notna().any()
+    ]
     widths = [1.6, *[1] * (len(columns) - 1)]
     axes = figure.subplots(1, len(columns), sharey=True, squeeze=False, width_ratios=widths)[0]
     panel_of = dict(zip(columns, axes, strict=True))
     limit = gradient_limit(data)
     gain_panel(panel_of["gain"], numbers)
-    share_panels({name: panel_of[name] for name in ("active", "outside") if name in panel_of}, numbers)
+    share_panels(
+        {name: panel_of[name] for name in ("active", "outside") if name in panel_of}, numbers
+    )
     if "weight" in panel_of:
         weight_panel(panel_of["weight"], numbers)
     if "grad norm" in panel_of:
@@ -130,9 +158,11 @@ def name(arm: str) -> str:
     return "\n".join(textwrap.fill(line, 22) for line in style.short(arm).split("\n"))
 
 
-def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None, right: float = math.inf) -> None:
-    """Draw each arm's seeds as pale dots and their mean as a bar; zeros are drawn at `left` if it is given, and arms
-    above `right` are not drawn."""
+def rows(
+    ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None, right: float = math.inf
+) -> None:
+    """Draw each arm's seeds as pale dots and their mean as a bar; zeros are drawn at `left` if it
+    is given, and arms above `right` are not drawn."""
     for row, arm in enumerate(arms_of(numbers)):
         seeds, own = numbers.loc[arm, column].dropna().to_numpy(), look(arm)
         if not len(seeds) or seeds.mean() > right:
@@ -141,7 +171,14 @@ def rows(ax: Axes, numbers: pd.DataFrame, column: str, left: float | None = None
         if left is not None:
             x, mean = np.where(seeds == 0, left, seeds), mean or left
         ax.plot(
-            x, np.full(len(x), row), own.marker, ms=5.5, color=tint(own.colour, 0.5), mec="white", mew=0.5, zorder=3
+            x,
+            np.full(len(x), row),
+            own.marker,
+            ms=5.5,
+            color=tint(own.colour, 0.5),
+            mec="white",
+            mew=0.5,
+            zorder=3,
         )
         ax.plot(mean, row, "|", ms=11, mew=2.4, color=own.colour, zorder=4)
 
@@ -156,12 +193,19 @@ def gain_panel(ax: Axes, numbers: pd.DataFrame) -> None:
 
 
 def share_panels(axes: dict[str, Axes], numbers: pd.DataFrame) -> None:
-    """Draw shares on one logarithmic axis. Exactly 0, which has no logarithm, gets a shaded strip at the left,
-    "never"."""
+    """Draw shares on one logarithmic axis. Exactly 0, which has no logarithm, gets a shaded strip
+    at the left, "never"."""
     values = numbers[["active", "outside"]].to_numpy()
-    zeros, lowest = bool((values == 0).any()), math.floor(math.log10(values[values > 0].min(initial=0.1)))
+    zeros, lowest = (
+        bool((values == 0).any()),
+        math.floor(math.log10(values[values > 0].min(initial=0.1))),
+    )
     width = 0.4 * -lowest  # the strip's width in decades
-    edge, never, left = 10.0**lowest, 10 ** (lowest - width / 2), 10 ** (lowest - (width if zeros else 0.1))
+    edge, never, left = (
+        10.0**lowest,
+        10 ** (lowest - width / 2),
+        10 ** (lowest - (width if zeros else 0.1)),
+    )
     ticks = [10.0**d for d in range(0, lowest - (not zeros), -2 if lowest < -2 else -1)]
     titles = {"active": "Clipped tokens", "outside": "Outside the band"}
     for column, ax in axes.items():
@@ -190,16 +234,26 @@ def weight_panel(ax: Axes, numbers: pd.DataFrame) -> None:
     ax.set_xlim(min(low, 0.9), max(high, 1.05))  # so that differences of a thousandth look small
     for row, arm in enumerate(arms_of(numbers)):
         if means[arm] > right:
-            at = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8.5, "zorder": 4}
+            at = {
+                "transform": ax.get_yaxis_transform(),
+                "ha": "right",
+                "va": "center",
+                "fontsize": 8.5,
+                "zorder": 4,
+            }
             box = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"}
-            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", color=style.INK, bbox=box, **at)
+            ax.text(
+                1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", color=style.INK, bbox=box, **at
+            )
     ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     ax.set_title("Weight left")
     ax.set_xlabel("1 = on policy")
 
 
 def norm_panel(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
-    """Draw the gradient norm on a logarithmic axis, with the norm to which larger gradients are cut."""
+    """Draw the gradient norm on a logarithmic axis, with the norm to which larger gradients are
+    cut.
+    """
     ax.set_xscale("log")
     rows(ax, numbers, "grad norm")
     if limit is not None:
@@ -234,7 +288,9 @@ def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
     text += zeros if (numbers[["active", "outside"]] == 0).any(axis=None) else ""
     text += ". Outside the band: whatever the sign of the advantage. Weight left: mean over tokens of the factor on "
     text += "A ∇log π" + (" (LUSPO's holds the response's length)" if "LUSPO" in removed else "")
-    return text + (f". Dashes in the last panel: larger gradients are cut to norm {limit:g}." if limit else ".")
+    return text + (
+        f". Dashes in the last panel: larger gradients are cut to norm {limit:g}." if limit else "."
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Scaling: what does a training step cost against response length, batch, model width and number of experts?
+"""Scaling: what does a training step cost against response length, batch, model width and number of
+experts?
 
     python experiments/benchmark.py curves=true                 measures and draws
     python analysis/fig_scaling.py runs/benchmarks/scaling.json
 
-Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at the longest
-responses. With the width, seconds grow more slowly than the arithmetic, which grows as the square. With the number of
-experts they hardly grow, since a token visits the same few. Memory stays level except for what a micro-batch holds.
-Prints a Markdown table of the same numbers with the exponents between points; writes fig_scaling.pdf and .png.
+Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at
+the longest responses. With the width, seconds grow more slowly than the arithmetic, which grows as
+the square. With the number of experts they hardly grow, since a token visits the same few. Memory
+stays level except for what a micro-batch holds. Prints a Markdown table of the same numbers with
+the exponents between points; writes fig_scaling.pdf and .png.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
     path = Path(args.runs[0])
     if not path.is_file():
-        sys.exit(f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`")
+        sys.exit(
+            f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`"
+        )
     records = json.loads(path.read_text(encoding="utf-8"))["points"]
-    print("\n".join(["", *table(records), "", *map(str, draw(records, args.out, script.view(args)))]))
+    print(
+        "\n".join(["", *table(records), "", *map(str, draw(records, args.out, script.view(args)))])
+    )
 
 
 def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
@@ -53,13 +59,26 @@ def exponent(points: list[dict], key: str) -> float:
 
 def table(records: list[dict]) -> list[str]:
     """Return the numbers as a Markdown table."""
-    head = ("curve", "threads", "x", "s/step", "rollout", "update", "microseconds/token", "MiB", "exponent of s/step")
+    head = (
+        "curve",
+        "threads",
+        "x",
+        "s/step",
+        "rollout",
+        "update",
+        "microseconds/token",
+        "MiB",
+        "exponent of s/step",
+    )
     rows = [head]
     for (curve, threads), points in lines(records).items():
         for i, p in enumerate(points):
             slope = f"{exponent(points[: i + 1], 'total_s'):.2f}" if i else ""
             seconds = [f"{p[name]:.2f}" for name in ("total_s", "rollout_s", "update_s")]
-            token, memory = f"{p['total_s'] / p['tokens'] * 1e6:.0f}", f"{p['peak_memory_mib']:,.0f}"
+            token, memory = (
+                f"{p['total_s'] / p['tokens'] * 1e6:.0f}",
+                f"{p['peak_memory_mib']:,.0f}",
+            )
             rows.append((curve, threads, f"{p['x']:,}", *seconds, token, memory, slope))
     return aligned_table(rows)
 
@@ -80,12 +99,25 @@ def draw(records: list[dict], out: Path, view: View) -> list[Path]:
                 if points:
                     text = f"{threads} thread{'s' * (threads > 1)}"
                     ys = [p[key] for p in points]
-                    ax.plot([p["x"] for p in points], ys, dash, color=hue, marker=mark, ms=3.5, label=text)
+                    ax.plot(
+                        [p["x"] for p in points],
+                        ys,
+                        dash,
+                        color=hue,
+                        marker=mark,
+                        ms=3.5,
+                        label=text,
+                    )
             if row == 0:
                 first = found[curve, min(LINES)][0]
                 xs = [p["x"] for p in found[curve, min(LINES)]]
                 ax.plot(
-                    xs, [first[key] * x / first["x"] for x in xs], color=style.MUTED, lw=0.8, ls=":", label="linear"
+                    xs,
+                    [first[key] * x / first["x"] for x in xs],
+                    color=style.MUTED,
+                    lw=0.8,
+                    ls=":",
+                    label="linear",
                 )
             ax.xaxis.set_major_formatter(ScalarFormatter())
             ax.xaxis.set_minor_locator(NullLocator())

@@ -1,10 +1,12 @@
-"""How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times, false alarms.
+"""How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times,
+false alarms.
 
-A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py); a run that does not
-is called healthy. A score warns at its first step above a threshold. Only warnings before the collapse count as seen;
-the rule itself is certain only 20 steps after it. Intervals are 95 %, by resampling runs, with collapsed and healthy
-runs resampled apart. They treat runs as independent, which runs of one seed and one setting are not quite. No interval
-is given for fewer than 5 runs, nor where all have the same value.
+A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py);
+a run that does not is called healthy. A score warns at its first step above a threshold. Only
+warnings before the collapse count as seen; the rule itself is certain only 20 steps after it.
+Intervals are 95 %, by resampling runs, with collapsed and healthy runs resampled apart. They treat
+runs as independent, which runs of one seed and one setting are not quite. No interval is given for
+fewer than 5 runs, nor where all have the same value.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ LR = "learning rate alone"  # a score that looks at no metric, which the others 
 FEWEST = 5  # the fewest values for an interval
 WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
 RATE = 0.05  # the share of the healthy runs that may warn, where a threshold is fitted
-CLEARED = 0.8  # a warning is over when the score falls below this share of the threshold, as in the monitor
+# a warning is over when the score falls below this share of the threshold, as in the monitor
+CLEARED = 0.8
 
 
 @dataclass
 class History:
-    """One run: its stress, its learning rate, the index of the step at which it collapsed (None if it did not), and its
-    scores [T] by signal."""
+    """One run: its stress, its learning rate, the index of the step at which it collapsed (None if
+    it did not), and its scores [T] by signal."""
 
     run: str
     stress: str
@@ -60,22 +63,29 @@ def _series(rows: pd.DataFrame, metric: str) -> list[float]:
     return rows[metric].astype(float).tolist() if metric in rows else [math.nan] * len(rows)
 
 
-# ---------------------------------------------------------------------------------------------------------- ranking
+# ----------------------------------------------------------------------------------------------------------
+# ranking
 def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
-    """Return [collapsed, healthy]: 1 where the collapsed run's largest score is above the healthy one's, 0.5 where
-    equal.
+    """Return [collapsed, healthy]: 1 where the collapsed run's largest score is above the healthy
+    one's, 0.5 where equal.
 
-    Both are taken over the same steps, from the warm-up until `lead` steps before the collapse; otherwise a long
-    healthy run would have more chances of a high score. NaN where either has none or, with `same_lr`, where the
-    learning rates differ.
+    Both are taken over the same steps, from the warm-up until `lead` steps before the collapse;
+    otherwise a long healthy run would have more chances of a high score. NaN where either has none
+    or, with `same_lr`, where the learning rates differ.
     """
     healthy = [run for run in runs if run.collapsed is None]
     rows = []
     for run in runs:
         if run.collapsed is not None:
-            end = max(0, run.collapsed - lead + 1)  # the last step counted is `lead` before the collapse
-            mine, others = run.highest(signal, end), np.array([other.highest(signal, end) for other in healthy])
-            out = np.isnan(mine - others) | np.array([same_lr and run.lr != other.lr for other in healthy], bool)
+            # the last step counted is `lead` before the collapse
+            end = max(0, run.collapsed - lead + 1)
+            mine, others = (
+                run.highest(signal, end),
+                np.array([other.highest(signal, end) for other in healthy]),
+            )
+            out = np.isnan(mine - others) | np.array(
+                [same_lr and run.lr != other.lr for other in healthy], bool
+            )
             rows.append(np.where(out, np.nan, (mine > others) + 0.5 * (mine == others)))
     return np.array(rows).reshape(len(rows), len(healthy))
 
@@ -101,9 +111,9 @@ NOTHING = Value(math.nan, math.nan, math.nan, 0)
 
 
 def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
-    """Return the probability that a collapsed run scores above a healthy one, taken `lead` steps before its collapse or
-    earlier. With `same_lr` only pairs of one learning rate are compared. The count is of the collapsed runs that have
-    steps so early and a run to be compared with."""
+    """Return the probability that a collapsed run scores above a healthy one, taken `lead` steps
+    before its collapse or earlier. With `same_lr` only pairs of one learning rate are compared. The
+    count is of the collapsed runs that have steps so early and a run to be compared with."""
     table = wins(runs, signal, lead, same_lr)
     table = table[np.isfinite(table).any(axis=1)] if table.size else table
     if not table.size:
@@ -113,21 +123,28 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
     rows = rng.multinomial(sick, np.full(sick, 1 / sick), size=REPS)  # how often each run is drawn
     columns = rng.multinomial(well, np.full(well, 1 / well), size=REPS)
     pairs = np.einsum("ri,ij,rj->r", rows, there, columns, optimize=True)
-    draws = np.einsum("ri,ij,rj->r", rows, won, columns, optimize=True)[pairs > 0] / pairs[pairs > 0]
+    draws = (
+        np.einsum("ri,ij,rj->r", rows, won, columns, optimize=True)[pairs > 0] / pairs[pairs > 0]
+    )
     low, high = np.quantile(draws, [0.025, 0.975]) if sick >= FEWEST else (math.nan, math.nan)
     return Value(float(np.nanmean(table)), float(low), float(high), sick)
 
 
-# ---------------------------------------------------------------------------------------------------------- warning
+# ----------------------------------------------------------------------------------------------------------
+# warning
 def fitted(runs: list[History], signal: str) -> float:
-    """Return the lowest threshold above which at most 5 % of the healthy ones among these runs ever score."""
+    """Return the lowest threshold above which at most 5 % of the healthy ones among these runs ever
+    score.
+    """
     tops = [run.highest(signal) for run in runs if run.collapsed is None]
     tops = sorted(top for top in tops if not math.isnan(top))
     return tops[math.ceil((1 - RATE) * len(tops)) - 1] if tops else math.nan
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
-    """Return the steps at which a warning begins. It is over when the score falls below 0.8 x a positive threshold."""
+    """Return the steps at which a warning begins. It is over when the score falls below 0.8 x a
+    positive threshold.
+    """
     steps, active = [], False
     clear = CLEARED * threshold if threshold > 0 else threshold
     for step, score in enumerate(scores[WARM_UP:], start=WARM_UP):
@@ -153,13 +170,15 @@ class Verdict:
 
 def judged(run: History, thresholds: dict[str, float]) -> Verdict:
     """Return the warnings that these signals give together for one run."""
-    steps = sorted(s for name, threshold in thresholds.items() for s in warnings(run.scores[name], threshold))
+    steps = sorted(
+        s for name, threshold in thresholds.items() for s in warnings(run.scores[name], threshold)
+    )
     return Verdict(steps[0] if steps else None, len(steps), run.collapsed)
 
 
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
-    """Judge each run by a threshold that was fitted on the runs under other stresses; runs without such a threshold are
-    left out."""
+    """Judge each run by a threshold that was fitted on the runs under other stresses; runs without
+    such a threshold are left out."""
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
         threshold = fitted([run for run in runs if run.stress != stress], signal)
@@ -182,7 +201,9 @@ def worth(verdicts: list[Verdict]) -> Alarm:
     sick = [v for v in verdicts if v.collapsed is not None]
     leads = [v.collapsed - v.first for v in sick if v.seen]
     counts = [v.count for v in verdicts if v.collapsed is None]
-    return Alarm(share([v.seen for v in sick]), resampled(leads, np.median), resampled(counts, np.mean))
+    return Alarm(
+        share([v.seen for v in sick]), resampled(leads, np.median), resampled(counts, np.mean)
+    )
 
 
 def share(hits: list[bool]) -> Value:
@@ -204,6 +225,8 @@ def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Va
     low = high = math.nan
     if len(numbers) >= FEWEST and numbers.min() < numbers.max():
         rng = np.random.default_rng(0)
-        draws = [statistic(numbers[rng.integers(len(numbers), size=len(numbers))]) for _ in range(REPS)]
+        draws = [
+            statistic(numbers[rng.integers(len(numbers), size=len(numbers))]) for _ in range(REPS)
+        ]
         low, high = (float(x) for x in np.quantile(draws, [0.025, 0.975]))
     return Value(float(statistic(numbers)), low, high, len(numbers))

@@ -1,4 +1,6 @@
-"""Load runs from wherever they were recorded (sources.py), find out which arm each is, and return one tidy frame."""
+"""Load runs from wherever they were recorded (sources.py), find out which arm each is, and return
+one tidy frame.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,12 @@ OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a 
     "sapo": "SAPO",
 }
 
-NEEDED = ("seed", "steps", "objective.name")  # settings without which a record is not a training run
+# settings without which a record is not a training run
+NEEDED = ("seed", "steps", "objective.name")
 NUMBER, NAME = (int, float, type(None)), (str, type(None))
-KINDS = {  # the types of the settings that figures and tables rely on; other settings may be any number or text
+# the types of the settings that figures and tables rely on; other settings may be any number or
+# text
+KINDS = {
     "seed": (int,), "steps": (int,), "objective.name": (str,), "study": NAME, "model.name": NAME,
     "policy.routing_replay": NAME, "objective.clip_low": NUMBER, "objective.clip_high": NUMBER, "optim.lr": NUMBER,
     "optim.max_grad_norm": NUMBER, "rollout.prompts_per_step": NUMBER, "rollout.group_size": NUMBER,
@@ -62,15 +67,17 @@ NOT_THE_ARM = (
     "prompt_used",
     "inputs",
 )
-# Arms differ in these on purpose; any other difference between compared arms is stated in the caption.
+# Arms differ in these on purpose; any other difference between compared arms is stated in the
+# caption.
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> Data:
-    """Return all runs of these sources with their arms, in the order of the sources and within each by path.
+    """Return all runs of these sources with their arms, in the order of the sources and within each
+    by path.
 
-    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises Refused if there are none, if
-    a source cannot be read, or if two runs have the same arm and seed."""
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises Refused if
+    there are none, if a source cannot be read, or if two runs have the same arm and seed."""
     notes: list[str] = []
     runs = {}
     for path in paths:
@@ -78,40 +85,55 @@ def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> 
             found = sources.records(path)
         except (OSError, ValueError) as error:
             die(str(error))
-        for record in sorted(found, key=lambda record: (record.path.resolve(), str(record.settings.get("study")))):
+        for record in sorted(
+            found, key=lambda record: (record.path.resolve(), str(record.settings.get("study")))
+        ):
             if (run := as_run(record, notes)) is not None:
                 key = record.path.resolve(), str(record.settings.get("study"))
                 if key in runs and runs[key].id != run.id:
-                    notes.append(f"{run.path}: two W&B runs, {runs[key].id} and {run.id}; the newer one counts")
+                    notes.append(
+                        f"{run.path}: two W&B runs, {runs[key].id} and {run.id}; the newer one counts"
+                    )
                 runs[key] = run
     runs = list(runs.values())
     if not runs:
-        die(f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl")
+        die(
+            f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl"
+        )
     for key, value in (where or {}).items():
         runs = having(runs, key, value)
     label(runs, notes)
-    notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in runs if not run.finished]
+    notes += [
+        f"unfinished: {run.path}, {run.last} of {run.planned} batches"
+        for run in runs
+        if not run.finished
+    ]
     notes += [f"lost: {run.path} has no row of {lost}" for run in runs if (lost := lost_steps(run))]
     return Data(runs, notes)
 
 
 def having(runs: list[Run], key: str, value: object) -> list[Run]:
-    """Return the runs with this value of a setting. Raises Refused if there are none, with the values that there
-    are."""
+    """Return the runs with this value of a setting. Raises Refused if there are none, with the
+    values that there are."""
     key = full_key(runs, key)
-    found = {repr(run.settings.get(key)): run.settings.get(key) for run in runs if key in run.settings}
+    found = {
+        repr(run.settings.get(key)): run.settings.get(key) for run in runs if key in run.settings
+    }
     if not found:
         settings = sorted({name for run in runs for name in run.settings})
         die(f"--where {key}={value}: these runs have no setting {key}{nearest(key, settings)}")
     kept = [run for run in runs if key in run.settings and same_value(run.settings[key], value)]
     if not kept:
-        die(f"--where {key}={value}: no run has it; there are {', '.join(in_order(found.values()))}")
+        die(
+            f"--where {key}={value}: no run has it; there are {', '.join(in_order(found.values()))}"
+        )
     return kept
 
 
 def full_key(runs: list[Run], key: str) -> str:
-    """Return the setting that a short name stands for: "lr" for optim.lr, "objective" for objective.name. Of several
-    settings with this ending those in which the runs differ are meant. Other names are returned as they are."""
+    """Return the setting that a short name stands for: "lr" for optim.lr, "objective" for
+    objective.name. Of several settings with this ending those in which the runs differ are meant.
+    Other names are returned as they are."""
     settings = {name for run in runs for name in run.settings}
     if key in settings:
         return key
@@ -148,22 +170,30 @@ def in_order(values: Iterable[object]) -> list[str]:
 
 
 def numbers_first(value: object) -> tuple[bool, float, str]:
-    """Return what a setting's value is sorted by: numbers by size, then everything else by its text."""
+    """Return what a setting's value is sorted by: numbers by size, then everything else by its
+    text.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return not is_number, float(value) if is_number else 0.0, str(value)
 
 
 def varied(data: Data) -> dict[str, list[str]]:
-    """Return the settings, beside those that make an arm, in which runs of one arm differ, with their values."""
+    """Return the settings, beside those that make an arm, in which runs of one arm differ, with
+    their values.
+    """
     keys = {key for run in data.runs for key in run.beside if not key.startswith(MAKES_THE_ARM)}
     return {
-        key: in_order({repr(run.settings.get(key)): run.settings.get(key) for run in data.runs}.values())
+        key: in_order(
+            {repr(run.settings.get(key)): run.settings.get(key) for run in data.runs}.values()
+        )
         for key in sorted(keys)
     }
 
 
 def choose_one(data: Data) -> str:
-    """Return how to get one run of each arm and seed from runs that vary a setting; "" if they vary none."""
+    """Return how to get one run of each arm and seed from runs that vary a setting; "" if they vary
+    none.
+    """
     found = varied(data)
     if not found:
         return ""
@@ -182,21 +212,25 @@ def too_many(data: Data, most: int) -> str:
 
 
 def lost_steps(run: Run) -> str:
-    """Return the rollout batches before the last that have no row, as "batch 7" or "batches 7, 8"; empty if there are
-    none."""
+    """Return the rollout batches before the last that have no row, as "batch 7" or "batches 7, 8";
+    empty if there are none."""
     lost = sorted(set(range(1, run.last)) - set(run.rows["step"]))
     some = ", ".join(map(str, lost[:3])) + (f", ... ({len(lost)} in all)" if len(lost) > 3 else "")
     return f"batch{'es' if len(lost) > 1 else ''} {some}" if lost else ""
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:
-    """Return a record as a run, or None (and add a note) if it is not a training run or has no rollout batch yet."""
+    """Return a record as a run, or None (and add a note) if it is not a training run or has no
+    rollout batch yet.
+    """
     notes += record.notes
     missing = [key for key in NEEDED if record.settings.get(key) is None]
     if missing:
         notes.append(f"left out: {record.path}, its settings have no {', '.join(missing)}")
         return None
-    if odd := [f"{key}={str(value)[:40]}" for key, value in record.settings.items() if not fits(key, value)]:
+    if odd := [
+        f"{key}={str(value)[:40]}" for key, value in record.settings.items() if not fits(key, value)
+    ]:
         notes.append(f"left out: {record.path}, its settings cannot be: {', '.join(odd[:3])}")
         return None
     if not len(record.rows) or not (record.rows["step"] > 0).any():
@@ -204,7 +238,9 @@ def as_run(record: Record, notes: list[str]) -> Run | None:
         return None
     twice = record.rows["step"][record.rows["step"].duplicated()]
     if len(twice):
-        notes.append(f"left out: {record.path}, step {twice.iloc[0]} stands twice in its metrics.jsonl")
+        notes.append(
+            f"left out: {record.path}, step {twice.iloc[0]} stands twice in its metrics.jsonl"
+        )
         return None
     return Run(record.path, record.settings, record.rows, id=record.id)
 
@@ -220,8 +256,8 @@ def fits(key: str, value: object) -> bool:
 
 
 def label(runs: list[Run], notes: list[str]) -> None:
-    """Set each run's arm. Where runs with the same name and seed differ in other settings, these settings are
-    appended."""
+    """Set each run's arm. Where runs with the same name and seed differ in other settings, these
+    settings are appended."""
     for run in runs:
         name, replay = run.settings["objective.name"], run.settings.get("policy.routing_replay")
         run.arm = OBJECTIVES.get(name, name)
@@ -229,22 +265,32 @@ def label(runs: list[Run], notes: list[str]) -> None:
             run.arm += f" + Routing Replay ({str(replay).upper()})"
     for base in sorted({run.arm for run in runs}):
         group = [run for run in runs if run.arm == base]
-        keys = {key for seed in {r.seed for r in group} for key in differing([r for r in group if r.seed == seed])}
+        keys = {
+            key
+            for seed in {r.seed for r in group}
+            for key in differing([r for r in group if r.seed == seed])
+        }
         for run in group if keys else []:
             run.base, run.beside = base, {key: run.settings.get(key) for key in sorted(keys)}
-            run.arm = base + " [" + ", ".join(f"{key}={value}" for key, value in run.beside.items()) + "]"
+            run.arm = (
+                base + " [" + ", ".join(f"{key}={value}" for key, value in run.beside.items()) + "]"
+            )
         seen: dict[tuple[str, int], Run] = {}
         for run in group:
             other = seen.setdefault((run.arm, run.seed), run)
             if other is not run:
-                die(f"the same arm and seed twice ({run.arm}, seed {run.seed}): {other.path} and {run.path}; give one")
+                die(
+                    f"the same arm and seed twice ({run.arm}, seed {run.seed}): {other.path} and {run.path}; give one"
+                )
         for arm in sorted({run.arm for run in group}):
             keys = differing([run for run in group if run.arm == arm])
             notes += [f"seeds of {arm} differ also in {', '.join(keys)}"] if keys else []
 
 
 def differing(runs: list[Run] | list[Record]) -> list[str]:
-    """Return the settings in which these runs differ, without those that may differ between runs of one arm."""
+    """Return the settings in which these runs differ, without those that may differ between runs of
+    one arm.
+    """
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
 
@@ -266,7 +312,9 @@ def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
 
 
 def not_compared(data: Data, arms: tuple[str, ...]) -> str:
-    """Return the runs that a comparison of these arms leaves out, with the reasons, or "" if there are none."""
+    """Return the runs that a comparison of these arms leaves out, with the reasons, or "" if there
+    are none.
+    """
     runs, seeds = data.left_out(*arms), data.seeds(*arms)
     texts = []
     for run in runs:
@@ -274,14 +322,18 @@ def not_compared(data: Data, arms: tuple[str, ...]) -> str:
         if run.collapsed is not None:
             why += f", collapsed at step {run.collapsed}"
         elif run.finished:
-            why = "its other run is unfinished" if run.seed in seeds else "no run of that seed to compare with"
+            why = (
+                "its other run is unfinished"
+                if run.seed in seeds
+                else "no run of that seed to compare with"
+            )
         texts.append(f"{run.arm}, seed {run.seed} ({why})")
     return f"left out: {'; '.join(texts)}" if texts else ""
 
 
 def describe(data: Data, arms: list[str]) -> str:
-    """Return what was run, for captions: model, batches, seeds, unfinished runs, and differences that do not make the
-    arms."""
+    """Return what was run, for captions: model, batches, seeds, unfinished runs, and differences
+    that do not make the arms."""
     runs = data.of(*arms)
     arms_with: dict[str, list[str]] = {}
     for arm in arms:
@@ -290,7 +342,9 @@ def describe(data: Data, arms: list[str]) -> str:
     text = f"Run: {_all(runs, 'model.name', 'model not named')}, rollout batches of {batch} in "
     text += f"{_all(runs, 'trainer.minibatches')} mini-batches; "
     several = len(arms_with) > 1
-    text += "; ".join(f"{', '.join(names)}: {seeds}" if several else seeds for seeds, names in arms_with.items())
+    text += "; ".join(
+        f"{', '.join(names)}: {seeds}" if several else seeds for seeds, names in arms_with.items()
+    )
     text += f"; {data.common_step(*arms)} batches common to all runs."
     for run in runs:
         if run.last < run.planned:
@@ -305,7 +359,10 @@ def describe(data: Data, arms: list[str]) -> str:
 def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
     """Return the values that a setting has in these runs, as in "4" or "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
-    return " or ".join(str(value) for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v))))
+    return " or ".join(
+        str(value)
+        for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v)))
+    )
 
 
 def count_seeds(seeds: list[int]) -> str:

@@ -1,7 +1,9 @@
-"""How every arm is drawn, the same in every figure: a colour of Okabe and Ito's palette, a marker, a kind of line.
+"""How every arm is drawn, the same in every figure: a colour of Okabe and Ito's palette, a marker,
+a kind of line.
 
-The paper's arms can be told apart by colour alone under the three kinds of colour blindness, and by lightness alone in
-grey (tests/unit/analysis/test_looks.py measures both); all other arms by colour, marker and line together.
+The paper's arms can be told apart by colour alone under the three kinds of colour blindness, and by
+lightness alone in grey (tests/unit/analysis/test_looks.py measures both); all other arms by colour,
+marker and line together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ class Look:
 
     def plot(self) -> dict[str, object]:
         """Return the arguments of `Axes.plot` for this look."""
-        return {"color": self.colour, "marker": self.marker, "ls": self.line, "mec": "white", "mew": 0.5}
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "ls": self.line,
+            "mec": "white",
+            "mew": 0.5,
+        }
 
 
 LOOKS = {
@@ -54,8 +62,9 @@ VARIANTS = ("-", DASHES, CHAIN, DOTS)
 
 
 def look(arm: str) -> Look:
-    """Return an arm's look. Appended settings ("GRPO [optim.lr=0.001]") do not change it; a replay that has no look of
-    its own gets the colour and marker of its objective and the line style of replays."""
+    """Return an arm's look. Appended settings ("GRPO [optim.lr=0.001]") do not change it; a replay
+    that has no look of its own gets the colour and marker of its objective and the line style of
+    replays."""
     name = arm.split(" [")[0]
     if name in LOOKS:
         return LOOKS[name]
@@ -65,8 +74,9 @@ def look(arm: str) -> Look:
 
 
 def looks(arms: list[str]) -> dict[str, Look]:
-    """Return a look for each arm, all different. Arms that would share one (the same objective at several settings) get
-    shades of its colour, from dark to pale, and different kinds of line in turn; replays keep the line of replays."""
+    """Return a look for each arm, all different. Arms that would share one (the same objective at
+    several settings) get shades of its colour, from dark to pale, and different kinds of line in
+    turn; replays keep the line of replays."""
     sharing, seen, found = Counter(look(arm) for arm in arms), Counter(), {}
     for arm in arms:
         own = look(arm)
@@ -82,6 +92,8 @@ def looks(arms: list[str]) -> dict[str, Look]:
 
 
 def tint(colour: str, strength: float) -> str:
-    """Return a colour mixed with white, where strength 1 is the colour itself. It is opaque, so that overlaps do not
-    darken."""
-    return matplotlib.colors.to_hex([1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)])
+    """Return a colour mixed with white, where strength 1 is the colour itself. It is opaque, so
+    that overlaps do not darken."""
+    return matplotlib.colors.to_hex(
+        [1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)]
+    )

@@ -1,4 +1,6 @@
-"""Panels that several figures share: curves of arms, the paper's beside them, the paired difference that is judged."""
+"""Panels that several figures share: curves of arms, the paper's beside them, the paired difference
+that is judged.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from analysis.looks import Look, look, tint
 from analysis.stats import centred_mean, paired_difference, sign_flip_p, t_quantile
 from analysis.style import COMPUTE, View
 
-BAND = 3  # the fewest seeds for a band: an interval over two is 13 standard errors wide, and over one there is none
+# the fewest seeds for a band: an interval over two is 13 standard errors wide, and over one there
+# is none
+BAND = 3
 
 
 def named(arms: tuple[str, ...] | list[str]) -> str:
@@ -20,7 +24,8 @@ def named(arms: tuple[str, ...] | list[str]) -> str:
     return f"Arm{'s' * (len(arms) > 1)}: {', '.join(arms)}."
 
 
-# ---------------------------------------------------------------------------------------------------------- curves
+# ----------------------------------------------------------------------------------------------------------
+# curves
 def curve(
     ax: Axes,
     values: pd.DataFrame,
@@ -30,13 +35,14 @@ def curve(
     band: bool = True,
     least: float = -np.inf,
 ) -> float:
-    """Draw one arm: `values` (index step, a column per seed) against `x` (in the same form) or the step. Returns the
-    height at which the mean ends.
+    """Draw one arm: `values` (index step, a column per seed) against `x` (in the same form) or the
+    step. Returns the height at which the mean ends.
 
-    The thick line is the mean over seeds, smoothed, as far as all seeds have come. The band is its pointwise 95 % t
-    interval, drawn from 3 seeds on. Thin lines are single seeds, smoothed in the same way; they are drawn if asked for
-    or if there are two. A single seed's thin line shows its batches unsmoothed. On a logarithmic axis, where `least` is
-    the smallest value, 0 is a gap, and bands end at that value. The band of values of which none is negative ends at 0.
+    The thick line is the mean over seeds, smoothed, as far as all seeds have come. The band is its
+    pointwise 95 % t interval, drawn from 3 seeds on. Thin lines are single seeds, smoothed in the
+    same way; they are drawn if asked for or if there are two. A single seed's thin line shows its
+    batches unsmoothed. On a logarithmic axis, where `least` is the smallest value, 0 is a gap, and
+    bands end at that value. The band of values of which none is negative ends at 0.
     """
     reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
     for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
@@ -52,13 +58,20 @@ def curve(
     mean, seeds = smooth.mean(1), smooth.shape[1]
     if band and seeds >= BAND:
         half = t_quantile(seeds - 1) * smooth.std(1, ddof=1) / np.sqrt(seeds)
-        floor = max(least, 0.0) if float(values.min(axis=None)) >= 0 else least  # of what is never negative
+        # of what is never negative
+        floor = max(least, 0.0) if float(values.min(axis=None)) >= 0 else least
         low, high = np.maximum(mean - half, floor), np.maximum(mean + half, floor)
         ax.fill_between(at, low, high, color=own.colour, alpha=0.1, lw=0, zorder=0)
         for edge in (low, high):
             ax.plot(at, edge, color=tint(own.colour, 0.4), lw=0.6, ls=own.line, zorder=1)
     ax.plot(
-        at, np.where(mean >= least, mean, np.nan), lw=2.2, ms=5, markevery=max(1, len(at) // 8), zorder=3, **own.plot()
+        at,
+        np.where(mean >= least, mean, np.nan),
+        lw=2.2,
+        ms=5,
+        markevery=max(1, len(at) // 8),
+        zorder=3,
+        **own.plot(),
     )
     return float(mean[-1])
 
@@ -69,18 +82,30 @@ def how_drawn(data: Data, arms: tuple[str, ...] | list[str], view: View, bands: 
     thin = ["batches (where there is one seed)"] * (1 in counts)
     thin += ["single seeds"] * any(1 < n < BAND or (n > 1 and view.seeds) for n in counts)
     text = f"Thin lines: {' or '.join(thin)}. " if thin else ""
-    text += "Bands: pointwise 95 % intervals over seeds (Student's t). " if bands and max(counts) >= BAND else ""
+    text += (
+        "Bands: pointwise 95 % intervals over seeds (Student's t). "
+        if bands and max(counts) >= BAND
+        else ""
+    )
     smoothed = f", smoothed over ±{view.smooth} batches" if view.smooth else ", not smoothed"
     mean = "mean over seeds" if max(counts) > 1 else "the run"
     return f"{text}Thick lines: {mean}{smoothed}."
 
 
 def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: View) -> None:
-    """Draw the training reward of each arm over its FLOPs, or over batches where a run has not recorded them."""
+    """Draw the training reward of each arm over its FLOPs, or over batches where a run has not
+    recorded them.
+    """
     compute, ends, largest = style.has_compute(data, arms), [], 0.0
     for arm in arms:
         flops = data.table(arm, COMPUTE) if compute else None
-        ends.append((curve(ax, data.table(arm, "reward/mean"), look(arm), view, flops), style.short(arm), look(arm)))
+        ends.append(
+            (
+                curve(ax, data.table(arm, "reward/mean"), look(arm), view, flops),
+                style.short(arm),
+                look(arm),
+            )
+        )
         largest = max(largest, style.finite_max(flops)) if compute else 0.0
     style.training_axis(ax, largest, view)
     ax.set_ylabel("training reward (mean of batch)")
@@ -89,8 +114,8 @@ def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: Vi
 
 
 def difference(ax: Axes, data: Data, a: str, b: str) -> None:
-    """Draw the paired difference a - b that is judged: a dot per seed, the mean with its 95 % interval, p, and a line
-    at 0."""
+    """Draw the paired difference a - b that is judged: a dot per seed, the mean with its 95 %
+    interval, p, and a line at 0."""
     a_TS, b_TS = claims.last_halves(data, a, b)
     each, mean = (a_TS - b_TS).mean(), paired_difference(a_TS, b_TS)
     ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
@@ -100,7 +125,8 @@ def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     ax.plot(at, mean.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
     names_fit = len(each) <= 8
     ax.set_xticks(
-        [*range(len(each)), at] if names_fit else [at], [*map(str, each.index), "mean"] if names_fit else ["mean"]
+        [*range(len(each)), at] if names_fit else [at],
+        [*map(str, each.index), "mean"] if names_fit else ["mean"],
     )
     ax.set_xlim(-0.7, at + 0.9)
     ax.tick_params(axis="x", labelsize=8)
@@ -123,16 +149,20 @@ def difference_caption(data: Data, a: str, b: str) -> str:
     text = f"Paired difference: {a} - {b}, training reward, mean over batches {steps[0]} to {steps[-1]}, "
     if seeds == 1:
         return f"{text}of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
-    return f"{text}paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
+    return (
+        f"{text}paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- the paper's
+# -------------------------------------------------------------------------------------------------------
+# the paper's
 def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoothed: bool) -> None:
-    """Draw the paper's points, which were digitised. x is the number of the marker, since the paper's axis has no
-    ticks."""
+    """Draw the paper's points, which were digitised. x is the number of the marker, since the
+    paper's axis has no ticks."""
     for arm in arms:
         points = paper.series(figure, arm)
-        points = points.loc[points.first_valid_index() :]  # nothing is drawn where the first markers are hidden
+        # nothing is drawn where the first markers are hidden
+        points = points.loc[points.first_valid_index() :]
         own = look(arm)
         if not smoothed:
             shown = points.dropna()
@@ -153,9 +183,11 @@ def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> N
 
 
 def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
-    """Return why these arms cannot be compared, or None if they can; for models without experts it says that they have
-    none."""
+    """Return why these arms cannot be compared, or None if they can; for models without experts it
+    says that they have none."""
     why = load.lacking(data, arms)
     if why and GRPO_R2 in arms and not data.metrics("routing/"):
-        return why.replace("; found:", " (these runs route nothing: dense models have no Routing Replay); found:")
+        return why.replace(
+            "; found:", " (these runs route nothing: dense models have no Routing Replay); found:"
+        )
     return why

@@ -1,7 +1,8 @@
-"""The paper's own points, read off the figures of arXiv:2507.18071; the first lines of the CSV file say how.
+"""The paper's own points, read off the figures of arXiv:2507.18071; the first lines of the CSV file
+say how.
 
-Training rewards carry a reading error of up to about 0.001. The paper's x axis has no ticks: only the markers'
-order is known.
+Training rewards carry a reading error of up to about 0.001. The paper's x axis has no ticks: only
+the markers' order is known.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ CLIP_RANGES = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0
 
 
 def series(figure: str, name: str) -> pd.Series:
-    """Return the values of one series (an arm's label) of one figure by marker number, NaN where a marker was
-    hidden."""
+    """Return the values of one series (an arm's label) of one figure by marker number, NaN where a
+    marker was hidden."""
     points = pd.read_csv(CSV, comment="#")
-    points = points[(points["figure"] == figure) & (points["series"] == name)].set_index("marker")["value"]
+    points = points[(points["figure"] == figure) & (points["series"] == name)].set_index("marker")[
+        "value"
+    ]
     if points.empty:
         raise KeyError(f"no points of {figure!r}, {name!r} in {CSV}")
     return points.reindex(np.arange(points.index.max() + 1))

@@ -1,12 +1,15 @@
-"""What did the runs find? All figures that they permit, a table, and a verdict on each of the paper's claims.
+"""What did the runs find? All figures that they permit, a table, and a verdict on each of the
+paper's claims.
 
     python analysis/reproduce.py runs/paper_figures --beside analysis/data/comfortable.parquet
 
-`make reproduce` ends with this command, and `make figures` repeats it. The studies that --beside names, here the same
-arms at a learning rate at which nothing is unstable, stand in fig_contrast beside the runs.
+`make reproduce` ends with this command, and `make figures` repeats it. The studies that --beside
+names, here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast
+beside the runs.
 
-Prints the table, the findings in words and the paths of the figures; the same text goes to <out>/summary.md. A claim
-that is not seen is reported as not seen. The criteria stand in analysis/claims.py, one docstring per claim.
+Prints the table, the findings in words and the paths of the figures; the same text goes to
+<out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
+analysis/claims.py, one docstring per claim.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ ESCAPED = re.compile(r"\\([^\w\s])")  # what Markdown needs and a terminal does 
 
 def main() -> None:
     options = script.parser(__doc__)
-    options.add_argument("--beside", nargs="*", default=[], metavar="STUDY", help="other studies, for fig_contrast")
+    options.add_argument(
+        "--beside", nargs="*", default=[], metavar="STUDY", help="other studies, for fig_contrast"
+    )
     args = options.parse_args()
     data = script.read(args, notes=False)
     beside = [load.load([study]) for study in args.beside]
@@ -55,8 +60,8 @@ def main() -> None:
 def draw_all(
     data: Data, out: Path, view: View | None = None, beside: Sequence[Data] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Draw the figures that the runs permit, and the contrast with the studies beside them, if there are any.
-    Returns their paths, and a reason for each figure that was left out."""
+    """Draw the figures that the runs permit, and the contrast with the studies beside them, if
+    there are any. Returns their paths, and a reason for each figure that was left out."""
     paths, left_out = [], []
     for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
         why = figure.lacking(data)
@@ -71,7 +76,9 @@ def draw_all(
     return paths, left_out
 
 
-def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence[Data] = ()) -> list[str]:
+def summary(
+    data: Data, paths: list[Path], left_out: list[str], beside: Sequence[Data] = ()
+) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
     notes = [in_markdown(f"Note: {note}") for note in data.notes]
     lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
@@ -89,13 +96,22 @@ def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence
     ]
     lines += ["fewer point to something (analysis/verdicts.py).", ""]
     if not any(run.moe for run in data.runs):
-        lines += ["These models are dense: what the paper claims of MoE models and Routing Replay is not judged.", ""]
+        lines += [
+            "These models are dense: what the paper claims of MoE models and Routing Replay is not judged.",
+            "",
+        ]
     judged = claims.all_claims(data)
     if not judged:
-        lines.append(f"- None can be judged: {load.choose_one(data) or 'the arms that they compare are not there'}.")
+        lines.append(
+            f"- None can be judged: {load.choose_one(data) or 'the arms that they compare are not there'}."
+        )
     for claim in judged:
         found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
-        lines += [f"- {in_markdown(claim.claim)} ({claim.where})", f"  - here: {found}", f"  - **{verdict}**"]
+        lines += [
+            f"- {in_markdown(claim.claim)} ({claim.where})",
+            f"  - here: {found}",
+            f"  - **{verdict}**",
+        ]
     if beside and fig_contrast.lacking([*beside, data]) is None:
         lines += ["", "## Beside other studies", "", *fig_contrast.table([*beside, data])]
     lines += ["", "## Figures", "", *(f"- {in_markdown(line)}" for line in (*paths, *left_out))]
@@ -105,14 +121,21 @@ def summary(data: Data, paths: list[Path], left_out: list[str], beside: Sequence
 def table(data: Data) -> list[str]:
     """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
-    cells = [["", *data.arms]] + [[name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]]
+    cells = [["", *data.arms]] + [
+        [name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]
+    ]
     return aligned_table(cells)
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
-    """Return one arm's column: what it reached, what it clipped, and what it cost; "-" where nothing was reported."""
+    """Return one arm's column: what it reached, what it clipped, and what it cost; "-" where
+    nothing was reported.
+    """
     reward = data.table(arm, "reward/mean")
-    start, end = reward.head(START).mean().mean(), reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean()
+    start, end = (
+        reward.head(START).mean().mean(),
+        reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean(),
+    )
     runs = data.of(arm)
     column = {
         "seeds": ", ".join(str(run.seed) for run in runs),
@@ -127,7 +150,9 @@ def entries(data: Data, arm: str) -> dict[str, str]:
     for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
         points = data.table(arm, name, first_step=0).mean(axis=1).dropna()
         form = ".0f" if name == "eval/elo" else ".3f"
-        column[name] = f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}" if len(points) else "-"
+        column[name] = (
+            f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}" if len(points) else "-"
+        )
     column["training compute, FLOPs"] = number(total(data.table(arm, "compute/flops")), ".2e")
     column["training time, minutes"] = number(total(data.table(arm, "compute/seconds")) / 60, ".1f")
     return column

@@ -1,7 +1,8 @@
-"""One recorded run, and all runs together, as tables that every statistic and figure reads. load.py makes them.
+"""One recorded run, and all runs together, as tables that every statistic and figure reads. load.py
+makes them.
 
-Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s. gspo/tracking/metrics.py says
-what each metric means.
+Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s.
+gspo/tracking/metrics.py says what each metric means.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns in the table o
 
 
 class Refused(ValueError):
-    """What cannot be done with these runs, in one line. A command prints it and ends with exit code 2 (script.py)."""
+    """What cannot be done with these runs, in one line. A command prints it and ends with exit code
+    2 (script.py).
+    """
 
 
 @dataclass
@@ -58,10 +61,14 @@ class Run:
 
     @property
     def moe(self) -> bool:
-        """Whether the model is a mixture of experts, by its settings or else by the metrics that it reported."""
+        """Whether the model is a mixture of experts, by its settings or else by the metrics that it
+        reported.
+        """
         if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
             return True
-        return any(name.startswith("routing/") and self.rows[name].notna().any() for name in self.rows)
+        return any(
+            name.startswith("routing/") and self.rows[name].notna().any() for name in self.rows
+        )
 
     @property
     def finished(self) -> bool:
@@ -88,7 +95,9 @@ class Run:
 
     @cached_property
     def custom(self) -> dict[str, Metric]:
-        """The metrics of the user's own that the run's directory defines; none if its file cannot be read."""
+        """The metrics of the user's own that the run's directory defines; none if its file cannot
+        be read.
+        """
         try:
             return custom_metrics(self.path)
         except (OSError, ValueError):
@@ -105,14 +114,15 @@ class Run:
 
 @dataclass
 class Data:
-    """All runs. `rows` is a tidy frame with the columns run, arm, seed, step and one per metric; `notes` say what was
-    left out or damaged."""
+    """All runs. `rows` is a tidy frame with the columns run, arm, seed, step and one per metric;
+    `notes` say what was left out or damaged."""
 
     runs: list[Run]
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        names = [str(run.path).encode(errors="backslashreplace").decode() for run in self.runs]  # tables hold UTF-8
+        # tables hold UTF-8
+        names = [str(run.path).encode(errors="backslashreplace").decode() for run in self.runs]
         found = zip(self.runs, names, strict=True)
         frames = [run.rows.assign(run=name, arm=run.arm, seed=run.seed) for run, name in found]
         rows = pd.concat(frames, ignore_index=True)
@@ -120,28 +130,34 @@ class Data:
 
     @property
     def arms(self) -> list[str]:
-        """The arms found: the paper's in their fixed order, then the others by name; of one name by the values of the
-        settings in which its runs differ."""
+        """The arms found: the paper's in their fixed order, then the others by name; of one name by
+        the values of the settings in which its runs differ."""
 
         def place(run: Run) -> tuple:
             base = run.base or run.arm
             order = ARMS.index(base) if base in ARMS else len(ARMS)
-            numbers = [value if isinstance(value, int | float) else 0 for value in run.beside.values()]
+            numbers = [
+                value if isinstance(value, int | float) else 0 for value in run.beside.values()
+            ]
             return order, base, numbers, run.arm
 
         return list(dict.fromkeys(run.arm for run in sorted(self.runs, key=place)))
 
     def of(self, *arms: str) -> list[Run]:
         """Return the runs of these arms, sorted by arm and seed."""
-        return sorted((run for run in self.runs if run.arm in arms), key=lambda run: (arms.index(run.arm), run.seed))
+        return sorted(
+            (run for run in self.runs if run.arm in arms),
+            key=lambda run: (arms.index(run.arm), run.seed),
+        )
 
     def seeds(self, *arms: str) -> list[int]:
         """Return the seeds that all of these arms have."""
         return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
 
     def compared(self, *arms: str) -> list[Run]:
-        """Return the runs by which these arms are compared. They are the runs of the seeds that have finished in all of
-        these arms or, while there is no such seed, of the seeds that all of them have begun."""
+        """Return the runs by which these arms are compared. They are the runs of the seeds that
+        have finished in all of these arms or, while there is no such seed, of the seeds that all of
+        them have begun."""
         runs = self.of(*arms)
         begun = self.seeds(*arms)
         finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
@@ -157,9 +173,9 @@ class Data:
         return min(run.last for run in self.of(*arms))
 
     def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """Return one metric of one arm with every step from the first to the arm's last as index and a column per seed,
-        NaN where it was not reported. Raises Refused for an arm that is not there, and for a metric that is neither
-        recorded nor registered."""
+        """Return one metric of one arm with every step from the first to the arm's last as index
+        and a column per seed, NaN where it was not reported. Raises Refused for an arm that is not
+        there, and for a metric that is neither recorded nor registered."""
         if arm not in self.arms:
             die(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
         rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
@@ -170,12 +186,16 @@ class Data:
         return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
 
     def definition(self, metric: str) -> Metric:
-        """Return a metric's definition: that of the first run which defines it itself, else the registry's. Raises
-        KeyError if there is none."""
-        return next((run.custom[metric] for run in self.runs if metric in run.custom), None) or lookup(metric)
+        """Return a metric's definition: that of the first run which defines it itself, else the
+        registry's. Raises KeyError if there is none."""
+        return next(
+            (run.custom[metric] for run in self.runs if metric in run.custom), None
+        ) or lookup(metric)
 
     def check_metric(self, metric: str) -> None:
-        """Raise Refused for a metric that no run has recorded and that is not in the registry either."""
+        """Raise Refused for a metric that no run has recorded and that is not in the registry
+        either.
+        """
         try:
             lookup(metric)
         except KeyError:
@@ -183,11 +203,14 @@ class Data:
                 die(f"no metric {metric!r}{nearest(metric, self.metrics(''))}")
 
     def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
-        """Return the metric's tables of these arms, cut to the compared runs and to the rollout batches that all of
-        them have, so that rows are the same steps in each. A step that a run lost is NaN in its column alone."""
+        """Return the metric's tables of these arms, cut to the compared runs and to the rollout
+        batches that all of them have, so that rows are the same steps in each. A step that a run
+        lost is NaN in its column alone."""
         runs = self.compared(*arms)
         seeds, last = sorted({run.seed for run in runs}), min(run.last for run in runs)
-        return [self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms]
+        return [
+            self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms
+        ]
 
     def metrics(self, prefix: str) -> list[str]:
         """Return the names of the reported metrics that begin with the prefix."""
@@ -201,6 +224,10 @@ def die(message: str) -> NoReturn:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error message: the names that may have been meant or, if none is near, all candidates."""
+    """Return the end of an error message: the names that may have been meant or, if none is near,
+    all candidates.
+    """
     close = get_close_matches(name, list(candidates), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(candidates)}"
+    return (
+        f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(candidates)}"
+    )

@@ -1,4 +1,6 @@
-"""What every figure script does from the command line: load runs, draw, print the paths and the verdicts."""
+"""What every figure script does from the command line: load runs, draw, print the paths and the
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,24 @@ class DoesNothing(argparse.Action):
     """An option that has no effect in this figure, and is therefore refused."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        load.die(f"{option_string} does nothing in {Path(sys.argv[0]).stem}: {self.const}; leave it out")
+        load.die(
+            f"{option_string} does nothing in {Path(sys.argv[0]).stem}: {self.const}; leave it out"
+        )
 
 
-def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts of this folder share; the script's docstring is its help.
-    `refused` names the options that can have no effect in this figure, with the reasons."""
+def parser(
+    doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts of this folder share; the script's
+    docstring is its help. `refused` names the options that can have no effect in this figure, with
+    the reasons."""
     doc = re.sub(r"python (analysis/\w+\.py)", lambda example: typed(example[1]), doc)
-    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = (
+        "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
+    )
     options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
     options.add_argument(
         "--where",
@@ -42,7 +53,12 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
         metavar="KEY=VALUE",
         help="take the runs with these settings alone, such as optim.lr=2e-4",
     )
-    options.add_argument("--out", type=folder, default="figures", help="folder for what is written (default: figures)")
+    options.add_argument(
+        "--out",
+        type=folder,
+        default="figures",
+        help="folder for what is written (default: figures)",
+    )
     every = {
         "seeds": {"action": "store_true", "help": "draw the curve of every single seed too, thin"},
         "smooth": {
@@ -51,7 +67,10 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
             "metavar": "N",
             "help": f"average curves over N batches on either side (default: {View.smooth}; 0: as they are)",
         },
-        "log-x": {"action": "store_true", "help": "logarithmic axis of training compute or batches"},
+        "log-x": {
+            "action": "store_true",
+            "help": "logarithmic axis of training compute or batches",
+        },
         "format": {
             "type": formats,
             "default": View.formats,
@@ -68,7 +87,12 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
     }
     for name, how in every.items():
         why = (refused or {}).get(name)
-        silent = {"action": DoesNothing, "nargs": "?", "const": why, "default": how.get("default", False)}
+        silent = {
+            "action": DoesNothing,
+            "nargs": "?",
+            "const": why,
+            "default": how.get("default", False),
+        }
         options.add_argument(f"--{name}", **(silent | {"help": argparse.SUPPRESS} if why else how))
     return options
 
@@ -76,7 +100,9 @@ def parser(doc: str, needs_runs: bool = True, refused: dict[str, str] | None = N
 def view(args: argparse.Namespace) -> View:
     """Return how to draw, as the command line says."""
     where = ", ".join(f"{key}={value}" for key, value in chosen(args).items())
-    return View(args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width, where)
+    return View(
+        args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width, where
+    )
 
 
 def folder(name: str) -> Path:
@@ -125,20 +151,25 @@ def inches(text: str) -> float:
     except ValueError:
         width = 0.0
     if not 6 <= width <= 40:
-        raise argparse.ArgumentTypeError(f"{text!r}: a width of 6 to 40 inches (narrower, the panels' text collides)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a width of 6 to 40 inches (narrower, the panels' text collides)"
+        )
     return width
 
 
 def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = True) -> load.Data:
-    """Load the runs named on the command line and print the notes on them. Raises Refused where an option would have no
-    effect and, unless the figure takes several studies, where one of the names holds more than one study."""
+    """Load the runs named on the command line and print the notes on them. Raises Refused where an
+    option would have no effect and, unless the figure takes several studies, where one of the names
+    holds more than one study."""
     for path in () if several_studies else args.runs:
         one_study(path)
     data = load.load(args.runs, chosen(args))
     if notes:
         print_notes(data)
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
-        load.die("--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out")
+        load.die(
+            "--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out"
+        )
     return data
 
 
@@ -150,7 +181,9 @@ def print_notes(data: load.Data, *kinds: str) -> None:
 
 
 def one_study(path: str) -> None:
-    """Raise Refused if a source holds runs of several studies: they would be taken for arms and seeds of one study."""
+    """Raise Refused if a source holds runs of several studies: they would be taken for arms and
+    seeds of one study.
+    """
     try:
         found = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):
@@ -160,12 +193,14 @@ def one_study(path: str) -> None:
         name, folder = sorted(studies.items())[0]
         address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
         command = f"{typed(sys.argv[0])} {address}"
-        load.die(f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}")
+        load.die(
+            f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}"
+        )
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a script's main. What cannot be done with its runs becomes one line on stderr with exit code 2, and no text
-    from the runs can control the terminal."""
+    """Run a script's main. What cannot be done with its runs becomes one line on stderr with exit
+    code 2, and no text from the runs can control the terminal."""
     escaping.guard()
     try:
         main()

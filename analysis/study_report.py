@@ -1,12 +1,14 @@
-"""The report of a study: figures, settings, statistics, links to its runs; as HTML, as Markdown, as a W&B Report.
+"""The report of a study: figures, settings, statistics, links to its runs; as HTML, as Markdown, as
+a W&B Report.
 
     python analysis/study_report.py runs/paper_figures
     python analysis/study_report.py runs/learning_rate --figures figures/fig_sweep_learning_rate.png
     python analysis/study_report.py runs/paper_figures --publish TEAM/PROJECT
 
-Writes report_<study>.html (one file that needs nothing else) and report_<study>.md. The figures are the study's curves,
-those of the paper that its arms permit, and the PNG files that you name. --publish saves the same as a report in a
-W&B project, over the one that it saved there before; it needs an account.
+Writes report_<study>.html (one file that needs nothing else) and report_<study>.md. The figures are
+the study's curves, those of the paper that its arms permit, and the PNG files that you name.
+--publish saves the same as a report in a W&B project, over the one that it saved there before; it
+needs an account.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from gspo.core.files import replace_text
 
 def main() -> None:
     options = script.parser(__doc__, refused={"format": "the report shows PNG files"})
-    options.add_argument("--figures", nargs="*", type=Path, default=[], help="further PNG files to show")
+    options.add_argument(
+        "--figures", nargs="*", type=Path, default=[], help="further PNG files to show"
+    )
     of = "the arm that the others are compared with (default: each with GRPO under the same settings)"
     options.add_argument("--baseline", default="", metavar="ARM", help=of)
-    options.add_argument("--publish", default="", metavar="ENTITY/PROJECT", help="save it as a W&B Report too")
+    options.add_argument(
+        "--publish", default="", metavar="ENTITY/PROJECT", help="save it as a W&B Report too"
+    )
     args = options.parse_args()
     data, view = script.read(args, several_studies=True, notes=False), script.view(args)
     if args.baseline and args.baseline not in data.arms:
@@ -37,14 +43,22 @@ def main() -> None:
 
         wandb_report.check(args.publish, data)
     drawn, left_out = reproduce.draw_all(data, args.out, view)
-    data.notes += [why.split("; found: ")[0] for why in left_out]  # the table of settings already lists the arms
+    # the table of settings already lists the arms
+    data.notes += [why.split("; found: ")[0] for why in left_out]
     figures = [
-        path for path in (*fig_curves.draw(data, args.out, view), *drawn, *args.figures) if path.suffix == ".png"
+        path
+        for path in (*fig_curves.draw(data, args.out, view), *drawn, *args.figures)
+        if path.suffix == ".png"
     ]
     name = fig_curves.study(data.runs)
     title = f"Study {name}"
     words = study_parts.opening(data, args.baseline)
-    content = [*words, *shown(figures), Heading("Runs"), study_parts.runs(data, lambda run: local(run, args.out))]
+    content = [
+        *words,
+        *shown(figures),
+        Heading("Runs"),
+        study_parts.runs(data, lambda run: local(run, args.out)),
+    ]
     for path, text in (
         (args.out / f"report_{name}.html", to_html(title, content)),
         (args.out / f"report_{name}.md", to_markdown(title, content, args.out)),

@@ -1,4 +1,6 @@
-"""One style for all figures: axes, captions, and files that come out the same byte for byte. looks.py has the arms."""
+"""One style for all figures: axes, captions, and files that come out the same byte for byte.
+looks.py has the arms.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ from analysis.stats import WINDOW
 from gspo.core.escaping import shown
 from gspo.core.files import replace_bytes
 
-INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"  # colours of everything that belongs to no arm
-WIDTH = 9.0  # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
+# colours of everything that belongs to no arm
+INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"
+# inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
+WIDTH = 9.0
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
 COMPUTE = "compute/flops"
 LONGEST_NAME = 22  # characters of an objective's name in a label
-PREFIX = re.compile(r"(?<![\w.])(?:\w+\.)+(?=\w+=)")  # what stands before the last part of a setting's name
-POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")  # a power of ten in a label
+# what stands before the last part of a setting's name
+PREFIX = re.compile(r"(?<![\w.])(?:\w+\.)+(?=\w+=)")
+# a power of ten in a label
+POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")
 
 
 @dataclass(frozen=True)
@@ -101,45 +107,70 @@ def canvas(height: float, view: View) -> Figure:
 
 
 def label_ends(ax: Axes, ends: list[tuple[float, str, Look]], letter: float = 0.075) -> None:
-    """Write the arms' names at the right edge with a piece of their lines, at the heights where the lines end, kept
-    apart. `letter` is the height of a line of text as a share of the panel's."""
+    """Write the arms' names at the right edge with a piece of their lines, at the heights where the
+    lines end, kept apart. `letter` is the height of a line of text as a share of the panel's."""
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)  # the labels are placed for these limits
     log = ax.get_yscale() == "log"
     scale = np.log if log else np.asarray
     place, gap = -math.inf, 0.0
-    for y, text, look in sorted((end for end in ends if np.isfinite(end[0])), key=lambda end: end[:2]):
+    for y, text, look in sorted(
+        (end for end in ends if np.isfinite(end[0])), key=lambda end: end[:2]
+    ):
         size = letter * (1 + text.count("\n"))
-        place = max(float((scale(y) - scale(low)) / (scale(high) - scale(low))), place + (gap + size) / 2)
+        place = max(
+            float((scale(y) - scale(low)) / (scale(high) - scale(low))), place + (gap + size) / 2
+        )
         gap = size
-        stroke = {"arrowstyle": "-", "color": look.colour, "ls": look.line, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+        stroke = {
+            "arrowstyle": "-",
+            "color": look.colour,
+            "ls": look.line,
+            "lw": 1.8,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         at = {"xycoords": "axes fraction", "textcoords": "offset points"}
         ax.annotate("", (1, place), (26, 0), arrowprops=stroke, annotation_clip=False, **at)
         middle = offset_copy(ax.transAxes, ax.get_figure(root=True), x=14, units="points")
         mark = look.plot() | {"ls": ""}
         ax.add_line(Line2D([1], [place], transform=middle, clip_on=False, ms=5.5, **mark))
-        ax.annotate(text, (1, place), (31, 0), color=INK, va="center", linespacing=1.1, annotation_clip=False, **at)
+        ax.annotate(
+            text,
+            (1, place),
+            (31, 0),
+            color=INK,
+            va="center",
+            linespacing=1.1,
+            annotation_clip=False,
+            **at,
+        )
 
 
 def key(ax: Axes, looks: dict[str, Look], **where: object) -> None:
     """Draw a legend of arms, for a panel without room for names at the lines' ends."""
-    lines = [Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()]
+    lines = [
+        Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()
+    ]
     ax.legend(handles=lines, fontsize=8, handlelength=2.6, **where)
 
 
 def key_above(figure: Figure, looks: dict[str, Look], view: View) -> float:
     """Draw a legend of arms in lines above the panels, and return its height in inches."""
     names = [short(arm).replace("\n", " ") for arm in looks]
-    letters = int(11.6 * view.width)  # this many letters of the legend's size are about as wide as the page
+    # this many letters of the legend's size are about as wide as the page
+    letters = int(11.6 * view.width)
     columns = min(len(names), max(1, letters // (max(map(len, names)) + 8)))
     lines = [Line2D([], [], lw=2, ms=5, **look.plot()) for look in looks.values()]
-    figure.legend(lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6)
+    figure.legend(
+        lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6
+    )
     return 0.1 + 0.2 * -(-len(names) // columns)
 
 
 def training_axis(ax: Axes, largest: float, view: View) -> None:
-    """Set up the x axis of curves: FLOPs up to `largest`, with the power of ten in the label instead of at the ticks;
-    batches where `largest` is 0."""
+    """Set up the x axis of curves: FLOPs up to `largest`, with the power of ten in the label
+    instead of at the ticks; batches where `largest` is 0."""
     power = math.floor(math.log10(largest)) if largest > 0 else 0
     if view.log_x:
         ax.set_xscale("log")
@@ -154,13 +185,15 @@ def training_axis(ax: Axes, largest: float, view: View) -> None:
 
 
 def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
-    """Return whether every run of these arms has recorded its compute; if not, batches are the x axis."""
+    """Return whether every run of these arms has recorded its compute; if not, batches are the x
+    axis.
+    """
     return all(data.table(arm, COMPUTE).notna().any().all() for arm in arms)
 
 
 def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list[Path]:
-    """Write out/name in the formats asked for, with the caption wrapped under the panels. The same runs give the same
-    bytes."""
+    """Write out/name in the formats asked for, with the caption wrapped under the panels. The same
+    runs give the same bytes."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
     if view.where:
         name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', view.where)}"
@@ -174,7 +207,11 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{name}.{suffix}" for suffix in view.formats]
     for path in paths:
-        undated = {".pdf": {"CreationDate": None}, ".png": {"Software": None}, ".svg": {"Date": None}}[path.suffix]
+        undated = {
+            ".pdf": {"CreationDate": None},
+            ".png": {"Software": None},
+            ".svg": {"Date": None},
+        }[path.suffix]
         drawn = io.BytesIO()
         figure.savefig(drawn, format=path.suffix[1:], dpi=160, metadata=undated)
         replace_bytes(path, drawn.getvalue())
@@ -182,8 +219,8 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
 
 
 def as_data(text: Text) -> None:
-    """Show names and settings literally. matplotlib would read text between dollar signs as formulas, which here are
-    only powers of ten."""
+    """Show names and settings literally. matplotlib would read text between dollar signs as
+    formulas, which here are only powers of ten."""
     text.set_text(shown(text.get_text()))
     if "$" in POWER.sub("", text.get_text()):
         text.set_parse_math(False)
@@ -192,14 +229,27 @@ def as_data(text: Text) -> None:
 def write_under(figure: Figure, caption: str) -> None:
     """Write the wrapped caption below the panels; the figure grows by its height."""
     width, height = figure.get_size_inches()
-    letters = int(width * 72 / (CAPTION_SIZE * 0.57))  # a letter is about 0.57 of the font size wide
-    lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)]
+    # a letter is about 0.57 of the font size wide
+    letters = int(width * 72 / (CAPTION_SIZE * 0.57))
+    lines = [
+        line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)
+    ]
     under = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
     total = height + under
     figure.set_size_inches(width, total)
-    figure.get_layout_engine().set(rect=(0, under / total, 1, 1 - under / total), w_pad=0.06, h_pad=0.06)
+    figure.get_layout_engine().set(
+        rect=(0, under / total, 1, 1 - under / total), w_pad=0.06, h_pad=0.06
+    )
     text = "\n".join(lines)
-    figure.text(0.012, (under - 4 / 72) / total, text, va="top", fontsize=CAPTION_SIZE, color=INK, linespacing=1.35)
+    figure.text(
+        0.012,
+        (under - 4 / 72) / total,
+        text,
+        va="top",
+        fontsize=CAPTION_SIZE,
+        color=INK,
+        linespacing=1.35,
+    )
 
 
 def finite_max(*values: np.ndarray) -> float:

@@ -1,15 +1,18 @@
 """What may be said of a number from its interval: the rule that every verdict follows.
 
-    seen                       the interval lies above the line, and the exact sign-flip p is below .05
-    not seen: contradicted     the interval lies below the line, and the exact sign-flip p is below .05
+    seen                       the interval lies above the line, and the exact sign-flip p is below
+                               .05
+    not seen: contradicted     the interval lies below the line, and the exact sign-flip p is below
+                               .05
     points to it, against it   the interval lies on one side, but p is not below .05
-    the same within ±m         the interval lies within m of the line, and p is below .05 at both of its ends;
-                               "points to the same" where only the interval says so
+    the same within ±m         the interval lies within m of the line, and p is below .05 at both of
+                               its ends; "points to the same" where only the interval says so
     undecided                  none of these
 
-An interval over a few seeds relies on their being normally distributed, and with three seeds a rounding difference of
-the machine can reverse it. The sign-flip test does not rely on that. Its smallest p over S seeds is 2 / 2^S, so a
-verdict requires 6 seeds. One seed gives an interval within the run and no p: it can point to something, no more.
+An interval over a few seeds relies on their being normally distributed, and with three seeds a
+rounding difference of the machine can reverse it. The sign-flip test does not rely on that. Its
+smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. One seed gives an interval within
+the run and no p: it can point to something, no more.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ LEVEL, FEWEST = 0.05, 6
 
 
 def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
-    """Return the verdict on "above the line" and, with a margin, also on "the same as the line within ±margin"."""
+    """Return the verdict on "above the line" and, with a margin, also on "the same as the line
+    within ±margin".
+    """
     if math.isnan(interval.low):
         return "undecided (no interval)"
     same = alike(interval, line, margin) if margin else ""
@@ -47,13 +52,15 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
 
 
 def alike(interval: Interval, line: float, margin: float) -> str:
-    """Return "the same within ±margin" if that can be said, "points to the same ..." if only the interval says so, or
-    ""."""
+    """Return "the same within ±margin" if that can be said, "points to the same ..." if only the
+    interval says so, or ""."""
     if not (line - margin < interval.low and interval.high < line + margin):
         return ""
     p = max(interval.p(line - margin), interval.p(line + margin))
     verdict = f"{'' if p < LEVEL else 'points to '}the same within ±{margin:g}"
-    return f"{verdict} (interval {interval.kind}; against ±{margin:g} {certainty(p, interval.seeds)})"
+    return (
+        f"{verdict} (interval {interval.kind}; against ±{margin:g} {certainty(p, interval.seeds)})"
+    )
 
 
 def certainty(p: float, seeds: int) -> str:
@@ -63,9 +70,15 @@ def certainty(p: float, seeds: int) -> str:
     text = f"exact p = {p:.2g}"
     if p < LEVEL:
         return text
-    return f"{text}: a verdict needs p < {LEVEL:g}" + (f", so {FEWEST} seeds" if seeds < FEWEST else "")
+    return f"{text}: a verdict needs p < {LEVEL:g}" + (
+        f", so {FEWEST} seeds" if seeds < FEWEST else ""
+    )
 
 
 def _words(holds: bool, p: float, why: str, seeds: int) -> str:
-    sure = ("seen" if holds else "not seen: contradicted") if p < LEVEL else f"points {'to' if holds else 'against'} it"
+    sure = (
+        ("seen" if holds else "not seen: contradicted")
+        if p < LEVEL
+        else f"points {'to' if holds else 'against'} it"
+    )
     return f"{sure} ({why}; {certainty(p, seeds)})"

@@ -1,9 +1,10 @@
-"""Read runs from W&B's offline files, also damaged and half-written ones: what can be read is read, the rest noted.
+"""Read runs from W&B's offline files, also damaged and half-written ones: what can be read is read,
+the rest noted.
 
-A `.wandb` file has 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in LevelDB's log format. These
-hold records of (CRC-32 of type and payload, length, type) and a payload; a payload that crosses a block is cut into
-FIRST, MIDDLE and LAST. The payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are
-joined by our `step`.
+A `.wandb` file has 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in
+LevelDB's log format. These hold records of (CRC-32 of type and payload, length, type) and a
+payload; a payload that crosses a block is cut into FIRST, MIDDLE and LAST. The payloads are W&B's
+protobuf messages. A resumed run has a file per segment, whose rows are joined by our `step`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from gspo.core import untrusted
 BLOCK, HEADER = 32768, 7
 SCORE = "score"
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}  # the checksum covers the type too
+# the checksum covers the type too
+STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}
 
 
 @dataclass
@@ -37,7 +39,9 @@ class Segment:
 
 
 def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
-    """Yield the payloads that are whole. After damage, reading goes on with the next block, as in LevelDB."""
+    """Yield the payloads that are whole. After damage, reading goes on with the next block, as in
+    LevelDB.
+    """
     if len(data) < HEADER or struct.unpack_from("<4sHB", data) != (b":W&B", 0xBEE1, 0):
         damage.append("no W&B file, or its first bytes are damaged")
         return
@@ -72,7 +76,9 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """Read one file. Neither its content nor its kind raises an exception; what is wrong becomes a note."""
+    """Read one file. Neither its content nor its kind raises an exception; what is wrong becomes a
+    note.
+    """
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # imported here because wandb takes a second
 
@@ -99,7 +105,8 @@ def read(path: Path) -> Segment:
         elif kind == "exit":
             ended = True
         elif kind == "history":
-            plain = [item for item in record.history.item if len(item.nested_key) < 2]  # others are parts of tables
+            # others are parts of tables
+            plain = [item for item in record.history.item if len(item.nested_key) < 2]
             row = _values(plain, segment.damage)
             step = row.pop("step", None)
             if untrusted.is_step(step):
@@ -107,10 +114,13 @@ def read(path: Path) -> Segment:
                 names |= segment.rows[step].keys()
                 if len(segment.rows) * len(names) > untrusted.CELLS:
                     segment.rows = {}
-                    segment.damage.append(f"its rows make a table of more than {untrusted.CELLS:,} cells")
+                    segment.damage.append(
+                        f"its rows make a table of more than {untrusted.CELLS:,} cells"
+                    )
                     break
     named = segment.name if may_be_a_name(segment.name) else ""
-    segment.name = recorded_name(segment.config) or named  # WANDB_NAME may have replaced the display name
+    # WANDB_NAME may have replaced the display name
+    segment.name = recorded_name(segment.config) or named
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")
@@ -129,20 +139,30 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
 
 
 def recorded_name(config: dict[str, object]) -> str:
-    """Remove the run directory's name from the configuration, which holds it beside the settings, and return it."""
+    """Remove the run directory's name from the configuration, which holds it beside the settings,
+    and return it.
+    """
     record = config.pop("record", None)
     name = record.get("run") if isinstance(record, dict) else None
     return name if isinstance(name, str) and may_be_a_name(name) else ""
 
 
 def may_be_a_name(text: str) -> bool:
-    """Return whether a file or folder could have this name; with any other, every question about the path fails."""
-    return len(text.encode(errors="replace")) <= 255 and "\0" not in text and not untrusted.HALVES.search(text)
+    """Return whether a file or folder could have this name; with any other, every question about
+    the path fails.
+    """
+    return (
+        len(text.encode(errors="replace")) <= 255
+        and "\0" not in text
+        and not untrusted.HALVES.search(text)
+    )
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
-    """Return a row without W&B's own keys, tables and the run's score so far, which metrics.jsonl does not have; values
-    that are not finite become NaN."""
+    """Return a row without W&B's own keys, tables and the run's score so far, which metrics.jsonl
+    does not have; values that are not finite become NaN."""
     own = {key: value for key, value in row.items() if key[:1] != "_" and key != SCORE}
-    kept = {key: untrusted.finite(value) for key, value in own.items() if untrusted.is_number(value)}
+    kept = {
+        key: untrusted.finite(value) for key, value in own.items() if untrusted.is_number(value)
+    }
     return {key: math.nan if value is None else value for key, value in kept.items()}

@@ -1,8 +1,9 @@
-"""A study's report as a W&B Report, written with W&B's own library for it (wandb_workspaces.reports.v2).
+"""A study's report as a W&B Report, written with W&B's own library for it
+(wandb_workspaces.reports.v2).
 
-A report shows pictures that a run has logged, so they go into a run of job type "report" in the same project. Beside
-them stand live panels of the study's runs, grouped by objective where the arms differ in nothing else, and links to the
-runs. Saving again replaces the report.
+A report shows pictures that a run has logged, so they go into a run of job type "report" in the
+same project. Beside them stand live panels of the study's runs, grouped by objective where the arms
+differ in nothing else, and links to the runs. Saving again replaces the report.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ def check(address: str, data: Data) -> None:
         die(f"--publish {address}: no W&B account is configured on this machine: wandb login")
 
 
-def publish(address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]) -> str:
+def publish(
+    address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]
+) -> str:
     """Save the report in ENTITY/PROJECT and return its address. Raises Refused when W&B refuses it."""
     entity, _, project = address.partition("/")
     name = f"figures: {title}"
     try:
-        made = report(entity, project, title, data, words, name, upload(entity, project, name, figures))
+        made = report(
+            entity, project, title, data, words, name, upload(entity, project, name, figures)
+        )
         made.id = saved_before(made)
         return made.save().url
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
@@ -85,11 +90,17 @@ def report(
     drawn_by: str,
     pictures: list[str],
 ) -> wr.Report:
-    """Return the report, not saved yet; `pictures` are the keys that the run named `drawn_by` holds."""
-    shown = wr.Runset(entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by))
+    """Return the report, not saved yet; `pictures` are the keys that the run named `drawn_by`
+    holds.
+    """
+    shown = wr.Runset(
+        entity, project, name="figures", filters=expr.And(expr.Metric("Name") == drawn_by)
+    )
     chosen = expr.And(expr.Metric("Group").isin(studies(data)), expr.Metric("JobType") == "train")
     live = wr.Runset(entity, project, name="runs", filters=chosen)
-    grouped_by = GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
+    grouped_by = (
+        GROUP_BY if len({run.settings[GROUP_BY] for run in data.runs}) == len(data.arms) else ""
+    )
     at = addresses(entity, project)
     return wr.Report(
         entity=entity,
@@ -104,13 +115,21 @@ def report(
                 runsets=[shown],
                 hide_run_sets=True,
                 panels=[
-                    wr.MediaBrowser(title=key, media_keys=[key], num_columns=1, layout=wr.Layout(0, 16 * i, 24, 16))
+                    wr.MediaBrowser(
+                        title=key,
+                        media_keys=[key],
+                        num_columns=1,
+                        layout=wr.Layout(0, 16 * i, 24, 16),
+                    )
                     for i, key in enumerate(pictures)
                 ],
             ),
             wr.H2("The runs, live"),
             wr.P("Mean and range of the runs, by objective." if grouped_by else "A line per run."),
-            wr.PanelGrid(runsets=[live], panels=[live_panel(metric, i, grouped_by) for i, metric in enumerate(LIVE)]),
+            wr.PanelGrid(
+                runsets=[live],
+                panels=[live_panel(metric, i, grouped_by) for i, metric in enumerate(LIVE)],
+            ),
             wr.H2("Runs"),
             *as_wandb(study_parts.runs(data, lambda run: linked(run, at))),
         ],
@@ -118,18 +137,22 @@ def report(
 
 
 def live_panel(metric: str, place: int, grouped_by: str) -> wr.LinePlot:
-    """Return a panel with a line per run or, with `grouped_by`, with the mean of the runs that agree in that
-    setting."""
+    """Return a panel with a line per run or, with `grouped_by`, with the mean of the runs that
+    agree in that setting."""
     where = wr.Layout(12 * (place % 2), 8 * (place // 2), 12, 8)
     panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=where, max_runs_to_show=100)
     if grouped_by:
-        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = wr.Config(grouped_by), "mean", "minmax"
+        panel.groupby, panel.groupby_aggfunc, panel.groupby_rangefunc = (
+            wr.Config(grouped_by),
+            "mean",
+            "minmax",
+        )
     return panel
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
-    """Return one of our blocks, other than a figure, as W&B's. Tables become Markdown, since W&B's own tables show only
-    runs."""
+    """Return one of our blocks, other than a figure, as W&B's. Tables become Markdown, since W&B's
+    own tables show only runs."""
     match block:
         case Heading(text):
             return [wr.H2(text)]
@@ -156,6 +179,11 @@ def linked(run: Run, at: dict[str, str]) -> Link | str:
 
 
 def saved_before(made: wr.Report) -> str:
-    """Return the id of the report of this title that this module saved before, or "" if there is none."""
+    """Return the id of the report of this title that this module saved before, or "" if there is
+    none.
+    """
     there = wandb.Api().reports(f"{made.entity}/{made.project}")
-    return next((each.id for each in there if (each.display_name, each.description) == (made.title, MADE)), "")
+    return next(
+        (each.id for each in there if (each.display_name, each.description) == (made.title, MADE)),
+        "",
+    )

@@ -1,13 +1,17 @@
-"""What the verifiers of this machine withstand: attacks on the sandbox, hostile answers, and your own cases.
+"""What the verifiers of this machine withstand: attacks on the sandbox, hostile answers, and your
+own cases.
 
-    python experiments/audit_rewards.py                            the attack and the hostile suite, about a minute
-    python experiments/audit_rewards.py pairs=FILE.jsonl           your answers and golds (may be given together with
-    python experiments/audit_rewards.py programs=FILE.jsonl        your programs and tests, and with suite=yes)
+    python experiments/audit_rewards.py                            the attack and the hostile suite,
+                                                                   about a minute
+    python experiments/audit_rewards.py pairs=FILE.jsonl           your answers and golds (may be
+                                                                   given together with
+    python experiments/audit_rewards.py programs=FILE.jsonl        your programs and tests, and with
+                                                                   suite=yes)
 
-pairs=FILE      lines {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]}; tag "hash": answer
-                after ####, else in the last \\boxed{}
-programs=FILE   lines {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args", "expected"} or
-                {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
+pairs=FILE      lines {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]};
+                tag "hash": answer after ####, else in the last \\boxed{}
+programs=FILE   lines {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args",
+                "expected"} or {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
 suite=yes|no    run the built-in suites (by default only where neither pairs nor programs is given)
 slots=N         programs at a time (default 2)
 weak=yes        go on where the machine cannot confine programs (see the layers that are printed)
@@ -54,7 +58,9 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """Return the options: `name=value` words over the defaults. Raises ValueError for anything else."""
+    """Return the options: `name=value` words over the defaults. Raises ValueError for anything
+    else.
+    """
     options, _ = key_values(arguments, DEFAULTS, empty=False)
     for name in ("suite", "weak"):
         if options[name] not in ("", "yes", "no"):
@@ -74,7 +80,9 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
         print("layers of the sandbox")
         print(self_test.report(runner.layers()))
         parts["attacks on the sandbox"] = attacks(runner, "attacks on the sandbox")
-        parts["attacks through a tool"] = attacks(suite_tool(weak), "attacks through the tool of an environment")
+        parts["attacks through a tool"] = attacks(
+            suite_tool(weak), "attacks through the tool of an environment"
+        )
         parts["hostile answers"] = hostile(slots)
     if options["pairs"]:
         verifiers = {form: MathVerifier(form=form, workers=slots) for form in ("boxed", "hash")}
@@ -103,13 +111,17 @@ def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[Outcome]:
         results = run_attacks(runner)
     finally:
         runner.close()
-    outcomes = [Outcome(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped) for r in results]
+    outcomes = [
+        Outcome(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped) for r in results
+    ]
     show(title, outcomes)
     return outcomes
 
 
 def hostile(workers: int) -> list[Outcome]:
-    """Judge answers that make other verifiers hang, crash or give in. None may be judged correct, nor take long."""
+    """Judge answers that make other verifiers hang, crash or give in. None may be judged correct,
+    nor take long.
+    """
     boxed = [*hacks(), *poisons(POISONS)]
     cases = [(f"{answer} for {gold}", rf"\boxed{{{answer}}}", gold) for gold, answer in boxed]
     cases += [(f"{len(text)} characters: {text[:20]!r}", text, "7") for text in HOSTILE_RESPONSES]

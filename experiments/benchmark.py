@@ -1,4 +1,6 @@
-"""What a training step costs, by phase, on a named workload; beside TRL if asked for. `--help` says more."""
+"""What a training step costs, by phase, on a named workload; beside TRL if asked for. `--help` says
+more.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,17 @@ def main(config: DictConfig) -> None:
 
 
 def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Peers) -> None:
-    """Measure what the command asks for, print it as a table and write it; of several processes rank 0 writes."""
+    """Measure what the command asks for, print it as a table and write it; of several processes
+    rank 0 writes.
+    """
     name = f"{command.workload}_processes" if command.scaling else command.workload
     out = Path(command.out or Path(command.runs) / "benchmarks" / f"{name}.json")
     if command.scaling:
         record = {"scaling": command.scaling, "rounds": []}
         prompts = WORKLOADS[command.workload].resized(command.size).prompts
-        for measured in measure_cases(command.scaling, own_overrides("scaling"), prompts, command.rounds):
+        for measured in measure_cases(
+            command.scaling, own_overrides("scaling"), prompts, command.rounds
+        ):
             record["rounds"].append(measured)
             write(record, out)
         print(scaling_table(record["rounds"], command.scaling))
@@ -84,11 +90,17 @@ def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Pee
         print(generation_table(record["rounds"]))
     else:
         if not WORKLOADS[command.workload].peer:
-            raise ValueError(f"peer={command.peer} with workload={command.workload}: TRL is not run at this size")
+            raise ValueError(
+                f"peer={command.peer} with workload={command.workload}: TRL is not run at this size"
+            )
         if command.set or {"micro_batch_size", "batch_rows"} & command.size.keys():
-            raise ValueError("peer=trl: set... and size.micro_batch_size, batch_rows would change our side alone")
+            raise ValueError(
+                "peer=trl: set... and size.micro_batch_size, batch_rows would change our side alone"
+            )
         record = {"rounds": []}
-        for measured in compare(settings, own_overrides("peer"), command.rounds, command.batches, command.arms):
+        for measured in compare(
+            settings, own_overrides("peer"), command.rounds, command.batches, command.arms
+        ):
             record["rounds"].append(measured)
             write(record | {"threads": command.threads}, out)
         print(Pairs(record["rounds"]).table())
@@ -99,14 +111,22 @@ def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Pee
 
 
 def own_overrides(key: str) -> list[str]:
-    """Return this command's arguments without the one that makes it start others, and without what only it needs."""
-    return [o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in (key, "rounds", "out", "arms")]
+    """Return this command's arguments without the one that makes it start others, and without what
+    only it needs.
+    """
+    return [
+        o
+        for o in HydraConfig.get().overrides.task
+        if o.split("=")[0] not in (key, "rounds", "out", "arms")
+    ]
 
 
 def write(record: dict, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = platform.processor() or platform.machine()
-    out.write_text(json.dumps({"machine": machine, "code": code_state(), **record}, indent=1), encoding="utf-8")
+    out.write_text(
+        json.dumps({"machine": machine, "code": code_state(), **record}, indent=1), encoding="utf-8"
+    )
 
 
 def draw_curves(command: BenchmarkCommand) -> None:
@@ -116,29 +136,46 @@ def draw_curves(command: BenchmarkCommand) -> None:
     for point in measure_curves([1, 2], command.runs):
         points.append(point)
         write({"points": points}, out)
-    subprocess.run([sys.executable, str(ROOT / "analysis" / "fig_scaling.py"), str(out)], check=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "analysis" / "fig_scaling.py"), str(out)], check=True
+    )
 
 
 def composed(command: BenchmarkCommand) -> Settings:
-    """Return the workload as the settings of a run, which does not yet say from which folder it starts."""
+    """Return the workload as the settings of a run, which does not yet say from which folder it
+    starts.
+    """
     workload = WORKLOADS[command.workload].resized(command.size)
     wandb = "offline" if find_spec("wandb") else "disabled"
-    own = [f"threads={command.threads}", f"runs={command.runs}", f"tracking.wandb={wandb}", f"study={command.workload}"]
-    return to_settings(compose("train", overrides=[*workload.overrides(), *own, *command.overrides()]))
+    own = [
+        f"threads={command.threads}",
+        f"runs={command.runs}",
+        f"tracking.wandb={wandb}",
+        f"study={command.workload}",
+    ]
+    return to_settings(
+        compose("train", overrides=[*workload.overrides(), *own, *command.overrides()])
+    )
 
 
 def check_prompts(settings: Settings, command: BenchmarkCommand) -> None:
-    """Raise ValueError if the prompts of a step cannot be shared out, or are not the workload's, which is made larger
-    for weak scaling."""
+    """Raise ValueError if the prompts of a step cannot be shared out, or are not the workload's,
+    which is made larger for weak scaling."""
     prompts, count = WORKLOADS[command.workload].resized(command.size).prompts, command.scaling
     if prompts < count:
-        raise ValueError(f"scaling={count} with size.prompts={prompts}: say size.prompts={count} or more")
+        raise ValueError(
+            f"scaling={count} with size.prompts={prompts}: say size.prompts={count} or more"
+        )
     if settings.rollout.prompts_per_step != prompts:
-        raise ValueError(f"scaling={count} with set.rollout.prompts_per_step: say size.prompts=N instead")
+        raise ValueError(
+            f"scaling={count} with set.rollout.prompts_per_step: say size.prompts=N instead"
+        )
 
 
 def from_folder(settings: Settings, command: BenchmarkCommand, peers: Peers) -> None:
-    """Let the run start from a model folder, which is made if it is not there yet: by rank 0, for whom others wait."""
+    """Let the run start from a model folder, which is made if it is not there yet: by rank 0, for
+    whom others wait.
+    """
     if peers.ranks.index:
         peers.ranks.told(None)
     start_from_folder(settings, command)
@@ -151,7 +188,9 @@ def start_from_folder(settings: Settings, command: BenchmarkCommand) -> None:
     shape = WORKLOADS[command.workload].resized(command.size).shape
     if shape:
         settings.model.path = str(made_folder(shape, Path(command.runs) / "benchmarks" / "models"))
-        settings.task = EvenText(**{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")})
+        settings.task = EvenText(
+            **{f: getattr(settings.task, f) for f in ("name", "max_operands", "largest")}
+        )
         return
     bar = Progress("cold start", settings.cold_start.steps, 0, sys.stderr.isatty())
     folder = starting_model_folder(settings, lambda step, _, loss: bar(step, loss=loss))

@@ -1,10 +1,12 @@
-"""TRL's GRPOTrainer with the GSPO objective on a benchmark's workload, in TRL's environment (`make setup-peer`).
+"""TRL's GRPOTrainer with the GSPO objective on a benchmark's workload, in TRL's environment (`make
+setup-peer`).
 
-experiments/benchmark.py calls it with peer=trl, not the user: `python experiments/benchmark_trl.py SPEC.json`. It adds
-clocks to TRL and changes nothing else. It uses TRL's fastest settings on a CPU, which are not its defaults: no mixed
-precision and no gradient checkpointing (both together take twice as long there). On a GPU there is no checkpointing
-either, and its weights are bfloat16 where ours are float32 with bfloat16 products, which spares it a cast of all
-weights. This is untried on a GPU.
+experiments/benchmark.py calls it with peer=trl, not the user: `python experiments/benchmark_trl.py
+SPEC.json`. It adds clocks to TRL and changes nothing else. It uses TRL's fastest settings on a CPU,
+which are not its defaults: no mixed precision and no gradient checkpointing (both together take
+twice as long there). On a GPU there is no checkpointing either, and its weights are bfloat16 where
+ours are float32 with bfloat16 products, which spares it a cast of all weights. This is untried on a
+GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # checked before the imports below, which need TRL's environment
+# checked before the imports below, which need TRL's environment
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
     print(__doc__.strip())
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 try:
@@ -38,7 +41,9 @@ ON_CPU = SPEC["device"] == "cpu"
 
 
 class Clocked(GRPOTrainer):
-    """A GRPOTrainer that records, for every rollout batch, the seconds in all and of sampling, and what was sampled."""
+    """A GRPOTrainer that records, for every rollout batch, the seconds in all and of sampling, and
+    what was sampled.
+    """
 
     def __init__(self, *args, **kwargs):
         self.rows: list[dict] = []
@@ -53,7 +58,11 @@ class Clocked(GRPOTrainer):
         started = time.perf_counter()
         result = super()._generate_single_turn(*args, **kwargs)
         tokens = [len(ids) for ids in result[0]]
-        self.rows[-1] |= {"rollout_s": time.perf_counter() - started, "tokens": sum(tokens), "longest": max(tokens)}
+        self.rows[-1] |= {
+            "rollout_s": time.perf_counter() - started,
+            "tokens": sum(tokens),
+            "longest": max(tokens),
+        }
         return result
 
     def _calculate_rewards(self, *args, **kwargs):
@@ -103,7 +112,10 @@ def main() -> None:
     datasets.disable_progress_bars()
     tokenizer = transformers.AutoTokenizer.from_pretrained(SPEC["checkpoint"])
     SPEC["end"] = tokenizer.eos_token_id
-    rows = [{"prompt": p, "answer": str(a)} for p, a in zip(SPEC["prompts"], SPEC["answers"], strict=True)]
+    rows = [
+        {"prompt": p, "answer": str(a)}
+        for p, a in zip(SPEC["prompts"], SPEC["answers"], strict=True)
+    ]
     reward = even_text if SPEC["reward"] == "EvenText" else correct
     with tempfile.TemporaryDirectory() as folder:
         trainer = Clocked(
@@ -117,11 +129,18 @@ def main() -> None:
         trainer.train()
         trainer.close_row()
     measured = trainer.rows[1:]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )
     if not ON_CPU:
         peak = torch.cuda.max_memory_allocated() / 2**20
-    record = {key: median(r[key] for r in measured) for key in ("total_s", "rollout_s", "tokens", "longest", "reward")}
-    Path(SPEC["out"]).write_text(json.dumps(record | {"peak_memory_mib": peak, "batches": measured}), encoding="utf-8")
+    record = {
+        key: median(r[key] for r in measured)
+        for key in ("total_s", "rollout_s", "tokens", "longest", "reward")
+    }
+    Path(SPEC["out"]).write_text(
+        json.dumps(record | {"peak_memory_mib": peak, "batches": measured}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Compare our losses, advantages and weights with golden vectors of other frameworks; prints a Markdown page.
+"""Compare our losses, advantages and weights with golden vectors of other frameworks; prints a
+Markdown page.
 
     python experiments/parity.py [vectors=DIR] [out=FILE]
 
-vectors: a folder of golden vectors (experiments/peers/vectors.py says their format); by default tests/data/parity.
-out: the page goes into this file instead. experiments/PARITY.md is kept that way.
+vectors: a folder of golden vectors (experiments/peers/vectors.py says their format); by default
+tests/data/parity. out: the page goes into this file instead. experiments/PARITY.md is kept that
+way.
 
 Exit code 1 if an entry is out of its tolerance, 2 if the command or the folder is wrong.
 """
@@ -35,7 +37,12 @@ def main(arguments: list[str]) -> int:
         entries, unreadable = load(ROOT / DEFAULT if given is None else given)
         torch.set_num_threads(1)
         comparisons = [compare(entry) for entry in entries]
-        command = " ".join(["python experiments/parity.py", *(f"{name}={value}" for name, value in options.items())])
+        command = " ".join(
+            [
+                "python experiments/parity.py",
+                *(f"{name}={value}" for name, value in options.items()),
+            ]
+        )
         text = page(command, comparisons, unreadable)
         if "out" in options:
             Path(options["out"]).write_text(text, encoding="utf-8")

@@ -36,13 +36,22 @@ COMMANDS = {  # what it is -> the words after `gspo`, and the exit code that is 
 
 def main() -> None:
     """Time the commands one after the other in an empty folder, and print a table."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--reproduce", action="store_true", help="also the sweep and the figures of `make reproduce`")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--reproduce",
+        action="store_true",
+        help="also the sweep and the figures of `make reproduce`",
+    )
     options.add_argument("--json", metavar="FILE", help="write the numbers")
     arguments = options.parse_args()
     commands = dict(COMMANDS)
     if arguments.reproduce:
-        beside = [str(ROOT / "analysis/data" / name) for name in ("comfortable.parquet", "paper_ranges.parquet")]
+        beside = [
+            str(ROOT / "analysis/data" / name)
+            for name in ("comfortable.parquet", "paper_ranges.parquet")
+        ]
         commands["reproduce: 30 runs"] = (["train", "-cn", "paper_figures", "-m"], 0)
         commands["reproduce: figures"] = (["figures", "runs/paper_figures", "--beside", *beside], 0)
     print(machine())
@@ -53,23 +62,32 @@ def main() -> None:
             print(f"{name:<36}{seconds[name]:8.1f} s   gspo {' '.join(words)[:70]}", flush=True)
     if arguments.json:
         Path(arguments.json).write_text(
-            json.dumps({"machine": machine(), "seconds": seconds}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"machine": machine(), "seconds": seconds}, indent=1) + "\n",
+            encoding="utf-8",
         )
 
 
 def timed(words: list[str], right: int, folder: Path) -> float:
-    """Run a command in a folder and return its seconds. `RUN` stands for the run directory that is there. Ends the
-    program if the command ends with another exit code than the right one."""
+    """Run a command in a folder and return its seconds. `RUN` stands for the run directory that is
+    there. Ends the program if the command ends with another exit code than the right one."""
     runs = sorted(path.parent for path in folder.glob("runs/*/*/settings.yaml"))
     words = [str(runs[0]) if word == "RUN" else word for word in words]
     environment = os.environ | {"WANDB_MODE": "offline"}
     started = time.monotonic()
     done = subprocess.run(
-        [*GSPO, *words], cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", check=False
+        [*GSPO, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     taken = time.monotonic() - started
     if done.returncode != right:
-        sys.exit(f"gspo {' '.join(words)} ended with {done.returncode}, not {right}:\n{done.stderr[-2000:]}")
+        sys.exit(
+            f"gspo {' '.join(words)} ended with {done.returncode}, not {right}:\n{done.stderr[-2000:]}"
+        )
     return taken
 
 

@@ -1,4 +1,6 @@
-"""What every test runs with. PyTorch is imported by the fixtures: the process that hands out the tests needs none."""
+"""What every test runs with. PyTorch is imported by the fixtures: the process that hands out the
+tests needs none.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 def pytest_collection_finish():
     gc.freeze()  # the garbage collector need not look again and again at what the imports have made
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and (forked := sys.modules.get("forked")):
-        forked.server()  # most tests that need it wait for it if it starts when it is first asked for
+        # most tests that need it wait for it if it starts when it is first asked for
+        forked.server()
 
 
 @pytest.fixture(autouse=True, scope="session")

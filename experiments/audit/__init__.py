@@ -1,1 +1,3 @@
-"""Attacks on the sandbox, answers written to fool the math verifier, and the user's own cases for both."""
+"""Attacks on the sandbox, answers written to fool the math verifier, and the user's own cases for
+both.
+"""

@@ -1,9 +1,11 @@
-r"""A user's own cases for the verifiers: pairs of answer and gold, and programs, each with the verdict it should get.
+r"""A user's own cases for the verifiers: pairs of answer and gold, and programs, each with the
+verdict it should get.
 
-pairs     one JSON object per line: {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]}
-          tag "hash": the answer stands after GSM8K's ####, else in the last \boxed{}; null: no decided truth
-programs  {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args", "expected"} or
-          {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
+pairs     one JSON object per line: {"id", "prediction", "gold", "expected": true | false | null,
+          "tags": [...]} tag "hash": the answer stands after GSM8K's ####, else in the last
+          \boxed{}; null: no decided truth
+programs  {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args", "expected"}
+          or {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from gspo.verifiers.math.verifier import MathVerifier
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: the verdict that was expected (None: undecided), the verdict that was given, and whether they agree."""
+    """One case: the verdict that was expected (None: undecided), the verdict that was given, and
+    whether they agree.
+    """
 
     case: str
     expected: str | None
@@ -30,7 +34,9 @@ class Outcome:
 
 
 def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises ValueError naming the file, the line and what is wrong with it."""
+    """Return the objects of a JSONL file. Raises ValueError naming the file, the line and what is
+    wrong with it.
+    """
     if not path.is_file():
         raise ValueError(f"{key}={path} is not a file")
     rows = []
@@ -43,7 +49,9 @@ def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, 
             raise ValueError(f"{key}={path}, line {number} is not JSON: {error}") from None
         missing = [name for name in needed if not isinstance(row, dict) or name not in row]
         if missing:
-            raise ValueError(f"{key}={path}, line {number} has no {missing[0]!r}; it needs {', '.join(needed)}")
+            raise ValueError(
+                f"{key}={path}, line {number} has no {missing[0]!r}; it needs {', '.join(needed)}"
+            )
         rows.append(row)
     return rows
 
@@ -53,7 +61,9 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
     rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
     outcomes: dict[int, Outcome] = {}
     for form, verifier in verifiers.items():
-        mine = [i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")]
+        mine = [
+            i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")
+        ]
         said = verifier.verify([(str(rows[i]["prediction"]), str(rows[i]["gold"])) for i in mine])
         for i, verdict in zip(mine, (found.verdict for found in said), strict=True):
             if rows[i]["expected"] not in (True, False, None):
@@ -62,7 +72,9 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
                 )
             expected = {True: "correct", False: "not correct", None: None}[rows[i]["expected"]]
             agrees = expected is None or (verdict == "correct") == (expected == "correct")
-            outcomes[i] = Outcome(str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ())))
+            outcomes[i] = Outcome(
+                str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ()))
+            )
     return [outcomes[i] for i in range(len(rows))]
 
 
@@ -74,7 +86,9 @@ def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:
     for row, grade in zip(rows, grades, strict=True):
         expected = row["expected_verdict"]
         agrees = expected is None or grade.verdict in (expected, *row.get("also_ok", ()))
-        outcomes.append(Outcome(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ()))))
+        outcomes.append(
+            Outcome(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ())))
+        )
     return outcomes
 
 
@@ -86,7 +100,11 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
         raise ValueError(f"{where}: a function needs its entry_point")
     try:
         if row["kind"] == "stdin":
-            return Submission(row["code"], "", tuple(StdinCase(t["stdin"], t["expected_stdout"]) for t in row["tests"]))
+            return Submission(
+                row["code"],
+                "",
+                tuple(StdinCase(t["stdin"], t["expected_stdout"]) for t in row["tests"]),
+            )
         cases = tuple(FunctionCase(tuple(t["args"]), t["expected"]) for t in row["tests"])
     except KeyError as error:
         raise ValueError(f"{where}: a test of kind {row['kind']} has no {error}") from None
@@ -96,7 +114,9 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
 def confusion(outcomes: list[Outcome]) -> str:
     """Return a table of counts, with the expected verdicts as rows and the given ones as columns."""
     counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
-    return _table(counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts}))
+    return _table(
+        counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts})
+    )
 
 
 def _table(counts: Counter, rows: list[str], columns: list[str]) -> str:

@@ -1,6 +1,7 @@
 r"""Answers written to fool a math verifier or to keep it busy.
 
-The tests and the audit of an installed machine use them. Everything here is the content of a \boxed{}.
+The tests and the audit of an installed machine use them. Everything here is the content of a
+\boxed{}.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Each entry is a gold, and answers of which none may be accepted, separated by three spaces or a new line.
+# Each entry is a gold, and answers of which none may be accepted, separated by three spaces or a
+# new line.
 HACKS = [
     ("7", r"""
         x=8=7   7=7=8   x=7=7   8=7   7=8   3+4   7^1   7+0x   7\pm 0   \pm 7   7 \text{ or } 8   7\text{ or }8
@@ -94,12 +96,21 @@ def hacks() -> Iterator[tuple[str, str]]:
                 yield gold, answer.strip()
 
 
-SYMBOLIC_GOLDS = (r"\frac{\sqrt{2}}{2}", "x^2+2x+1", "2^{10}", "(a+5)(b+2)", r"\binom{5}{2}", r"\cot x", "5!", "y=2x+3")
+SYMBOLIC_GOLDS = (
+    r"\frac{\sqrt{2}}{2}",
+    "x^2+2x+1",
+    "2^{10}",
+    "(a+5)(b+2)",
+    r"\binom{5}{2}",
+    r"\cot x",
+    "5!",
+    "y=2x+3",
+)
 
 
 def poisons(count: int) -> Iterator[tuple[str, str]]:
-    """Yield `count` different (gold, answer) that are wrong and would take a naive verifier seconds, gigabytes or
-    forever."""
+    """Yield `count` different (gold, answer) that are wrong and would take a naive verifier
+    seconds, gigabytes or forever."""
     golds = ("7", *SYMBOLIC_GOLDS)
     for number in range(count):
         kind = POISONS[number % len(POISONS)]

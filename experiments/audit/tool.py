@@ -1,4 +1,6 @@
-"""The attack suite by another way: as turns of a policy that calls the Python tool of an environment."""
+"""The attack suite by another way: as turns of a policy that calls the Python tool of an
+environment.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ class Noted:
 
 
 class ToolRunner:
-    """Stands in for a CodeRunner and its only slot: every program is the turn `<py>...</py>` of an episode of its own.
+    """Stands in for a CodeRunner and its only slot: every program is the turn `<py>...</py>` of an
+    episode of its own.
 
-    What is looked at is all that a program wrote, of which the policy reads a part at most. The tool gives programs no
-    input. `outcomes` are what the environment answered to the turns.
+    What is looked at is all that a program wrote, of which the policy reads a part at most. The
+    tool gives programs no input. `outcomes` are what the environment answered to the turns.
     """
 
     def __init__(self, task: PythonTool) -> None:
@@ -64,5 +67,7 @@ class ToolRunner:
 
 def suite_tool(allow_weak: bool = False) -> ToolRunner:
     """Return the tool with the limits that the suite of attacks is made for."""
-    limits = {name: getattr(SUITE_LIMITS, name) for name in ("cpu_seconds", "wall_seconds", "memory_mb")}
+    limits = {
+        name: getattr(SUITE_LIMITS, name) for name in ("cpu_seconds", "wall_seconds", "memory_mb")
+    }
     return ToolRunner(PythonTool(**limits, allow_weak_sandbox=allow_weak))

@@ -1,18 +1,22 @@
 """Measures this software within minutes on a GPU machine that has no network.
 
-    python experiments/gpu/box.py collect                       on a machine with a network: wheels into build/wheels
-    python experiments/gpu/box.py run --part check --out DIR    4 minutes: is it right, how fast is it, beside TRL
-    python experiments/gpu/box.py run --part study --out DIR    8 minutes: the sweep sweeps/gpu_routing.yaml
+    python experiments/gpu/box.py collect                       on a machine with a network: wheels
+                                                                into build/wheels
+    python experiments/gpu/box.py run --part check --out DIR    4 minutes: is it right, how fast is
+                                                                it, beside TRL
+    python experiments/gpu/box.py run --part study --out DIR    8 minutes: the sweep
+                                                                sweeps/gpu_routing.yaml
 
     --out DIR        the folder that all results are written to
     --miniature      the same commands on the CPU, with tiny models and few steps
     --seconds N      another limit for the whole part
     key=value ...    further settings of the study, for example optim.lr=1e-4
 
-The machine needs Python 3.12 and what NEEDED names; `run` installs the wheels into build/packages, and nothing else.
-A part ends by itself within its limit. What has been measured until then is in DIR: summary.jsonl (a line for each
-command), a log of each command, check.json, benchmark_*.json, and of the study finished.jsonl (a line for each
-finished run) and runs/ (the rows and settings of all runs).
+The machine needs Python 3.12 and what NEEDED names; `run` installs the wheels into build/packages,
+and nothing else. A part ends by itself within its limit. What has been measured until then is in
+DIR: summary.jsonl (a line for each command), a log of each command, check.json, benchmark_*.json,
+and of the study finished.jsonl (a line for each finished run) and runs/ (the rows and settings of
+all runs).
 """
 
 from __future__ import annotations
@@ -32,11 +36,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WHEELS, PACKAGES, WORK = ROOT / "build" / "wheels", ROOT / "build" / "packages", ROOT / "build" / "gpu"
+WHEELS, PACKAGES, WORK = (
+    ROOT / "build" / "wheels",
+    ROOT / "build" / "packages",
+    ROOT / "build" / "gpu",
+)
 STUDY = "gpu_routing"
 PYTHON = (3, 12)
 # What the machine has: modules, by name.
-NEEDED = ("torch", "transformers", "pandas", "pyarrow", "matplotlib", "jinja2", "tqdm", "yaml", "numpy")
+NEEDED = (
+    "torch",
+    "transformers",
+    "pandas",
+    "pyarrow",
+    "matplotlib",
+    "jinja2",
+    "tqdm",
+    "yaml",
+    "numpy",
+)
 # What is brought along, in the versions that constraints.txt and constraints-peer.txt pin.
 CARRIED = (
     "hydra-core", "omegaconf", "hydra-joblib-launcher", "joblib", "cloudpickle", "math-verify", "latex2sympy2-extended",
@@ -48,7 +66,8 @@ PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x8
 MOST_MIB = 64  # what may be brought along
 SECONDS = {"check": 240, "study": 480}
 GRACE = 20  # seconds that a command has to end after SIGTERM, before SIGKILL
-SLOWER = 3  # times as long as on the GPU machine a miniature may take: two busy cores load PyTorch slowly
+# times as long as on the GPU machine a miniature may take: two busy cores load PyTorch slowly
+SLOWER = 3
 KEPT = ("settings.yaml", "metrics.jsonl", "code.json", "train.log")  # of a run's folder
 MINIATURE_STUDY = (
     "policy.device=cpu", "policy.precision=float32", "rollout.dtype=float32", "model.hidden=32", "model.layers=2",
@@ -65,7 +84,9 @@ MINIATURE_EXPERTS = ("size.experts=4", "size.experts_per_token=2")
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a part: its name, its words after the interpreter, and the most seconds that it may take."""
+    """One command of a part: its name, its words after the interpreter, and the most seconds that
+    it may take.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -88,14 +109,25 @@ def main() -> int:
     if options.action == "collect":
         return collect()
     if options.settings and options.part != "study":
-        print(f"error: {options.settings[0]} with --part {options.part}: only the study has settings", file=sys.stderr)
+        print(
+            f"error: {options.settings[0]} with --part {options.part}: only the study has settings",
+            file=sys.stderr,
+        )
         return 2
-    return run(options.part, options.out.resolve(), options.miniature, options.seconds, tuple(options.settings))
+    return run(
+        options.part,
+        options.out.resolve(),
+        options.miniature,
+        options.seconds,
+        tuple(options.settings),
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("collect", help="download the wheels that are brought along")
     running = actions.add_parser("run", help="run one part on the GPU machine")
@@ -107,9 +139,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ------------------------------------------------------------------------------------------------------- wheels
+# -------------------------------------------------------------------------------------------------------
+# wheels
 def collect() -> int:
-    """Download all wheels into build/wheels and print their size. The exit code is 1 if they are too large."""
+    """Download all wheels into build/wheels and print their size. The exit code is 1 if they are
+    too large.
+    """
     shutil.rmtree(WHEELS, ignore_errors=True)
     pins = pinned_versions()
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -124,7 +159,9 @@ def collect() -> int:
         ":all:",
     ]
     wanted = [f"{name}=={pins[name]}" for name in (*CARRIED, *PEER)]
-    subprocess.run([*pip, "download", "--no-deps", *target, "--dest", str(WHEELS), *wanted], check=True)
+    subprocess.run(
+        [*pip, "download", "--no-deps", *target, "--dest", str(WHEELS), *wanted], check=True
+    )
     built = [f"{name}=={pins[name]}" for name in FROM_SOURCE]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(WHEELS), *built], check=True)
     wheels = sorted(WHEELS.glob("*.whl"))
@@ -137,7 +174,9 @@ def collect() -> int:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return the version of each package that the files of constraints pin; those of constraints.txt come first."""
+    """Return the version of each package that the files of constraints pin; those of
+    constraints.txt come first.
+    """
     pins = {}
     for name in ("constraints-peer.txt", "constraints.txt"):
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -146,9 +185,13 @@ def pinned_versions() -> dict[str, str]:
 
 
 def install() -> None:
-    """Install the wheels into build/packages. Raises ValueError if the machine lacks what is not brought along."""
+    """Install the wheels into build/packages. Raises ValueError if the machine lacks what is not
+    brought along.
+    """
     if sys.version_info[:2] != PYTHON:
-        raise ValueError(f"this is Python {sys.version.split()[0]}, and the wheels are for {PYTHON[0]}.{PYTHON[1]}")
+        raise ValueError(
+            f"this is Python {sys.version.split()[0]}, and the wheels are for {PYTHON[0]}.{PYTHON[1]}"
+        )
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -156,10 +199,15 @@ def install() -> None:
         )
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if not wheels:
-        raise ValueError(f"{WHEELS} is empty: run `python experiments/gpu/box.py collect` where there is a network")
+        raise ValueError(
+            f"{WHEELS} is empty: run `python experiments/gpu/box.py collect` where there is a network"
+        )
     shutil.rmtree(PACKAGES, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", "--no-index", "--no-deps", "--target", str(PACKAGES), *wheels], check=False)
+    done = subprocess.run(
+        [*pip, "install", "--no-index", "--no-deps", "--target", str(PACKAGES), *wheels],
+        check=False,
+    )
     if done.returncode:
         raise ValueError(f"pip could not install {WHEELS}")
 
@@ -171,8 +219,11 @@ def environment() -> dict[str, str]:
     return os.environ | offline | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
-# ------------------------------------------------------------------------------------------------------- the parts
-def commands(part: str, out: Path, miniature: bool, settings: tuple[str, ...] = ()) -> list[Command]:
+# -------------------------------------------------------------------------------------------------------
+# the parts
+def commands(
+    part: str, out: Path, miniature: bool, settings: tuple[str, ...] = ()
+) -> list[Command]:
     """Return the commands of a part, the most important first."""
     if part == "check":
         planned = [check(out, miniature), *benchmarks(out, miniature)]
@@ -186,7 +237,14 @@ def commands(part: str, out: Path, miniature: bool, settings: tuple[str, ...] = 
 def check(out: Path, miniature: bool) -> Command:
     """Return the check of what the machine computes."""
     device, seconds = ("cpu", 20) if miniature else ("cuda", 45)
-    words = ("check", f"device={device}", "--seconds", str(seconds), "--json", str(out / "check.json"))
+    words = (
+        "check",
+        f"device={device}",
+        "--seconds",
+        str(seconds),
+        "--json",
+        str(out / "check.json"),
+    )
     return Command("check", ("-m", "gspo.commands.main", *words), 70)
 
 
@@ -196,14 +254,23 @@ def benchmarks(out: Path, miniature: bool) -> list[Command]:
     On an H200 the first took 126 s, and TRL's step of the second does not fit into what is left."""
     beside_trl = ("peer=trl", "arms=[best,trl]", "rounds=1", "batches=1")
     planned = []
-    for workload, seconds, how in (("qwen3_0p6b", 135.0, beside_trl), ("moe_100m", 35.0, ("batches=2",))):
+    for workload, seconds, how in (
+        ("qwen3_0p6b", 135.0, beside_trl),
+        ("moe_100m", 35.0, ("batches=2",)),
+    ):
         words = [f"workload={workload}", *how]
         words += [f"runs={runs_folder(miniature)}", f"out={out / f'benchmark_{workload}.json'}"]
         if miniature:
-            words += ["threads=1", *MINIATURE_SIZES, *(MINIATURE_EXPERTS if "moe" in workload else ())]
+            words += [
+                "threads=1",
+                *MINIATURE_SIZES,
+                *(MINIATURE_EXPERTS if "moe" in workload else ()),
+            ]
         else:
             words += ["threads=8"]
-        planned.append(Command(f"benchmark_{workload}", ("experiments/benchmark.py", *words), seconds))
+        planned.append(
+            Command(f"benchmark_{workload}", ("experiments/benchmark.py", *words), seconds)
+        )
     return planned
 
 
@@ -215,11 +282,15 @@ def study(miniature: bool) -> tuple[str, ...]:
 
 
 def runs_folder(miniature: bool) -> Path:
-    """Return the folder that runs are made in. The same command again goes on with what it finds there."""
+    """Return the folder that runs are made in. The same command again goes on with what it finds
+    there.
+    """
     return WORK / ("miniature" if miniature else "runs")
 
 
-def run(part: str, out: Path, miniature: bool, seconds: float | None, settings: tuple[str, ...]) -> int:
+def run(
+    part: str, out: Path, miniature: bool, seconds: float | None, settings: tuple[str, ...]
+) -> int:
     """Run a part within its limit. The exit code is 1 if any command failed or was cut off."""
     deadline = time.monotonic() + (seconds or SECONDS[part] * (SLOWER if miniature else 1))
     out.mkdir(parents=True, exist_ok=True)
@@ -230,7 +301,9 @@ def run(part: str, out: Path, miniature: bool, seconds: float | None, settings: 
         return 2
     failed = False
     for command in commands(part, out, miniature, settings):
-        outcome = run_one(command, out, deadline, lambda: keep_rows(runs_folder(miniature) / STUDY, out))
+        outcome = run_one(
+            command, out, deadline, lambda: keep_rows(runs_folder(miniature) / STUDY, out)
+        )
         failed = failed or outcome.exit_code != 0
         with (out / "summary.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
@@ -240,7 +313,9 @@ def run(part: str, out: Path, miniature: bool, seconds: float | None, settings: 
 
 
 def run_one(command: Command, out: Path, deadline: float, keep: Callable[[], None]) -> Outcome:
-    """Run one command until it ends or its time is up, with its output in a log. `keep` is called every second."""
+    """Run one command until it ends or its time is up, with its output in a log. `keep` is called
+    every second.
+    """
     words = [sys.executable, *command.words]
     left = deadline - GRACE - time.monotonic()
     if left < GRACE:
@@ -251,7 +326,12 @@ def run_one(command: Command, out: Path, deadline: float, keep: Callable[[], Non
     log = out / f"{command.name}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            cwd=ROOT,
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         while process.poll() is None:
             keep()
@@ -265,7 +345,9 @@ def run_one(command: Command, out: Path, deadline: float, keep: Callable[[], Non
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Ask a command and the processes that it started to end, and end those that have not after GRACE seconds."""
+    """Ask a command and the processes that it started to end, and end those that have not after
+    GRACE seconds.
+    """
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE / 2)
@@ -291,15 +373,25 @@ def keep_rows(study_folder: Path, out: Path) -> None:
 
 def finished_run(rows: Path) -> dict | None:
     """Return the numbers of a run that has made all its steps; None for another."""
-    steps = re.search(r"^steps: (\d+)$", (rows.parent / "settings.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    steps = re.search(
+        r"^steps: (\d+)$", (rows.parent / "settings.yaml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     lines = [line for line in rows.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     entries = [json.loads(line) for line in lines]
     if not steps or not entries or entries[-1]["step"] < int(steps[1]):
         return None
     last_fifth = entries[-max(int(steps[1]) // 5, 1) :]
     names = ("reward/mean", "routing/consistency_after_step", "kl/old_k3")
-    means = {name: mean([entry[name] for entry in last_fifth if entry.get(name) is not None]) for name in names}
-    return {"run": rows.parent.name, "steps": int(steps[1]), "last_fifth": means, "last": entries[-1]}
+    means = {
+        name: mean([entry[name] for entry in last_fifth if entry.get(name) is not None])
+        for name in names
+    }
+    return {
+        "run": rows.parent.name,
+        "steps": int(steps[1]),
+        "last_fifth": means,
+        "last": entries[-1],
+    }
 
 
 def mean(values: list[float]) -> float | None:

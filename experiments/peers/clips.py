@@ -1,16 +1,20 @@
 """Each peer's clip counters, computed from our loss outputs. No two of them count the same thing.
 
-    verl, OpenRLHF, SkyRL, AReaL, ms-swift   share of tokens that the band clips (`active`, without dual clip)
-    TRL                                      the same; with one ratio per response the share of responses
+    verl, OpenRLHF, SkyRL, AReaL, ms-swift   share of tokens that the band clips (`active`, without
+                                             dual clip)
+    TRL                                      the same; with one ratio per response the share of
+                                             responses
     slime                                    mean over all responses of the share of their tokens
-    ROLL ppo_ratio_*                         `outside`: whatever the advantage's sign, and summed over padding too, but
-                                             divided by the response tokens: may exceed 1
+    ROLL ppo_ratio_*                         `outside`: whatever the advantage's sign, and summed
+                                             over padding too, but divided by the response tokens:
+                                             may exceed 1
     ROLL clipfrac                            `active`, aggregated as the loss is
-    CISPO                                    verl, slime: `outside`; TRL, ms-swift: outside and A > 0
+    CISPO                                    verl, slime: `outside`; TRL, ms-swift: outside and A >
+                                             0
     GMPO                                     verl: `outside` by the advantage's sign; TRL: `active`
 
-These metrics are not compared, because they count no clips: ppo_kl, kl, ratio_*, approxkl, policykl, pg_loss, kl_loss,
-rollout_is_*.
+These metrics are not compared, because they count no clips: ppo_kl, kl, ratio_*, approxkl,
+policykl, pg_loss, kl_loss, rollout_is_*.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -59,18 +63,23 @@ def verl(counts: Counts) -> dict[str, float]:
         upper_BT = counts.outside_BT
     elif isinstance(counts.peer.objective, GMPO):
         upper_BT, lower_BT = counts.outside_BT & counts.gain_BT, counts.outside_BT & counts.cost_BT
-    return {"actor/pg_clipfrac": counts.tokens(upper_BT), "actor/pg_clipfrac_lower": counts.tokens(lower_BT)}
+    return {
+        "actor/pg_clipfrac": counts.tokens(upper_BT),
+        "actor/pg_clipfrac_lower": counts.tokens(lower_BT),
+    }
 
 
 def trl(counts: Counts) -> dict[str, float]:
-    """Return TRL's counters. Where the loss of a row is one number (a sequence ratio, or T = 1) each row counts once,
-    also an empty one."""
+    """Return TRL's counters. Where the loss of a row is one number (a sequence ratio, or T = 1)
+    each row counts once, also an empty one."""
     objective = counts.peer.objective
     if isinstance(objective, SAPO):
         return {}
     if isinstance(objective, CISPO):
         return {"cispo_clip_ratio": vote(counts, counts.outside_BT & counts.gain_BT)}
-    by_row = single_column(counts) or (by_sequence(objective) and not isinstance(objective, GSPOToken))
+    by_row = single_column(counts) or (
+        by_sequence(objective) and not isinstance(objective, GSPOToken)
+    )
     low_BT, high_BT = counts.low_BT, counts.high_BT
     low_B, high_B = counts.rows(low_BT), counts.rows(high_BT)
     low, high = counts.tokens(low_BT), counts.tokens(high_BT)
@@ -89,7 +98,9 @@ def trl(counts: Counts) -> dict[str, float]:
 
 
 def ms_swift(counts: Counts) -> dict[str, float]:
-    """Return ms-swift's counters. Its minimum and maximum are over processes, of which there is one."""
+    """Return ms-swift's counters. Its minimum and maximum are over processes, of which there is
+    one.
+    """
     objective = counts.peer.objective
     if isinstance(objective, SAPO):
         return {}
@@ -107,7 +118,11 @@ def ms_swift(counts: Counts) -> dict[str, float]:
 
 def vote(counts: Counts, counted_BT: Tensor) -> float:
     """Return the share of the tokens, or of all rows if there is one column."""
-    return float(counts.rows(counted_BT).mean()) if single_column(counts) else counts.tokens(counted_BT)
+    return (
+        float(counts.rows(counted_BT).mean())
+        if single_column(counts)
+        else counts.tokens(counted_BT)
+    )
 
 
 def single_column(counts: Counts) -> bool:
@@ -116,7 +131,9 @@ def single_column(counts: Counts) -> bool:
 
 def slime(counts: Counts) -> dict[str, float]:
     cispo = isinstance(counts.peer.objective, CISPO)
-    return {"pg_clipfrac": float(counts.rows(counts.outside_BT if cispo else counts.band_BT).mean())}
+    return {
+        "pg_clipfrac": float(counts.rows(counts.outside_BT if cispo else counts.band_BT).mean())
+    }
 
 
 def openrlhf(counts: Counts) -> dict[str, float]:
@@ -134,10 +151,18 @@ def roll(counts: Counts) -> dict[str, float]:
     if by_sequence(peer.objective):  # ROLL broadcasts it over the row, padding included
         ratio_BT = peer.objective.sequence_ratio(evaluation.inputs)[0].expand_as(counts.mask_BT)
     else:
-        outside_BT, ratio_BT = peer.objective(inputs).outside_BT, peer.objective.token_ratio(inputs)[0]
+        outside_BT, ratio_BT = (
+            peer.objective(inputs).outside_BT,
+            peer.objective.token_ratio(inputs)[0],
+        )
     tokens = max(evaluation.totals.tokens, 1)
-    high, low = float((outside_BT & (ratio_BT > 1)).sum()) / tokens, float((outside_BT & (ratio_BT < 1)).sum()) / tokens
-    clipped = peer.aggregation(counts.band_BT.double(), evaluation.inputs.mask_BT, evaluation.totals)
+    high, low = (
+        float((outside_BT & (ratio_BT > 1)).sum()) / tokens,
+        float((outside_BT & (ratio_BT < 1)).sum()) / tokens,
+    )
+    clipped = peer.aggregation(
+        counts.band_BT.double(), evaluation.inputs.mask_BT, evaluation.totals
+    )
     return {
         "actor/ppo_ratio_high_clipfrac@sum": high,
         "actor/ppo_ratio_low_clipfrac@sum": low,
@@ -159,8 +184,8 @@ COUNTERS = {
 
 
 def counters(peer: PolicyLoss, evaluation: Evaluation, entry: Entry) -> dict[str, float]:
-    """Return those of the entry's metrics that are clip counters, as the peer defines them, computed from our
-    outputs."""
+    """Return those of the entry's metrics that are clip counters, as the peer defines them,
+    computed from our outputs."""
     if entry.peer not in COUNTERS or not entry.metrics:
         return {}
     ours = COUNTERS[entry.peer](Counts(peer, evaluation))

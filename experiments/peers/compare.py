@@ -1,15 +1,20 @@
-"""Compares one entry with our own code: the differences, the tolerance that belongs to it, the verdict.
+"""Compares one entry with our own code: the differences, the tolerance that belongs to it, the
+verdict.
 
 Tolerances, |ours - peer's| <= atol + rtol |peer's|, in float64:
 
     the same formula                                     rtol 1e-10, atol 1e-12
-    the peer's denominators hold 1e-8, ours do not       rtol 3e-8, atol 2e-9 (gradients 2e-10); where terms of the
-                                                         loss cancel that can be too little: then as the same formula,
-                                                         with the 1e-8 put into ours
-    log-ratios of about 12 nats and more                 rtol 3e-8, atol 1e-12 for the latter; ROLL's mean log-ratio has
-                                                         the 1e-8 in the exponent: rtol 1e-6
-    float32 inside the peer                              the entry's rtol, atol 1e-6 (float32 of a log-prob)
-    clip counters                                        rtol 3e-8 where the peer's token count holds 1e-8, else exact
+    the peer's denominators hold 1e-8, ours do not       rtol 3e-8, atol 2e-9 (gradients 2e-10);
+                                                         where terms of the loss cancel that can be
+                                                         too little: then as the same formula, with
+                                                         the 1e-8 put into ours
+    log-ratios of about 12 nats and more                 rtol 3e-8, atol 1e-12 for the latter;
+                                                         ROLL's mean log-ratio has the 1e-8 in the
+                                                         exponent: rtol 1e-6
+    float32 inside the peer                              the entry's rtol, atol 1e-6 (float32 of a
+                                                         log-prob)
+    clip counters                                        rtol 3e-8 where the peer's token count
+                                                         holds 1e-8, else exact
 
 Differences on the page are divided by max(1, |peer's value|).
 """
@@ -66,12 +71,15 @@ class Comparison:
     grad: float | None = None
     outputs: float | None = None
     metrics: float | None = None
-    epsilon: float | None = None  # difference of loss and gradient with the peer's 1e-8 put into ours
+    # difference of loss and gradient with the peer's 1e-8 put into ours
+    epsilon: float | None = None
     remarks: list[str] = field(default_factory=list)
 
 
 def translated(entry: Entry) -> Ours:
-    """Return our side of the entry. Raises Untranslated, or whatever a value that fits no translation causes."""
+    """Return our side of the entry. Raises Untranslated, or whatever a value that fits no
+    translation causes.
+    """
     options, key = Options(entry), (entry.peer, entry.function)
     if key in POLICY_LOSSES:
         ours = policy_loss(POLICY_LOSSES[key](options, entry), entry)
@@ -88,7 +96,9 @@ def translated(entry: Entry) -> Ours:
 def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
     evaluation, row = evaluate(peer, entry), peer.row
     exact = None if peer.epsilon is None else evaluate(peer, entry, peer.epsilon)
-    if evaluation.outputs.dual_BT is not None and bool((evaluation.outputs.dual_BT & entry.mask_BT).any()):
+    if evaluation.outputs.dual_BT is not None and bool(
+        (evaluation.outputs.dual_BT & entry.mask_BT).any()
+    ):
         row += ", dual clip"
     if peer.kl is not None:
         row += " + KL"
@@ -112,11 +122,22 @@ def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
 
 
 def compare(entry: Entry) -> Comparison:
-    """Compare one entry. It never raises for one that cannot be translated: the verdict and the remark then say why."""
+    """Compare one entry. It never raises for one that cannot be translated: the verdict and the
+    remark then say why.
+    """
     try:
         ours = translated(entry)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        reason = str(error) if isinstance(error, Untranslated) else f"{type(error).__name__}: {error}"
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        reason = (
+            str(error) if isinstance(error, Untranslated) else f"{type(error).__name__}: {error}"
+        )
         return Comparison(entry, UNTRANSLATED, remarks=[reason.replace("\n", " ")])
     result = Comparison(entry, OK, ours, tolerance_of(entry, ours), remarks=list(ours.notes))
     pairs = pairs_of(entry, ours)
@@ -130,27 +151,35 @@ def compare(entry: Entry) -> Comparison:
 
 
 def check(pair: Pair, result: Comparison) -> bool:
-    """Return whether a value is within its tolerance where the peer's is finite, and note the difference in the
-    result."""
+    """Return whether a value is within its tolerance where the peer's is finite, and note the
+    difference in the result."""
     if pair.ours.shape != pair.expected.shape:
-        result.remarks.append(f"{pair.name} has shape {list(pair.expected.shape)}, ours {list(pair.ours.shape)}")
+        result.remarks.append(
+            f"{pair.name} has shape {list(pair.expected.shape)}, ours {list(pair.ours.shape)}"
+        )
         return False
     numeric = pair.numeric
-    setattr(result, pair.kind, largest(getattr(result, pair.kind), relative(pair.ours, pair.expected)[numeric]))
+    setattr(
+        result,
+        pair.kind,
+        largest(getattr(result, pair.kind), relative(pair.ours, pair.expected)[numeric]),
+    )
     if pair.exact is not None:
         result.epsilon = largest(result.epsilon, relative(pair.exact, pair.expected)[numeric])
     if bool((close(pair, result) | ~numeric).all()):
         return True
     if pair.exact is not None and bool((exactly(pair, result) | ~numeric).all()):
-        result.remarks.append(f"{pair.name}: within the tolerance with the peer's 1e-8 in our denominators only")
+        result.remarks.append(
+            f"{pair.name}: within the tolerance with the peer's 1e-8 in our denominators only"
+        )
         return True
     result.remarks.append(f"{pair.name} differs")
     return False
 
 
 def judge(result: Comparison, pairs: list[Pair], within: bool) -> None:
-    """Set verdict and remarks. Our values must be finite. A stated reason excuses a difference but does not replace a
-    check."""
+    """Set verdict and remarks. Our values must be finite. A stated reason excuses a difference but
+    does not replace a check."""
     same_shape = [pair for pair in pairs if pair.ours.shape == pair.expected.shape]
     sound = all((pair.ours.isfinite() | ~pair.where).all() for pair in same_shape)
     finite = all((pair.numeric == pair.where).all() for pair in same_shape)
@@ -196,11 +225,24 @@ def pairs_of(entry: Entry, ours: Ours) -> list[Pair]:
         pairs.append(Pair("loss", "loss", number(entry.loss), number(ours.loss), ALL, exact=exact))
     if entry.grad_BT is not None and ours.grad_BT is not None:
         where_BT = torch.ones_like(entry.grad_BT, dtype=torch.bool)
-        pairs.append(Pair("gradient", "grad", entry.grad_BT, ours.grad_BT, where_BT, exact=ours.epsilon_grad_BT))
+        pairs.append(
+            Pair(
+                "gradient",
+                "grad",
+                entry.grad_BT,
+                ours.grad_BT,
+                where_BT,
+                exact=ours.epsilon_grad_BT,
+            )
+        )
     for name, values in ours.outputs.items():
         if name in entry.outputs:
             expected = entry.outputs[name]
-            where = torch.ones_like(expected, dtype=torch.bool) if values.where is None else values.where
+            where = (
+                torch.ones_like(expected, dtype=torch.bool)
+                if values.where is None
+                else values.where
+            )
             slack = 0.0 if values.slack is None else values.slack
             pairs.append(Pair(name, "outputs", expected, values.value, where, slack))
     for name, value in ours.metrics.items():
@@ -223,9 +265,13 @@ def tolerance_of(entry: Entry, ours: Ours) -> Tolerance:
 
 def close(pair: Pair, result: Comparison) -> Tensor:
     """Return whether ours is within the tolerance, elementwise; NaN is not."""
-    tolerance = counter_tolerance(result.entry, result.ours) if pair.kind == "metrics" else result.tolerance
+    tolerance = (
+        counter_tolerance(result.entry, result.ours) if pair.kind == "metrics" else result.tolerance
+    )
     atol = tolerance.atol_grad if pair.kind == "grad" else tolerance.atol
-    return (pair.ours - pair.expected).abs() <= atol + pair.slack + tolerance.rtol * pair.expected.abs()
+    return (
+        pair.ours - pair.expected
+    ).abs() <= atol + pair.slack + tolerance.rtol * pair.expected.abs()
 
 
 def exactly(pair: Pair, result: Comparison) -> Tensor:

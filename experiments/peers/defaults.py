@@ -1,8 +1,18 @@
-"""How each peer's defaults differ from ours, in words. The versions are those in the keys of the golden vectors."""
+"""How each peer's defaults differ from ours, in words. The versions are those in the keys of the
+golden vectors.
+"""
 
 from __future__ import annotations
 
-COLUMNS = ("ratio and clip", "aggregation", "divided by", "bound before exp", "KL term", "advantage", "clip fraction")
+COLUMNS = (
+    "ratio and clip",
+    "aggregation",
+    "divided by",
+    "bound before exp",
+    "KL term",
+    "advantage",
+    "clip fraction",
+)
 
 OURS = (
     "sequence, 3e-4 / 4e-4",

@@ -2,12 +2,14 @@
 
 Facts that the translations rest on, all of them in the peers' code:
 
-    log-ratio bound  verl and SkyRL, GSPO: 10 above; verl token losses and SAPO, OpenRLHF PPO, SkyRL token: +-20;
-                     none elsewhere: ours is then 80
-    form of GSPO     verl and SkyRL stop the gradient of s_i (GSPO-token); the others go through the mean (GSPO)
-    rows             verl divides by the responses with tokens, or by global_batch_size if given; OpenRLHF by those
-                     with tokens; slime and SkyRL by all
-    AReaL            with sequence ratios, averages the advantages of a response first, then the loss over tokens
+    log-ratio bound  verl and SkyRL, GSPO: 10 above; verl token losses and SAPO, OpenRLHF PPO, SkyRL
+                     token: +-20; none elsewhere: ours is then 80
+    form of GSPO     verl and SkyRL stop the gradient of s_i (GSPO-token); the others go through the
+                     mean (GSPO)
+    rows             verl divides by the responses with tokens, or by global_batch_size if given;
+                     OpenRLHF by those with tokens; slime and SkyRL by all
+    AReaL            with sequence ratios, averages the advantages of a response first, then the
+                     loss over tokens
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.algorithm.objectives import CISPO, GMPO, GRPO, GSPO, PPO, SAPO, DrGRPO, GSPOToken, Reinforce
+from gspo.algorithm.objectives import (
+    CISPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    PPO,
+    SAPO,
+    DrGRPO,
+    GSPOToken,
+    Reinforce,
+)
 from gspo.algorithm.objectives.base import Clipped
 from peers.options import Options, Untranslated
 from peers.recipe import UNBOUNDED, Epsilon, PolicyLoss, as_given, response_mean
@@ -33,7 +45,9 @@ def per_token(entry: Entry) -> bool:
     return entry.inputs["advantages"].ndim == 2
 
 
-def clipped(kind: type[Clipped], low: float, high: float, dual: float | None, bound: float = UNBOUNDED) -> Clipped:
+def clipped(
+    kind: type[Clipped], low: float, high: float, dual: float | None, bound: float = UNBOUNDED
+) -> Clipped:
     return kind(clip_low=low, clip_high=high, dual_clip=dual, log_ratio_bound=bound)
 
 
@@ -41,8 +55,8 @@ def clipped(kind: type[Clipped], low: float, high: float, dual: float | None, bo
 
 
 def verl_aggregation(mode: str, options: Options) -> Aggregation:
-    """Translate verl's agg_loss. Its token-sum is a sum, and its -norm divides by the responses and by T (or
-    loss_scale_factor)."""
+    """Translate verl's agg_loss. Its token-sum is a sum, and its -norm divides by the responses and
+    by T (or loss_scale_factor)."""
     length = options.take("loss_scale_factor")
     by_mode = {
         "token-mean": Aggregation("token-mean"),
@@ -61,8 +75,8 @@ def verl_epsilon(mode: str) -> Epsilon | None:
 
 
 def verl_totals(options: Options) -> Callable[[Tensor], Totals]:
-    """Return what the aggregation counts. global_batch_size counts the responses of the whole optimizer step, also
-    those without tokens."""
+    """Return what the aggregation counts. global_batch_size counts the responses of the whole
+    optimizer step, also those without tokens."""
     rows, tokens = options.take("gbs", "global_batch_size"), options.take("batch_num_tokens")
 
     def totals(mask_BT: Tensor) -> Totals:
@@ -75,15 +89,19 @@ def verl_totals(options: Options) -> Callable[[Tensor], Totals]:
 
 
 def verl_hard_wired(options: Options) -> Aggregation:
-    """Return the aggregation of gspo and sapo, which ignore the mode: the mean over responses with tokens, or over
-    global_batch_size if given."""
+    """Return the aggregation of gspo and sapo, which ignore the mode: the mean over responses with
+    tokens, or over global_batch_size if given."""
     given = options.take("gbs", "global_batch_size") is not None
     return Aggregation("seq-mean-token-mean", rows="all" if given else "nonempty")
 
 
 def verl_gspo(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("mode", "loss_agg_mode"), options.take("c", "clip_ratio_c")  # verl does not read these here
-    low, high = options.take("clip_ratio_low", default=0.2), options.take("clip_ratio_high", default=0.2)
+    # verl does not read these here
+    options.take("mode", "loss_agg_mode"), options.take("c", "clip_ratio_c")
+    low, high = (
+        options.take("clip_ratio_low", default=0.2),
+        options.take("clip_ratio_high", default=0.2),
+    )
     return PolicyLoss(
         row="gspo_token" if per_token(entry) else "gspo",
         objective=clipped(GSPOToken, low, high, None, bound=10.0),
@@ -97,7 +115,10 @@ def verl_gspo(options: Options, entry: Entry) -> PolicyLoss:
 def verl_vanilla(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
     kind = TOKEN_OBJECTIVE.get(mode, GRPO)
-    low, high = options.take("clip_ratio_low", default=0.2), options.take("clip_ratio_high", default=0.2)
+    low, high = (
+        options.take("clip_ratio_low", default=0.2),
+        options.take("clip_ratio_high", default=0.2),
+    )
     objective = clipped(kind, low, high, options.take("c", "clip_ratio_c", default=3.0), bound=20.0)
     aggregation = verl_aggregation(mode, options)
     return PolicyLoss(
@@ -112,7 +133,10 @@ def verl_vanilla(options: Options, entry: Entry) -> PolicyLoss:
 
 def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
-    low, high = options.take("clip_ratio_low", default=0.2), options.take("clip_ratio_high", default=0.2)
+    low, high = (
+        options.take("clip_ratio_low", default=0.2),
+        options.take("clip_ratio_high", default=0.2),
+    )
     return PolicyLoss(
         row="cispo",
         objective=CISPO(clip_low=low, clip_high=high, log_ratio_bound=20.0),
@@ -124,7 +148,12 @@ def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("mode", "loss_agg_mode"), options.take("clip_ratio_low"), options.take("clip_ratio_high")  # all unread
+    # all unread
+    (
+        options.take("mode", "loss_agg_mode"),
+        options.take("clip_ratio_low"),
+        options.take("clip_ratio_high"),
+    )
     return PolicyLoss(
         row="sapo",
         objective=sapo(options, bound=20.0),
@@ -136,7 +165,10 @@ def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
-    low, high = options.take("clip_ratio_low", default=0.2), options.take("clip_ratio_high", default=0.2)
+    low, high = (
+        options.take("clip_ratio_low", default=0.2),
+        options.take("clip_ratio_high", default=0.2),
+    )
     return PolicyLoss(
         row="gmpo",
         objective=GMPO(clip_low=low, clip_high=high, log_ratio_bound=UNBOUNDED),
@@ -146,7 +178,8 @@ def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_reinforce(options: Options, entry: Entry) -> PolicyLoss:
-    options.take("clip_ratio_low"), options.take("clip_ratio_high")  # without a ratio there is no clip
+    # without a ratio there is no clip
+    options.take("clip_ratio_low"), options.take("clip_ratio_high")
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
     return PolicyLoss(
         row="reinforce",
@@ -174,8 +207,12 @@ def openrlhf(options: Options, entry: Entry) -> PolicyLoss:
     kind = options.take("policy_loss_type", "kind", default="ppo")
     if kind not in ("ppo", "gspo"):
         raise Untranslated(f"policy_loss_type={kind}")
-    by_token = options.take("token_level_loss", default=True) and kind == "ppo"  # gspo always uses the mean of means
-    low, high = options.take("clip_eps_low", default=0.2), options.take("clip_eps_high", default=0.2)
+    # gspo always uses the mean of means
+    by_token = options.take("token_level_loss", default=True) and kind == "ppo"
+    low, high = (
+        options.take("clip_eps_low", default=0.2),
+        options.take("clip_eps_high", default=0.2),
+    )
     dual = options.take("dual_clip")
     if kind == "gspo":
         objective = clipped(GSPO, low, high, dual)
@@ -206,15 +243,24 @@ def slime(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def skyrl(options: Options, entry: Entry) -> PolicyLoss:
-    """Translate SkyRL's losses. `sequence_mean` divides the advantages by n_i B in advance, which is our mean of means
-    over all rows."""
+    """Translate SkyRL's losses. `sequence_mean` divides the advantages by n_i B in advance, which
+    is our mean of means over all rows."""
     reduction = options.take("loss_reduction", default="token_mean").split()[0]
-    aggregations = {"sequence_mean": ("seq-mean-token-mean", "all"), "token_mean": ("token-mean", "nonempty")}
+    aggregations = {
+        "sequence_mean": ("seq-mean-token-mean", "all"),
+        "token_mean": ("token-mean", "nonempty"),
+    }
     if reduction not in aggregations:
         raise Untranslated(f"loss_reduction={reduction}")
-    low, high = options.take("eps_clip_low", default=0.2), options.take("eps_clip_high", default=0.2)
+    low, high = (
+        options.take("eps_clip_low", default=0.2),
+        options.take("eps_clip_high", default=0.2),
+    )
     if entry.function == "gspo_policy_loss":
-        row, objective = "gspo_token" if per_token(entry) else "gspo", clipped(GSPOToken, low, high, None, bound=10.0)
+        row, objective = (
+            "gspo_token" if per_token(entry) else "gspo",
+            clipped(GSPOToken, low, high, None, bound=10.0),
+        )
     elif entry.function == "sapo_policy_loss":
         row, objective = "sapo", sapo(options, bound=20.0)
     else:

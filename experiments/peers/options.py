@@ -1,4 +1,6 @@
-"""A peer's options by the peer's own names, with a record of which were read, so that none is silently ignored."""
+"""A peer's options by the peer's own names, with a record of which were read, so that none is
+silently ignored.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Options:
         self.read: set[str] = set(REMARKS)
 
     def take(self, *names: str, default: object = None) -> object:
-        """Return the value of the first of these names that is given and not None, else the default."""
+        """Return the value of the first of these names that is given and not None, else the
+        default.
+        """
         self.read |= set(names)
         for source in (self.config, self.labels):
             for name in names:
@@ -28,7 +32,9 @@ class Options:
         return default
 
     def unread(self) -> list[str]:
-        """Return the options that no translation looked at, except labels that repeat what the config says."""
+        """Return the options that no translation looked at, except labels that repeat what the
+        config says.
+        """
         said = {str(value) for value in self.config.values()}
         said |= {str(float(v)) for v in self.config.values() if isinstance(v, int | float)}
         left = [f"{name}={value}" for name, value in self.config.items() if name not in self.read]

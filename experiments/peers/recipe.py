@@ -1,4 +1,5 @@
-"""Evaluates a peer's policy loss, expressed in our terms: its value and gradient on an entry's inputs.
+"""Evaluates a peer's policy loss, expressed in our terms: its value and gradient on an entry's
+inputs.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -57,10 +58,13 @@ class PolicyLoss:
     aggregation: Aggregation
     kl: KLInLoss | None = None
     correction: Correction | None = None  # corrects from the sampling policy to the old one
-    totals: Callable[[Tensor], Totals] = Totals.of  # computes what the aggregation counts, from the mask
+    # computes what the aggregation counts, from the mask
+    totals: Callable[[Tensor], Totals] = Totals.of
     advantages: Callable[[Tensor, Tensor], Tensor] = as_given  # applied to the advantages first
-    everywhere: bool = False  # whether the sum runs over masked positions too: our loss is then given a mask of ones
-    spread: bool = False  # `everywhere` with a sequence ratio: each position's log-ratio is the response's mean
+    # whether the sum runs over masked positions too: our loss is then given a mask of ones
+    everywhere: bool = False
+    # `everywhere` with a sequence ratio: each position's log-ratio is the response's mean
+    spread: bool = False
     empty_rows_cost: bool = False  # a response without tokens adds the constant -A / B (TRL's GMPO)
     bound: str = "none"  # the peer's own bound: none | upper (like ours above, none below) | same
     epsilon: Epsilon | None = None
@@ -95,8 +99,14 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
     share_B1 = shrunk(length_B1) if epsilon.tokens else torch.ones_like(length_B1)
     if epsilon.responses:
         share_B1 = share_B1 * shrunk(totals.sequences)
-    outputs = with_exponents_shrunk(peer, inputs, shrunk(length_B1)) if epsilon.exponent else peer.objective(inputs)
-    loss_BT = outputs.loss_BT if inputs.correction_BT is None else outputs.loss_BT * inputs.correction_BT
+    outputs = (
+        with_exponents_shrunk(peer, inputs, shrunk(length_B1))
+        if epsilon.exponent
+        else peer.objective(inputs)
+    )
+    loss_BT = (
+        outputs.loss_BT if inputs.correction_BT is None else outputs.loss_BT * inputs.correction_BT
+    )
     weight = shrunk(len(length_B1)) if epsilon.weights else 1.0
     loss = weight * peer.aggregation(loss_BT * share_B1, inputs.mask_BT, totals)
     if peer.kl is not None:
@@ -123,11 +133,17 @@ def shrunk(count: Tensor | float) -> Tensor | float:
 
 
 def with_exponents_shrunk(peer: PolicyLoss, inputs: LossInputs, share_B1: Tensor) -> LossOutputs:
-    """Apply the objective with every log-ratio of a response, and so their mean, multiplied by n_i / (n_i + 1e-8)."""
+    """Apply the objective with every log-ratio of a response, and so their mean, multiplied by n_i
+    / (n_i + 1e-8).
+    """
     objective = peer.objective
-    if isinstance(objective, GMPO):  # GMPO clips the log-ratios first, so its bounds shrink with them
+    # GMPO clips the log-ratios first, so its bounds shrink with them
+    if isinstance(objective, GMPO):
         objective = copy(objective)
-        objective.clip_low, objective.clip_high = objective.clip_low * share_B1, objective.clip_high * share_B1
+        objective.clip_low, objective.clip_high = (
+            objective.clip_low * share_B1,
+            objective.clip_high * share_B1,
+        )
     log_BT = inputs.logp_BT - inputs.old_logp_BT
     return objective(replace(inputs, logp_BT=inputs.old_logp_BT + share_B1 * log_BT))
 
@@ -161,8 +177,8 @@ def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
 
 
 def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) -> Tensor:
-    """Return coef * aggregate( estimate [* importance ratio] [* correction] ), as gspo.train.loss_terms.KLTerm computes
-    it."""
+    """Return coef * aggregate( estimate [* importance ratio] [* correction] ), as
+    gspo.train.loss_terms.KLTerm computes it."""
     kl_BT = kl.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
     exponent = RatioObjective(log_ratio_bound=min(kl.log_ratio_bound, UNBOUNDED))
     if kl.times_ratio == "token":
@@ -175,7 +191,9 @@ def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) 
 
 
 def exponents(objective: Objective, inputs: LossInputs) -> Tensor:
-    """Return the log-ratio of the objective at every token, before any bound; 0 where masked. [B, T]"""
+    """Return the log-ratio of the objective at every token, before any bound; 0 where masked. [B,
+    T]
+    """
     log_BT = log_ratio(inputs.logp_BT.detach(), inputs.old_logp_BT, inputs.mask_BT)
     if by_sequence(objective):
         return torch.where(inputs.mask_BT, masked_mean(log_BT, inputs.mask_BT).unsqueeze(-1), 0.0)
@@ -183,16 +201,16 @@ def exponents(objective: Objective, inputs: LossInputs) -> Tensor:
 
 
 def by_sequence(objective: Objective) -> bool:
-    """Return whether the objective has one exponent per response: GSPO, GSPO-token, LUSPO, SAPO at the sequence
-    level."""
+    """Return whether the objective has one exponent per response: GSPO, GSPO-token, LUSPO, SAPO at
+    the sequence level."""
     if isinstance(objective, SAPO):
         return objective.level == "sequence"
     return objective.sequence_level and not isinstance(objective, GMPO)
 
 
 def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_BT: Tensor) -> str:
-    """Return why the values may differ, because log-ratios lie beyond a bound of ours that the peer does not have, or
-    ""."""
+    """Return why the values may differ, because log-ratios lie beyond a bound of ours that the peer
+    does not have, or ""."""
     outside_BT = outputs.bounded_BT & inputs.mask_BT
     if peer.bound == "same":
         outside_BT = torch.zeros_like(outside_BT)
@@ -219,5 +237,7 @@ def described(settings: object) -> str:
         value = getattr(settings, name)
         default = f.default_factory() if callable(f.default_factory) else f.default
         if name != "name" and value != default:
-            said.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={described(value)}")
+            said.append(
+                f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={described(value)}"
+            )
     return f"{type(settings).__name__}({', '.join(said)})"

@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass
 class Values:
-    """Our values under one name, where they are compared, and how much further apart they may be there (absolutely)."""
+    """Our values under one name, where they are compared, and how much further apart they may be
+    there (absolutely).
+    """
 
     value: Tensor
     where: Tensor | None = None  # a mask, or None for everywhere

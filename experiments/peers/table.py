@@ -1,4 +1,6 @@
-"""The Markdown page: what was compared, how far apart the values are, and how the rest differs, in words."""
+"""The Markdown page: what was compared, how far apart the values are, and how the rest differs, in
+words.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def summary(comparisons: list[Comparison], unreadable: list[Unreadable]) -> str:
 
 
 def section(name: str, comparisons: list[Comparison]) -> str:
-    """Return a section's table, with ours (objectives, estimators ...) as rows and peers as columns."""
+    """Return a section's table, with ours (objectives, estimators ...) as rows and peers as
+    columns.
+    """
     here = [c for c in comparisons if c.ours is not None and c.ours.section == name]
     if not here:
         return ""
@@ -69,14 +73,16 @@ def section(name: str, comparisons: list[Comparison]) -> str:
     peers = columns(comparisons)
     lines = [heading(name, f"Differences of the {SECTIONS[name]}."), header(["ours", *peers])]
     for row in rows:
-        cells = [cell([c for c in here if c.ours.row == row and c.entry.peer == peer]) for peer in peers]
+        cells = [
+            cell([c for c in here if c.ours.row == row and c.entry.peer == peer]) for peer in peers
+        ]
         lines.append(line([row, *cells]))
     return "\n".join(lines)
 
 
 def row_order(row: str) -> tuple[int, str]:
-    """Return the key that sorts rows in the project's order of objectives, a variant after its objective, and other
-    rows by name."""
+    """Return the key that sorts rows in the project's order of objectives, a variant after its
+    objective, and other rows by name."""
     names = [o.name for o in OBJECTIVES]
     first = row.split(",")[0].split(" ")[0]
     return (names.index(first) if first in names else len(names), row)
@@ -107,7 +113,12 @@ def most(comparisons: list[Comparison], of: Callable[[Comparison], float | None]
 
 
 def default_table() -> str:
-    lines = [heading("Defaults", "How each peer's default differs from ours; the numbers above set them alike.")]
+    lines = [
+        heading(
+            "Defaults",
+            "How each peer's default differs from ours; the numbers above set them alike.",
+        )
+    ]
     lines += [header(["", *defaults.COLUMNS]), line(["**ours**", *defaults.OURS])]
     return "\n".join([*lines, *(line([peer, *said]) for peer, said in defaults.PEERS.items())])
 
@@ -129,29 +140,58 @@ def stated_list(comparisons: list[Comparison]) -> str:
 
 def missing_list(comparisons: list[Comparison], unreadable: list[Unreadable]) -> str:
     missing = [c for c in comparisons if c.verdict == UNTRANSLATED]
-    lines = [f"- not translated: `{c.entry.key}` ({c.entry.case}): {'; '.join(c.remarks)}" for c in missing]
+    lines = [
+        f"- not translated: `{c.entry.key}` ({c.entry.case}): {'; '.join(c.remarks)}"
+        for c in missing
+    ]
     lines += [f"- not read: {bad.name}: {bad.reason}" for bad in unreadable]
     return heading("Not translated", "") + "\n" + ("\n".join(lines) or "None in these vectors.")
 
 
 def counters_left(comparisons: list[Comparison]) -> str:
-    """Return the sentence on the peers' metrics that are not clip counters, or that our outputs cannot give."""
+    """Return the sentence on the peers' metrics that are not clip counters, or that our outputs
+    cannot give.
+    """
     left: dict[str, set[str]] = {}
     for c in comparisons:
-        left.setdefault(c.entry.peer, set()).update(set(c.entry.metrics) - set(c.ours.metrics if c.ours else {}))
+        left.setdefault(c.entry.peer, set()).update(
+            set(c.entry.metrics) - set(c.ours.metrics if c.ours else {})
+        )
     said = [f"- {peer}: {', '.join(sorted(names))}" for peer, names in left.items() if names]
     words = "Metrics of the peers that are no clip counters: averages of KL, ratios, weights and loss parts."
     return heading("Metrics not compared", words) + "\n" + "\n".join(said)
 
 
 def entry_list(comparisons: list[Comparison]) -> str:
-    titles = ["case", "entry", "ours", "loss", "gradient", "with 1e-8", "values", "counters", "tolerance", "verdict"]
+    titles = [
+        "case",
+        "entry",
+        "ours",
+        "loss",
+        "gradient",
+        "with 1e-8",
+        "values",
+        "counters",
+        "tolerance",
+        "verdict",
+    ]
     lines = [heading("Entries", ""), header(titles)]
     for c in comparisons:
         numbers = [difference(x) for x in (c.loss, c.grad, c.epsilon, c.outputs, c.metrics)]
         verdict = "; ".join([c.verdict, *c.remarks])
         setting = "" if c.ours is None else f"`{c.ours.setting}`"
-        lines.append(line([c.entry.case, f"`{c.entry.key}`", setting, *numbers, str(c.tolerance or "-"), verdict]))
+        lines.append(
+            line(
+                [
+                    c.entry.case,
+                    f"`{c.entry.key}`",
+                    setting,
+                    *numbers,
+                    str(c.tolerance or "-"),
+                    verdict,
+                ]
+            )
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """Golden vectors: inputs, and what a peer's own function returns for them.
 
-A folder holds one JSON file per case: `case`, `settings`, `inputs` (nested lists) and `expected`, which maps
-`"<peer>@<version>/<function>[options]"` to `config` (options in the peer's own names) and any of `loss`, `grad_logp`,
-`metrics`, `outputs`, `precision`. Numbers are float64; "NaN", "Infinity" and "-Infinity" are strings.
+A folder holds one JSON file per case: `case`, `settings`, `inputs` (nested lists) and `expected`,
+which maps `"<peer>@<version>/<function>[options]"` to `config` (options in the peer's own names)
+and any of `loss`, `grad_logp`, `metrics`, `outputs`, `precision`. Numbers are float64; "NaN",
+"Infinity" and "-Infinity" are strings.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -44,8 +45,12 @@ class Entry:
 
     @property
     def groups(self) -> list:
-        """The name of the problem that each response answers: the entry's own, the case's, or by `num_generations`."""
-        names = self.config.get("groups") or self.settings.get("groups") or self.inputs.get("groups")
+        """The name of the problem that each response answers: the entry's own, the case's, or by
+        `num_generations`.
+        """
+        names = (
+            self.config.get("groups") or self.settings.get("groups") or self.inputs.get("groups")
+        )
         if names is None:
             size = self.settings["num_generations"]
             names = [i // size for i in range(len(self.inputs["rewards"]))]
@@ -61,7 +66,9 @@ class Unreadable:
 
 
 def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
-    """Return all entries of a folder, by file name. Raises ValueError if there is no folder or no entry in it."""
+    """Return all entries of a folder, by file name. Raises ValueError if there is no folder or no
+    entry in it.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"vectors={folder}: no such folder")
@@ -75,12 +82,16 @@ def load(folder: str | Path) -> tuple[list[Entry], list[Unreadable]]:
         unreadable += bad
     if not entries:
         why = f" ({unreadable[0].name}: {unreadable[0].reason})" if unreadable else ""
-        raise ValueError(f"vectors={folder}: no golden vectors, that is JSON files with `inputs` and `expected`{why}")
+        raise ValueError(
+            f"vectors={folder}: no golden vectors, that is JSON files with `inputs` and `expected`{why}"
+        )
     return entries, unreadable
 
 
 def read(case: dict) -> tuple[list[Entry], list[Unreadable]]:
-    """Return the entries of one file. Raises KeyError, TypeError or ValueError for anything but a case."""
+    """Return the entries of one file. Raises KeyError, TypeError or ValueError for anything but a
+    case.
+    """
     inputs = {name: values(value) for name, value in case["inputs"].items()}
     if isinstance(inputs.get("mask"), Tensor):
         inputs["mask"] = inputs["mask"] != 0
@@ -116,12 +127,16 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
 
 
 def values(nested: object) -> object:
-    """Return a float64 tensor of nested lists of numbers; anything else (names of groups) is returned unchanged."""
+    """Return a float64 tensor of nested lists of numbers; anything else (names of groups) is
+    returned unchanged.
+    """
     try:
         return torch.tensor(numbers(nested), dtype=torch.float64)
     except (ValueError, TypeError):
         if isinstance(nested, list) and any(isinstance(row, list) for row in nested):
-            raise ValueError("a list is not rectangular or holds something else than numbers") from None
+            raise ValueError(
+                "a list is not rectangular or holds something else than numbers"
+            ) from None
         return nested
 
 
@@ -130,7 +145,9 @@ def numbers(nested: object) -> object:
 
 
 def labels(text: str) -> dict:
-    """Return `level=token,clip=0.2/0.28,std` as {"level": "token", "clip": "0.2/0.28", "std": True}."""
+    """Return `level=token,clip=0.2/0.28,std` as {"level": "token", "clip": "0.2/0.28", "std":
+    True}.
+    """
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
@@ -143,7 +160,8 @@ def scalar(text: str) -> object:
     if text in words:
         return words[text]
     try:
-        return float(text) if "_" not in text else text  # float("0.5_2.0") fails, float("1_2") would not
+        # float("0.5_2.0") fails, float("1_2") would not
+        return float(text) if "_" not in text else text
     except ValueError:
         return text
 

@@ -1,7 +1,9 @@
-"""The cost of a step of the real trainer: seconds by phase, tokens and sequences per second, share of matmul peak.
+"""The cost of a step of the real trainer: seconds by phase, tokens and sequences per second, share
+of matmul peak.
 
-FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass as two forwards.
-The peak is that of a large matrix product, measured in the same process before and after the steps.
+FLOPs are useful ones: real tokens only, a prompt once per group, causal attention, a backward pass
+as two forwards. The peak is that of a large matrix product, measured in the same process before and
+after the steps.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ PHASES = ("rollout", "scoring", "old_logprobs", "update", "diagnostics", "tracki
 
 
 def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dict:
-    """Time `batches` rollout batches after one to warm up, and return a record that can be written as JSON. Of several
-    processes all measure, and seconds are means over the ranks."""
+    """Time `batches` rollout batches after one to warm up, and return a record that can be written
+    as JSON. Of several processes all measure, and seconds are means over the ranks."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     ranks = ranks or Ranks()
@@ -64,7 +66,9 @@ def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dic
 def timed_batches(
     trainer: Trainer, settings: Settings, batches: int, exchanges: Exchanges | None = None
 ) -> list[dict[str, float]]:
-    """Return the rows of `batches` rollout batches and of one before them. Rank 0 also logs them, as in a run."""
+    """Return the rows of `batches` rollout batches and of one before them. Rank 0 also logs them,
+    as in a run.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tracker = None
@@ -80,7 +84,10 @@ def timed_batches(
             if tracker:
                 tracker.log(step, metrics, rollout.responses if step == 1 else None)
             now = time.perf_counter()
-            rows.append(row(metrics, rollout, trainer, now - started, now - logging) | {"next_s": sampled - started})
+            rows.append(
+                row(metrics, rollout, trainer, now - started, now - logging)
+                | {"next_s": sampled - started}
+            )
             if exchanges:
                 rows[-1] |= exchanges.taken()
         if tracker:
@@ -97,20 +104,27 @@ def means_over_ranks(own: dict[str, float], ranks: Ranks) -> dict[str, float]:
 def row(
     metrics: dict[str, float], rollout: Rollout, trainer: Trainer, total: float, tracking: float
 ) -> dict[str, float]:
-    """Return one batch's row: seconds of every phase, FLOPs of the phases that compute, tokens, rewards."""
+    """Return one batch's row: seconds of every phase, FLOPs of the phases that compute, tokens,
+    rewards.
+    """
     policy = trainer.policy
     old, diagnosing = metrics["time/old_logprobs_s"], metrics["time/diagnostics_s"]
     lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in rollout.responses])
     prompts = torch.tensor([len(group[0].prompt_ids) for group in rollout.groups])
     repeated = torch.tensor([len(r.prompt_ids) for r in rollout.responses])
-    forward = policy.forward_flops(lengths) - policy.forward_flops(repeated) + policy.forward_flops(prompts)
+    forward = (
+        policy.forward_flops(lengths)
+        - policy.forward_flops(repeated)
+        + policy.forward_flops(prompts)
+    )
     return {
         "rollout_s": metrics["time/rollout_s"],
         "scoring_s": metrics["time/score_s"],
         "old_logprobs_s": old,
         "update_s": metrics["time/train_s"] - old - diagnosing,
         "diagnostics_s": diagnosing,
-        "handover_s": metrics.get("time/sync_s", 0.0),  # the new weights to an engine that has weights of its own
+        # the new weights to an engine that has weights of its own
+        "handover_s": metrics.get("time/sync_s", 0.0),
         "tracking_s": tracking,
         "total_s": total,
         "rollout_flops": forward,
@@ -125,7 +139,9 @@ def row(
 
 
 def matmul_peak(policy: Policy, seconds: float = 0.3) -> float:
-    """Return the FLOP/s of the best large matrix product, in the precision that the device's training uses."""
+    """Return the FLOP/s of the best large matrix product, in the precision that the device's
+    training uses.
+    """
     gpu = policy.device.type == "cuda"
     size, kind = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=policy.device, dtype=kind) for _ in range(2))
@@ -152,8 +168,12 @@ def peak_memory(policy: Policy) -> float:
 
 
 def resident_mib() -> float:
-    """Return the largest resident set of this process so far; the kernel counts in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    """Return the largest resident set of this process so far; the kernel counts in KiB, macOS in
+    bytes.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )
 
 
 def table(record: dict) -> str:
@@ -168,8 +188,13 @@ def table(record: dict) -> str:
     for phase in PHASES:
         seconds = record[f"{phase}_s"]
         flops = record.get(f"{phase}_flops", 0.0)
-        share = f"{flops / seconds / record['matmul_gflops'] / 1e9:.1%}" if flops and seconds else ""
-        per_s = [f"{record[key] / seconds:,.0f}" if seconds > 1e-4 else "" for key in ("tokens", "sequences")]
+        share = (
+            f"{flops / seconds / record['matmul_gflops'] / 1e9:.1%}" if flops and seconds else ""
+        )
+        per_s = [
+            f"{record[key] / seconds:,.0f}" if seconds > 1e-4 else ""
+            for key in ("tokens", "sequences")
+        ]
         lines.append(f"{phase:<14}{seconds:>9.3f}{per_s[0]:>11}{per_s[1]:>13}{share:>16}")
     lines.append(
         f"median of {len(record['batches'])} batches; matmul peak {record['matmul_gflops']:,.0f} GFLOP/s; peak memory "

@@ -1,7 +1,9 @@
-"""Scaling curves: what a step costs against response length, batch, model width and number of experts.
+"""Scaling curves: what a step costs against response length, batch, model width and number of
+experts.
 
-One thing is changed at a time around a small base. No response ends before the limit, so that the tokens are known.
-Every point is measured in a process of its own, so that its peak memory is its own.
+One thing is changed at a time around a small base. No response ends before the limit, so that the
+tokens are known. Every point is measured in a process of its own, so that its peak memory is its
+own.
 """
 
 from __future__ import annotations
@@ -17,8 +19,22 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-BASE = {"prompts": 8, "group_size": 8, "new_tokens": 128, "micro_batch_size": 16, "mean_length": 10**9}
-KEPT = ("rollout_s", "update_s", "total_s", "peak_memory_mib", "tokens", "active_parameters", "matmul_gflops")
+BASE = {
+    "prompts": 8,
+    "group_size": 8,
+    "new_tokens": 128,
+    "micro_batch_size": 16,
+    "mean_length": 10**9,
+}
+KEPT = (
+    "rollout_s",
+    "update_s",
+    "total_s",
+    "peak_memory_mib",
+    "tokens",
+    "active_parameters",
+    "matmul_gflops",
+)
 
 
 @dataclass
@@ -40,9 +56,11 @@ CURVES = (
 
 
 def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
-    """Yield a record per curve, value and number of threads, as soon as it is there. Raises RuntimeError if a point
-    fails."""
-    points = [(curve, value, count) for count in threads for curve in CURVES for value in curve.values]
+    """Yield a record per curve, value and number of threads, as soon as it is there. Raises
+    RuntimeError if a point fails."""
+    points = [
+        (curve, value, count) for count in threads for curve in CURVES for value in curve.values
+    ]
     with tempfile.TemporaryDirectory() as folder, tqdm(points, disable=None, unit="point") as bar:
         for curve, value, count in bar:
             bar.set_description(f"{curve.label} {value}, {count} thread{'s' * (count > 1)}")
@@ -51,7 +69,12 @@ def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
             if curve.key == "hidden":
                 sizes["width"] = value // 2
             changes = [f"size.{key}={size}" for key, size in sizes.items()]
-            command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=1"]
+            command = [
+                sys.executable,
+                str(ROOT / "experiments" / "benchmark.py"),
+                "workload=long",
+                "batches=1",
+            ]
             done = subprocess.run(
                 [*command, f"threads={count}", f"runs={runs}", f"out={out}", *changes],
                 capture_output=True,
@@ -63,4 +86,6 @@ def measure_curves(threads: list[int], runs: str) -> Iterator[dict]:
                 raise RuntimeError(f"{curve.label} {value} failed:\n{done.stderr[-2000:]}")
             record = json.loads(out.read_text(encoding="utf-8"))
             x = value * BASE["group_size"] if curve.key == "prompts" else value
-            yield {"curve": curve.label, "x": x, "threads": count} | {key: record[key] for key in KEPT}
+            yield {"curve": curve.label, "x": x, "threads": count} | {
+                key: record[key] for key in KEPT
+            }

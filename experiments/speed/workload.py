@@ -1,8 +1,9 @@
-"""The benchmark's workloads: a model, a task, sizes. The same folder and the same prompts go to every side.
+"""The benchmark's workloads: a model, a task, sizes. The same folder and the same prompts go to
+every side.
 
-`tiny` starts from the testbed's cold start, so that responses have the lengths and rewards of real runs. The others
-have random weights, with a last layer made such that responses end by themselves after some hundred tokens, and a
-reward that such text can earn.
+`tiny` starts from the testbed's cold start, so that responses have the lengths and rewards of real
+runs. The others have random weights, with a last layer made such that responses end by themselves
+after some hundred tokens, and a reward that such text can earn.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from gspo.core.arguments import nearest
 from gspo.core.ranges import Ranged, ranged
@@ -23,7 +30,13 @@ from gspo.model.loading import save
 from gspo.model.tokenizer import character_tokenizer
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 
-TESTBED = ("experiment=tiny_moe", "task=math", "task.max_operands=6", "task.largest=5", "model.layers=6")
+TESTBED = (
+    "experiment=tiny_moe",
+    "task=math",
+    "task.max_operands=6",
+    "task.largest=5",
+    "model.layers=6",
+)
 RANDOM = ("model=hf", "task=math", "objective=gspo_tiny")
 OF_BATCH = ("prompts", "group_size", "new_tokens", "micro_batch_size", "batch_rows")
 BFLOAT16 = (*RANDOM, "policy.precision=bfloat16", "rollout.dtype=bfloat16")
@@ -77,8 +90,8 @@ class Workload(Ranged, key="size"):
     peer: bool = True  # whether TRL runs it in a reasonable time
 
     def resized(self, sizes: dict[str, int]) -> Workload:
-        """Return the workload with other sizes, of the model or of the batch. Raises ValueError for one that it does
-        not have."""
+        """Return the workload with other sizes, of the model or of the batch. Raises ValueError for
+        one that it does not have."""
         of_model = [f.name for f in fields(self.shape)] if self.shape else []
         for key in sizes:
             if key not in (available := [*of_model, *OF_BATCH]):
@@ -104,7 +117,9 @@ class Workload(Ranged, key="size"):
         ]
 
 
-TINY = Shape(hidden=64, layers=6, heads=4, key_value_heads=4, width=32, experts=16, experts_per_token=2)
+TINY = Shape(
+    hidden=64, layers=6, heads=4, key_value_heads=4, width=32, experts=16, experts_per_token=2
+)
 SMALL = Shape(hidden=512, layers=8, heads=8, key_value_heads=8, width=1024, mean_length=180)
 SMALL_MOE = Shape(512, 8, 8, 8, width=256, experts=32, experts_per_token=4, mean_length=180)
 # These have the sizes of Qwen2.5-1.5B, and of OLMoE-1B-7B (6.9 B parameters, 1.3 B active).
@@ -127,8 +142,9 @@ WORKLOADS = {
 
 
 class EvenText(ChainArithmetic):
-    """A task with the same prompts in which a response is right if the sum of its characters' codes is even. Half of
-    random text is, so groups have a signal, and no side of a comparison may leave out work that another does."""
+    """A task with the same prompts in which a response is right if the sum of its characters' codes
+    is even. Half of random text is, so groups have a signal, and no side of a comparison may leave
+    out work that another does."""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         even = [sum(map(ord, text)) % 2 == 0 for _, text, _ in answers]
@@ -155,7 +171,11 @@ def made(shape: Shape) -> PreTrainedModel:
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
     }  # fmt: skip
     if shape.experts:
-        sizes = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True}
+        sizes = {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "norm_topk_prob": True,
+        }
         widths = {"moe_intermediate_size": shape.width, "intermediate_size": shape.width}
         kind, config = Qwen3MoeForCausalLM, Qwen3MoeConfig(**common, **sizes, **widths)
     else:
@@ -171,9 +191,10 @@ def made(shape: Shape) -> PreTrainedModel:
 def end_after(model: PreTrainedModel, end: int, tokens: int) -> None:
     """Make a response end after `tokens` tokens on average.
 
-    The last hidden state has unit mean square, so with weights of standard deviation sigma the logits are normal with
-    variance sigma^2 W. The end's row is 0, and with it its logit; the sum of V exponentials of the others is about V
-    exp(sigma^2 W / 2), which shall be `tokens`. In a vocabulary larger than that the end is rarer.
+    The last hidden state has unit mean square, so with weights of standard deviation sigma the
+    logits are normal with variance sigma^2 W. The end's row is 0, and with it its logit; the sum of
+    V exponentials of the others is about V exp(sigma^2 W / 2), which shall be `tokens`. In a
+    vocabulary larger than that the end is rarer.
     """
     head = model.lm_head.weight
     spread = math.sqrt(2 * max(math.log(tokens / len(head)), 0.02))

@@ -1,1 +1,3 @@
-"""The mathematics as functions of tensors: objectives, aggregation, advantages, reward shaping, KL, corrections."""
+"""The mathematics as functions of tensors: objectives, aggregation, advantages, reward shaping, KL,
+corrections.
+"""

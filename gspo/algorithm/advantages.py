@@ -1,8 +1,9 @@
 """Advantage estimators: from rewards to the advantage of every token of a response.
 
-An estimator is given the reward of every token (the verifier's reward on the response's last token, minus any KL
-penalty), the mask, and which responses share a problem. It returns an advantage for every token. If the settings ask
-for it, advantages are then whitened over the batch and clipped, in this order.
+An estimator is given the reward of every token (the verifier's reward on the response's last token,
+minus any KL penalty), the mask, and which responses share a problem. It returns an advantage for
+every token. If the settings ask for it, advantages are then whitened over the batch and clipped, in
+this order.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -28,7 +29,8 @@ class Credit:
     mask_BT: Tensor
     groups_B: Tensor  # int64; responses with the same number answer the same problem
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), for estimators that need it
-    turns_BT: Tensor | None = None  # int64, the number of the policy's turn; None where there are no episodes
+    # int64, the number of the policy's turn; None where there are no episodes
+    turns_BT: Tensor | None = None
 
     @property
     def rewards_B(self) -> Tensor:
@@ -41,14 +43,17 @@ class Advantage(Ranged, key="advantage"):
     """The base of the estimators, with the settings that they share."""
 
     name: str = ""
-    # whitening over the rollout batch: none | tokens (verl, ROLL; long responses weigh more) | responses (ms-swift)
+    # whitening over the rollout batch: none | tokens (verl, ROLL; long responses weigh more) |
+    # responses (ms-swift)
     whiten: str = "none"
     clip: float | None = ranged(None, above=0)  # keep advantages within +- this, after whitening
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
-    per_token: ClassVar[bool] = False  # tokens of a response can differ even when only its last token is rewarded
-    # Some estimators have these settings; for the others this is what they amount to (read by gspo.config.checks). They
-    # have no annotation, so that they are not fields and leave the order of the subclasses' fields as it is.
+    # tokens of a response can differ even when only its last token is rewarded
+    per_token: ClassVar[bool] = False
+    # Some estimators have these settings; for the others this is what they amount to (read by
+    # gspo.config.checks). They have no annotation, so that they are not fields and leave the order
+    # of the subclasses' fields as it is.
     group_of_one = "zero"
     gamma = 1.0
     std = "none"
@@ -60,14 +65,18 @@ class Advantage(Ranged, key="advantage"):
             raise ValueError(f"advantage.whiten={self.whiten!r}: choose none, tokens or responses")
 
     def __call__(self, credit: Credit) -> Tensor:
-        """Compute the advantages, whitened and clipped as the settings say; 0 where masked. Shape [B, T]."""
+        """Compute the advantages, whitened and clipped as the settings say; 0 where masked. Shape
+        [B, T].
+        """
         adv = self.estimate(credit)
         adv_BT = torch.where(credit.mask_BT, adv if adv.ndim == 2 else adv.unsqueeze(-1), 0.0)
         if self.whiten == "tokens":
             adv_BT = torch.where(credit.mask_BT, whitened(adv_BT, adv_BT[credit.mask_BT]), 0.0)
         elif self.whiten == "responses" and credit.mask_BT.any(-1).sum() > 1:
             mean_B = masked_mean(adv_BT, credit.mask_BT)[credit.mask_BT.any(-1)]
-            adv_BT = torch.where(credit.mask_BT, (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4), 0.0)
+            adv_BT = torch.where(
+                credit.mask_BT, (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4), 0.0
+            )
         return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)
 
     def estimate(self, credit: Credit) -> Tensor:
@@ -79,8 +88,9 @@ class Advantage(Ranged, key="advantage"):
 class GroupAdvantage(Advantage):
     """The base of the estimators that compare a response with the others of its group.
 
-    A group whose rewards are all equal carries no signal, and its advantages are exactly 0. So are those of a group of
-    one, unless `group_of_one=reward`, for which its mean counts as 0 and its std as 1 (as in verl).
+    A group whose rewards are all equal carries no signal, and its advantages are exactly 0. So are
+    those of a group of one, unless `group_of_one=reward`, for which its mean counts as 0 and its
+    std as 1 (as in verl).
     """
 
     group_of_one: str = "zero"  # zero | reward
@@ -95,11 +105,15 @@ class GroupAdvantage(Advantage):
         rewards_B = credit.rewards_B
         groups = Groups(credit.groups_B)
         adv_B = torch.where(groups.same(rewards_B), 0.0, self.compare(rewards_B, groups))
-        alone_B = self.alone(rewards_B) if self.group_of_one == "reward" else torch.zeros_like(rewards_B)
+        alone_B = (
+            self.alone(rewards_B) if self.group_of_one == "reward" else torch.zeros_like(rewards_B)
+        )
         return torch.where(groups.size_B == 1, alone_B, adv_B)
 
     def alone(self, rewards_B: Tensor) -> Tensor:
-        """Compute the advantage that a group of one gets if its mean counts as 0 and its std as 1. Shape [B]."""
+        """Compute the advantage that a group of one gets if its mean counts as 0 and its std as 1.
+        Shape [B].
+        """
         return rewards_B
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
@@ -109,16 +123,18 @@ class GroupAdvantage(Advantage):
 
 @dataclass
 class GroupNormalized(GroupAdvantage):
-    """The group-normalized advantage of GRPO and of the GSPO paper (Eq 3 and 6, which leave std and eps open):
+    """The group-normalized advantage of GRPO and of the GSPO paper (Eq 3 and 6, which leave std and
+    eps open):
 
         A_i = (r_i - mean_j r_j) / (std r + eps)
 
-    The std has ddof 1. It is that of the group, or with `std=batch` that of all rewards of the batch (TRL's
-    scale_rewards=batch; Lite PPO, arXiv:2508.08221).
+    The std has ddof 1. It is that of the group, or with `std=batch` that of all rewards of the
+    batch (TRL's scale_rewards=batch; Lite PPO, arXiv:2508.08221).
     """
 
     name: str = "group_normalized"
-    eps: float = ranged(1e-6, least=0)  # verl and ROLL use 1e-6, TRL and ms-swift 1e-4, OpenRLHF 1e-9
+    # verl and ROLL use 1e-6, TRL and ms-swift 1e-4, OpenRLHF 1e-9
+    eps: float = ranged(1e-6, least=0)
     std: str = "group"  # group | batch
 
     def __post_init__(self):
@@ -136,7 +152,9 @@ class GroupNormalized(GroupAdvantage):
 
 @dataclass
 class GroupMean(GroupAdvantage):
-    """The advantage of Dr.GRPO (arXiv:2503.20783) and MiniRL (arXiv:2512.01374): A_i = r_i - mean_j r_j."""
+    """The advantage of Dr.GRPO (arXiv:2503.20783) and MiniRL (arXiv:2512.01374): A_i = r_i - mean_j
+    r_j.
+    """
 
     name: str = "group_mean"
 
@@ -146,7 +164,8 @@ class GroupMean(GroupAdvantage):
 
 @dataclass
 class LeaveOneOut(GroupAdvantage):
-    """The leave-one-out advantage, RLOO (arXiv:2402.14740): A_i = r_i - the mean of the other r_j of the group.
+    """The leave-one-out advantage, RLOO (arXiv:2402.14740): A_i = r_i - the mean of the other r_j
+    of the group.
 
     It is G / (G - 1) times the advantage of GroupMean, for groups of G responses.
     """
@@ -160,14 +179,16 @@ class LeaveOneOut(GroupAdvantage):
 
 @dataclass
 class TurnNormalized(GroupAdvantage):
-    """An advantage for every turn of an episode: its return, compared with that of the same turn in the group.
+    """An advantage for every turn of an episode: its return, compared with that of the same turn in
+    the group.
 
         R_ik = sum_{m >= k} gamma^(m-k) r_im,      A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
 
-    The mean and the std (ddof 1) are over the members j of the group that have a turn k. All tokens of a turn have its
-    advantage. A turn that only one member has, or that all returns of are equal, has the advantage 0. It is the
-    advantage that GSPO-token was made for (arXiv:2507.18071, section 4.3, leaves open which); turn-level comparison
-    within the group is that of arXiv:2505.11821, section 4.2.
+    The mean and the std (ddof 1) are over the members j of the group that have a turn k. All tokens
+    of a turn have its advantage. A turn that only one member has, or that all returns of are equal,
+    has the advantage 0. It is the advantage that GSPO-token was made for (arXiv:2507.18071, section
+    4.3, leaves open which); turn-level comparison within the group is that of arXiv:2505.11821,
+    section 4.2.
     """
 
     name: str = "turn_normalized"
@@ -179,12 +200,18 @@ class TurnNormalized(GroupAdvantage):
     def __post_init__(self):
         super().__post_init__()
         if self.group_of_one != "zero":
-            raise ValueError(f"advantage.group_of_one={self.group_of_one!r}: a turn that is alone has the advantage 0")
+            raise ValueError(
+                f"advantage.group_of_one={self.group_of_one!r}: a turn that is alone has the advantage 0"
+            )
 
     def estimate(self, credit: Credit) -> Tensor:
         """Compute the advantages [B, T]. Without turns a response is one turn."""
         mask_BT = credit.mask_BT
-        turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64) if credit.turns_BT is None else credit.turns_BT
+        turns_BT = (
+            torch.zeros_like(mask_BT, dtype=torch.int64)
+            if credit.turns_BT is None
+            else credit.turns_BT
+        )
         rewards_BT = torch.where(mask_BT, credit.token_rewards_BT, 0.0)
         shape = (len(mask_BT), int(turns_BT.max()) + 1)
         return_BK = rewards_BT.new_zeros(shape).scatter_add(1, turns_BT, rewards_BT)
@@ -207,7 +234,8 @@ class TurnNormalized(GroupAdvantage):
 
 @dataclass
 class Returns(Advantage):
-    """The discounted return without a baseline (ROLL's adv_estimator=reinforce): A_t = sum_{u >= t} gamma^(u-t) r_u.
+    """The discounted return without a baseline (ROLL's adv_estimator=reinforce): A_t = sum_{u >= t}
+    gamma^(u-t) r_u.
 
     Masked positions inside a response (text that the policy did not write) are not discounted.
     """
@@ -223,8 +251,8 @@ class Returns(Advantage):
 class ReinforcePP(Returns):
     """REINFORCE++ (arXiv:2501.03262): the returns, whitened over all tokens of the batch.
 
-    With `baseline=group` the advantage before whitening is the response's reward minus the group's mean
-    ("REINFORCE++-baseline").
+    With `baseline=group` the advantage before whitening is the response's reward minus the group's
+    mean ("REINFORCE++-baseline").
     """
 
     name: str = "reinforce_pp"
@@ -236,7 +264,9 @@ class ReinforcePP(Returns):
         if self.baseline not in ("none", "group"):
             raise ValueError(f"advantage.baseline={self.baseline!r}: choose none or group")
         if self.whiten == "none":
-            raise ValueError("advantage.whiten=none: REINFORCE++ is whitened; without it choose advantage=returns")
+            raise ValueError(
+                "advantage.whiten=none: REINFORCE++ is whitened; without it choose advantage=returns"
+            )
 
     def estimate(self, credit: Credit) -> Tensor:
         if self.baseline == "none":
@@ -246,12 +276,14 @@ class ReinforcePP(Returns):
 
 @dataclass
 class GAE(Advantage):
-    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V. gamma is 1, as is usual for LLMs.
+    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V. gamma is 1, as is
+    usual for LLMs.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
-    V_t is the value before token t; after the last token it is 0. Masked positions inside a response are skipped.
-    The critic is trained on R_t by 1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 ), times value_coef.
+    V_t is the value before token t; after the last token it is 0. Masked positions inside a
+    response are skipped. The critic is trained on R_t by 1/2 max( (V - R)^2, (clip(V, V_old +-
+    value_clip) - R)^2 ), times value_coef.
     """
 
     name: str = "gae"
@@ -264,7 +296,9 @@ class GAE(Advantage):
     per_token: ClassVar[bool] = True
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages [B, T] by going backwards over the tokens. Raises ValueError without values."""
+        """Compute the advantages [B, T] by going backwards over the tokens. Raises ValueError
+        without values.
+        """
         if credit.values_BT is None:
             raise ValueError("advantage=gae needs the critic's values")
         adv_BT = torch.zeros_like(credit.token_rewards_BT)
@@ -278,12 +312,16 @@ class GAE(Advantage):
         return adv_BT
 
     def returns(self, credit: Credit) -> Tensor:
-        """Compute R_t = A_t + V_t, before any whitening, which the critic is trained to predict. Shape [B, T]."""
+        """Compute R_t = A_t + V_t, before any whitening, which the critic is trained to predict.
+        Shape [B, T].
+        """
         return torch.where(credit.mask_BT, self.estimate(credit) + credit.values_BT, 0.0)
 
 
 class Groups:
-    """Computes statistics over the responses that share a problem, repeated for each of these. All shapes are [B]."""
+    """Computes statistics over the responses that share a problem, repeated for each of these. All
+    shapes are [B].
+    """
 
     def __init__(self, groups_B: Tensor):
         _, self.index_B, size = groups_B.unique(return_inverse=True, return_counts=True)
@@ -291,7 +329,9 @@ class Groups:
 
     def mean(self, x_B: Tensor) -> Tensor:
         """Compute the mean of each response's group."""
-        sums = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device).index_add(0, self.index_B, x_B)
+        sums = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device).index_add(
+            0, self.index_B, x_B
+        )
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
@@ -300,7 +340,9 @@ class Groups:
         return (squares_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
 
     def same(self, x_B: Tensor) -> Tensor:
-        """Tell for each response whether all values of its group are equal, exactly: rounding plays no part in it."""
+        """Tell for each response whether all values of its group are equal, exactly: rounding plays
+        no part in it.
+        """
         ends = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
         low = ends.scatter_reduce(0, self.index_B, x_B, "amin", include_self=False)
         high = ends.scatter_reduce(0, self.index_B, x_B, "amax", include_self=False)
@@ -308,7 +350,9 @@ class Groups:
 
 
 def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """Compute sum_{u >= t} gamma^(u-t) x_u over the response's own tokens; masked positions are skipped. [B, T]."""
+    """Compute sum_{u >= t} gamma^(u-t) x_u over the response's own tokens; masked positions are
+    skipped. [B, T].
+    """
     x_BT = torch.where(mask_BT, x_BT, 0.0)
     result_BT, later_B = torch.zeros_like(x_BT), torch.zeros_like(x_BT[:, 0])
     for t in reversed(range(x_BT.shape[1])):

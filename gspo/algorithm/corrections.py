@@ -1,7 +1,9 @@
-"""Corrections for the mismatch of engine and trainer: a weight for every token's loss in the policy term.
+"""Corrections for the mismatch of engine and trainer: a weight for every token's loss in the policy
+term.
 
-The engine samples from mu, while the trainer assumes that the samples come from pi_old. The two differ by precision,
-kernels and, in MoE models, by routing. With m_t = log pi_old(y_t) - log mu(y_t), the importance weight of each level is
+The engine samples from mu, while the trainer assumes that the samples come from pi_old. The two
+differ by precision, kernels and, in MoE models, by routing. With m_t = log pi_old(y_t) - log
+mu(y_t), the importance weight of each level is
 
     token       exp( m_t )
     sequence    exp( sum_t m_t )            the product over the response
@@ -45,8 +47,9 @@ class Correction(Ranged, key="correction"):
 class TIS(Correction):
     """Truncated importance sampling (Yao et al. 2025): the weight is clipped to [low, high].
 
-    `normalize` divides the truncated weights by their mean over the rollout batch. The mean is over tokens, or over
-    responses for the levels sequence and geometric (verl's rollout_is_batch_normalize).
+    `normalize` divides the truncated weights by their mean over the rollout batch. The mean is over
+    tokens, or over responses for the levels sequence and geometric (verl's
+    rollout_is_batch_normalize).
     """
 
     name: str = "tis"
@@ -67,10 +70,11 @@ class TIS(Correction):
 
 @dataclass
 class MIS(Correction):
-    """Masked importance sampling: the weight is kept where it lies in [low, high] and set to 0 elsewhere.
+    """Masked importance sampling: the weight is kept where it lies in [low, high] and set to 0
+    elsewhere.
 
-    `judged_by` names another level whose weight must lie in the band instead. For example, ms-swift keeps the token
-    weights of the responses whose geometric weight lies in the band.
+    `judged_by` names another level whose weight must lie in the band instead. For example, ms-swift
+    keeps the token weights of the responses whose geometric weight lies in the band.
     """
 
     name: str = "mis"
@@ -84,11 +88,15 @@ class MIS(Correction):
         super().__post_init__()
         check_band(self)
         if self.judged_by not in ("", *LEVELS):
-            raise ValueError(f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}")
+            raise ValueError(
+                f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}"
+            )
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
-        judge_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.judged_by or self.level)
+        judge_BT = importance_weight(
+            old_logp_BT, engine_logp_BT, mask_BT, self.judged_by or self.level
+        )
         kept_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
         weight_BT = torch.where(mask_BT & kept_BT, weight_BT, 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
@@ -105,14 +113,15 @@ class IcePop(MIS):
 
 @dataclass
 class Rejection(Correction):
-    """Rejection (verl's rollout_rs): the weight is 1 where a measure of the mismatch lies in [low, high], 0 elsewhere.
+    """Rejection (verl's rollout_rs): the weight is 1 where a measure of the mismatch lies in [low,
+    high], 0 elsewhere.
 
     The measure is one of
 
         ratio = exp(m)      k2 = m^2 / 2      k3 = exp(m) - 1 - m
 
-    and `level` says how it is reduced over the response: token (not at all), sequence (the sum; the product of ratios),
-    geometric (the mean; the geometric mean of ratios) or largest.
+    and `level` says how it is reduced over the response: token (not at all), sequence (the sum; the
+    product of ratios), geometric (the mean; the geometric mean of ratios) or largest.
     """
 
     name: str = "rejection"
@@ -130,7 +139,9 @@ class Rejection(Correction):
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
         if self.measure == "ratio":
-            value_BT = reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+            value_BT = (
+                reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+            )
         else:
             m_BT = m_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
             value_BT = m_BT.square() / 2 if self.measure == "k2" else torch.expm1(m_BT) - m_BT
@@ -138,21 +149,33 @@ class Rejection(Correction):
         return (mask_BT & (value_BT >= self.low) & (value_BT <= self.high)).to(old_logp_BT.dtype)
 
 
-def importance_weight(old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Compute the untruncated weight of a level, without gradient. It is meaningful where the mask is True. [B, T]."""
+def importance_weight(
+    old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, level: str
+) -> Tensor:
+    """Compute the untruncated weight of a level, without gradient. It is meaningful where the mask
+    is True. [B, T].
+    """
     m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
     return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Divide weights by their mean over tokens (level token) or over responses; unchanged where all of them are 0."""
+    """Divide weights by their mean over tokens (level token) or over responses; unchanged where all
+    of them are 0.
+    """
     mean_B = masked_mean(weight_BT, mask_BT)
-    mean = weight_BT.sum() / mask_BT.sum() if level == "token" else mean_B.sum() / mask_BT.any(-1).sum()
+    mean = (
+        weight_BT.sum() / mask_BT.sum()
+        if level == "token"
+        else mean_B.sum() / mask_BT.any(-1).sum()
+    )
     return weight_BT / mean if mean > 0 else weight_BT
 
 
 def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Reduce over the tokens of each response, as a level says, and repeat the result for each token. Shape [B, T]."""
+    """Reduce over the tokens of each response, as a level says, and repeat the result for each
+    token. Shape [B, T].
+    """
     if level == "token":
         return x_BT
     if level == "largest":
@@ -164,6 +187,10 @@ def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
 def check_band(correction: TIS | MIS | Rejection, levels: tuple[str, ...] = LEVELS) -> None:
     """Raise ValueError for an unknown level, or a band whose lower end is not below its upper end."""
     if correction.level not in levels:
-        raise ValueError(f"correction.level={correction.level!r}: choose one of {', '.join(levels)}")
+        raise ValueError(
+            f"correction.level={correction.level!r}: choose one of {', '.join(levels)}"
+        )
     if not correction.low < correction.high:
-        raise ValueError(f"correction.low={correction.low} must be below correction.high={correction.high}")
+        raise ValueError(
+            f"correction.low={correction.low} must be below correction.high={correction.high}"
+        )

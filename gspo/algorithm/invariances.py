@@ -1,7 +1,8 @@
-"""What must hold of every objective, whoever wrote it: experiments/check_objective.py tells it in words.
+"""What must hold of every objective, whoever wrote it: experiments/check_objective.py tells it in
+words.
 
-Each check calls the objective on random responses of unequal length, in float64, at several spreads of the log-ratios,
-and returns a Finding. Shape suffixes: B responses, T response tokens.
+Each check calls the objective on random responses of unequal length, in float64, at several spreads
+of the log-ratios, and returns a Finding. Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
 
-SPREADS = (1e-3, 0.05, 0.5)  # standard deviations of the log-ratios, in nats: within GSPO's clip range to beyond GRPO's
+# standard deviations of the log-ratios, in nats: within GSPO's clip range to beyond GRPO's
+SPREADS = (1e-3, 0.05, 0.5)
 BATCH, WIDTH = 10, 8  # responses, and the most tokens of one
 STEP = 1e-6  # nats, of the difference quotients
 MEAN = Aggregation("seq-mean-token-mean")
@@ -34,15 +36,18 @@ class Finding:
 
 
 def check_objective(objective: Objective) -> list[Finding]:
-    """Return what each check finds; after a failure of the first, which is about shapes, the others are left out."""
+    """Return what each check finds; after a failure of the first, which is about shapes, the others
+    are left out.
+    """
     first = outputs_fit(objective)
     return [first, *(check(objective) for check in CHECKS)] if first.holds else [first]
 
 
-# --------------------------------------------------------------------------------------------------------- inputs
+# ---------------------------------------------------------------------------------------------------------
+# inputs
 def random_inputs(seed: int, spread: float) -> LossInputs:
-    """Make log-probs, advantages and a mask of random responses; one has no advantage and one has a hole in its mask,
-    as responses of several turns have."""
+    """Make log-probs, advantages and a mask of random responses; one has no advantage and one has a
+    hole in its mask, as responses of several turns have."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -71,8 +76,8 @@ def all_inputs() -> Iterator[LossInputs]:
 
 
 def changed(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
-    """Return inputs with every number, and the mask, changed by a function; the log-probs have gradients of their
-    own."""
+    """Return inputs with every number, and the mask, changed by a function; the log-probs have
+    gradients of their own."""
     new = {name: change(getattr(inputs, name).detach()) for name in (*FIELDS, "mask_BT")}
     new["logp_BT"] = new["logp_BT"].clone().requires_grad_()
     return replace(inputs, **new)
@@ -81,11 +86,15 @@ def changed(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInput
 def with_padding(inputs: LossInputs, value: float) -> LossInputs:
     """Return inputs that hold a value wherever the mask is False."""
     mask_BT = inputs.mask_BT
-    padded = changed(inputs, lambda x: x if x.dtype == torch.bool else torch.where(mask_BT, x, value))
+    padded = changed(
+        inputs, lambda x: x if x.dtype == torch.bool else torch.where(mask_BT, x, value)
+    )
     return replace(padded, mask_BT=mask_BT)
 
 
-def gradient(objective: Objective, inputs: LossInputs, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+def gradient(
+    objective: Objective, inputs: LossInputs, totals: Totals | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient with respect to the log-probs [B, T]."""
     totals = totals or Totals.of(inputs.mask_BT)
     loss = MEAN(objective(inputs).loss_BT, inputs.mask_BT, totals)
@@ -96,19 +105,24 @@ def gradient(objective: Objective, inputs: LossInputs, totals: Totals | None = N
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the size of the second; infinite for NaN."""
+    """Return the largest difference of two tensors, relative to the size of the second; infinite
+    for NaN.
+    """
     difference = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
     return difference if difference == difference else float("inf")
 
 
-# --------------------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------------------------
+# checks
 def outputs_fit(objective: Objective) -> Finding:
     """Outputs have the shapes and types that LossOutputs says."""
     name = "outputs"
     for inputs in all_inputs():
         outputs = objective(inputs)
         if not isinstance(outputs, LossOutputs):
-            return Finding(name, False, f"calling it gave {type(outputs).__name__}, not LossOutputs")
+            return Finding(
+                name, False, f"calling it gave {type(outputs).__name__}, not LossOutputs"
+            )
         for field in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
             value, is_mask = getattr(outputs, field), field not in ("loss_BT", "weight_BT")
             try:
@@ -119,9 +133,13 @@ def outputs_fit(objective: Objective) -> Finding:
                 kind = "a mask (bool)" if is_mask else "numbers"
                 return Finding(name, False, f"{field} must be {kind} of shape [B, T] or [B, 1]")
         if tuple(outputs.loss_BT.shape) != tuple(inputs.mask_BT.shape):
-            return Finding(name, False, f"loss_BT has the shape {tuple(outputs.loss_BT.shape)}, not [B, T]")
+            return Finding(
+                name, False, f"loss_BT has the shape {tuple(outputs.loss_BT.shape)}, not [B, T]"
+            )
         if outputs.weight_BT.requires_grad:
-            return Finding(name, False, "weight_BT has a gradient: it is a measurement, call detach()")
+            return Finding(
+                name, False, "weight_BT has a gradient: it is a measurement, call detach()"
+            )
     return Finding(name, True, "a loss for every token, and clip masks that fit it")
 
 
@@ -135,7 +153,9 @@ def masked_tokens_do_nothing(objective: Objective) -> Finding:
             return Finding(name, False, "tokens outside the mask have a gradient")
         if apart(loss, other) > 1e-12 or apart(other_BT, gradient_BT) > 1e-12:
             text = f"other values outside the mask change the loss from {loss:.6g} to {other:.6g}"
-            return Finding(name, False, f"{text}; use torch.where with inputs.mask_BT, or masked_mean")
+            return Finding(
+                name, False, f"{text}; use torch.where with inputs.mask_BT, or masked_mean"
+            )
     return Finding(name, True, "what stands outside the mask changes neither loss nor gradient")
 
 
@@ -148,12 +168,18 @@ def nan_in_padding_stays_there(objective: Objective) -> Finding:
             loss, found_BT = gradient(objective, with_padding(inputs, value))
             if apart(loss, expected) > 1e-12 or apart(found_BT, expected_BT) > 1e-12:
                 where = "the loss" if apart(loss, expected) > 1e-12 else "the gradient"
-                return Finding(name, False, f"{value} outside the mask reaches {where}: select with torch.where before")
+                return Finding(
+                    name,
+                    False,
+                    f"{value} outside the mask reaches {where}: select with torch.where before",
+                )
     return Finding(name, True, "NaN and infinity outside the mask reach neither loss nor gradient")
 
 
 def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
-    """Micro-batches of any size, wider padding and another order of the responses give the same loss and gradient."""
+    """Micro-batches of any size, wider padding and another order of the responses give the same
+    loss and gradient.
+    """
     name = "cut of the batch"
     for inputs in all_inputs():
         totals = Totals.of(inputs.mask_BT)
@@ -164,15 +190,23 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
         ]
         cut, cut_BT = sum(part for part, _ in parts), torch.cat([part_BT for _, part_BT in parts])
         if apart(cut, loss) > 1e-10 or apart(cut_BT, gradient_BT) > 1e-10:
-            return Finding(name, False, "micro-batches give another loss or gradient: a response reads its neighbours")
+            return Finding(
+                name,
+                False,
+                "micro-batches give another loss or gradient: a response reads its neighbours",
+            )
         order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(0))
         _, other_BT = gradient(objective, changed(inputs, lambda x, order=order: x[order]))
         if apart(other_BT, gradient_BT[order]) > 1e-10:
             return Finding(name, False, "another order of the responses gives another gradient")
         wide = changed(inputs, lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], dim=1))
         if apart(gradient(objective, wide)[1][:, :WIDTH], gradient_BT) > 1e-10:
-            return Finding(name, False, "wider padding gives another gradient: count tokens by inputs.mask_BT")
-    return Finding(name, True, "micro-batches, order of responses and width of the padding change nothing")
+            return Finding(
+                name, False, "wider padding gives another gradient: count tokens by inputs.mask_BT"
+            )
+    return Finding(
+        name, True, "micro-batches, order of responses and width of the padding change nothing"
+    )
 
 
 def no_advantage_no_gradient(objective: Objective) -> Finding:
@@ -182,7 +216,9 @@ def no_advantage_no_gradient(objective: Objective) -> Finding:
         _, gradient_BT = gradient(objective, inputs)
         if bool(gradient_BT[1].any()):
             if objective.needs_every_row:
-                return Finding(name, True, "it has a gradient without advantage, and says needs_every_row")
+                return Finding(
+                    name, True, "it has a gradient without advantage, and says needs_every_row"
+                )
             text = "a response whose advantages are 0 has a gradient, and the trainer leaves such responses out"
             return Finding(name, False, f"{text}; set the class attribute needs_every_row = True")
     return Finding(name, True, "a response whose advantages are 0 has no gradient")
@@ -203,13 +239,19 @@ def on_policy_it_is_reinforce(objective: Objective) -> Finding:
         return Finding(name, True, "where all ratios are 1 it is that of REINFORCE, -A grad log pi")
     if low > 0 and bool(torch.isfinite(factor).all()):
         text = f"where all ratios are 1 it is that of REINFORCE times {low:.4g}"
-        return Finding(name, True, text + (f" to {high:.4g}, by response or token" if high > low * (1 + 1e-9) else ""))
+        return Finding(
+            name,
+            True,
+            text + (f" to {high:.4g}, by response or token" if high > low * (1 + 1e-9) else ""),
+        )
     text = f"where all ratios are 1, tokens have {low:.4g} to {high:.4g} times the gradient of REINFORCE"
     return Finding(name, False, f"{text}: it does not follow the advantage")
 
 
 def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
-    """Difference quotients of the loss equal its gradient, with what the formula detaches held fixed."""
+    """Difference quotients of the loss equal its gradient, with what the formula detaches held
+    fixed.
+    """
     name, worst = "finite differences", 0.0
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
@@ -220,7 +262,8 @@ def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
                 step_BT[b, t] = STEP
                 (up, up_active), (down, down_active) = loss_at(step_BT), loss_at(-step_BT)
                 quotient_BT[b, t] = (up - down) / (2 * STEP)
-                smooth_BT[b, t] = torch.equal(up_active, down_active)  # else a clip begins between the two
+                # else a clip begins between the two
+                smooth_BT[b, t] = torch.equal(up_active, down_active)
         worst = max(worst, apart(quotient_BT[smooth_BT], gradient_BT[smooth_BT]))
     text = f"the gradient is that of the loss, to {worst:.0e}, with what the formula detaches held fixed"
     if worst > 1e-5:
@@ -229,9 +272,12 @@ def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
 
 
 @contextmanager
-def held_detached(objective: Objective, inputs: LossInputs) -> Iterator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Within this context, a function gives loss and clip mask at shifted log-probs, and `detach` in the objective
-    gives what it gave at the unshifted ones: a stop-gradient then is a constant, as in the papers."""
+def held_detached(
+    objective: Objective, inputs: LossInputs
+) -> Iterator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Within this context, a function gives loss and clip mask at shifted log-probs, and `detach`
+    in the objective gives what it gave at the unshifted ones: a stop-gradient then is a constant,
+    as in the papers."""
     held: list[Tensor] = []
     plain = torch.Tensor.detach
 
@@ -253,7 +299,9 @@ def held_detached(objective: Objective, inputs: LossInputs) -> Iterator[Callable
 
 
 def clipped_tokens_have_no_gradient(objective: Objective) -> Finding:
-    """The clip mask `active` and the factor `weight`, which metrics show, tell what the gradient does."""
+    """The clip mask `active` and the factor `weight`, which metrics show, tell what the gradient
+    does.
+    """
     name = "clip metrics"
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
@@ -264,7 +312,11 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> Finding:
         told_BT = -outputs.weight_BT * inputs.adv_BT / mask_BT.sum(-1, keepdim=True) / BATCH
         difference = apart(torch.where(mask_BT, told_BT, 0.0), gradient_BT)
         if difference > 1e-9 and not objective.needs_every_row:
-            return Finding(name, False, f"weight_BT is not the factor of A grad log pi: off by {difference:.2g}")
+            return Finding(
+                name,
+                False,
+                f"weight_BT is not the factor of A grad log pi: off by {difference:.2g}",
+            )
     return Finding(name, True, "active_BT and weight_BT tell what the gradient does")
 
 

@@ -1,8 +1,11 @@
-"""KL to a reference policy: its estimators, the settings of the KL term, and the controller of its coefficient.
+"""KL to a reference policy: its estimators, the settings of the KL term, and the controller of its
+coefficient.
 
-With d = log pi(y_t) - log pi_ref(y_t) for a sampled token (Schulman, "Approximating KL Divergence", 2020):
+With d = log pi(y_t) - log pi_ref(y_t) for a sampled token (Schulman, "Approximating KL Divergence",
+2020):
 
-    k1 = d                    unbiased; negative for single tokens. As a loss its expected gradient is zero
+    k1 = d                    unbiased; negative for single tokens. As a loss its expected gradient
+                              is zero
     k2 = d^2 / 2              biased; its gradient is that of KL(pi || pi_ref)
     k3 = exp(-d) + d - 1      unbiased, never negative; its gradient is that of KL(pi_ref || pi)
     abs = |d|
@@ -36,7 +39,8 @@ class KL(Ranged, key="kl"):
     name: str = "none"
     in_loss: ClassVar[bool] = False  # an estimate is added to the loss
     in_reward: ClassVar[bool] = False  # an estimate is taken off the rewards
-    refresh_every = 0  # there is no reference policy to refresh; not annotated, so that it is no field here
+    # there is no reference policy to refresh; not annotated, so that it is no field here
+    refresh_every = 0
 
     @property
     def needs_reference(self) -> bool:
@@ -56,34 +60,45 @@ class Penalized(KL):
     coef: float = ranged(1e-3, above=0, why="for no KL term choose kl=none")  # beta
     target: float | None = ranged(None, above=0)  # nats per token; null: the coefficient is fixed
     horizon: float = ranged(10000, above=0)  # responses; how slowly an adaptive coefficient changes
-    log_ratio_bound: float = ranged(20.0, above=0)  # nats; d is kept within +- this, and has no gradient beyond
+    # nats; d is kept within +- this, and has no gradient beyond
+    log_ratio_bound: float = ranged(20.0, above=0)
     # the estimate is kept within +- this; null: no bound; verl, ms-swift and ROLL use 10
     value_bound: float | None = ranged(None, above=0)
-    # the number of steps after which the reference becomes the current policy; 0: it stays the same for the whole run
+    # the number of steps after which the reference becomes the current policy; 0: it stays the same
+    # for the whole run
     refresh_every: int = ranged(0, least=0)
 
     def __post_init__(self):
         super().__post_init__()
         if self.estimator not in ESTIMATORS:
-            raise ValueError(f"kl.estimator={self.estimator!r}: choose one of {', '.join(ESTIMATORS)}")
+            raise ValueError(
+                f"kl.estimator={self.estimator!r}: choose one of {', '.join(ESTIMATORS)}"
+            )
         if self.estimator == "k3" and self.log_ratio_bound > LARGEST_BOUND:
-            raise ValueError(f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]")
+            raise ValueError(
+                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]"
+            )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Compute the estimate for every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
-        return value_BT if self.value_bound is None else value_BT.clamp(-self.value_bound, self.value_bound)
+        return (
+            value_BT
+            if self.value_bound is None
+            else value_BT.clamp(-self.value_bound, self.value_bound)
+        )
 
 
 @dataclass
 class KLInLoss(Penalized):
     """KL in the loss: beta * aggregate(estimate) is added to it.
 
-    `gradient=k2` is verl's straight-through form (its "k3+" and "k1+"): the value is that of the estimator and the
-    gradient that of k2. `times_ratio` multiplies the estimate by the importance ratio pi/pi_old. With the ratio of the
-    token, value and gradient of k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556).
-    With that of the response, which TRL uses for GSPO, they are unbiased only for responses of one token.
+    `gradient=k2` is verl's straight-through form (its "k3+" and "k1+"): the value is that of the
+    estimator and the gradient that of k2. `times_ratio` multiplies the estimate by the importance
+    ratio pi/pi_old. With the ratio of the token, value and gradient of k1 and k3 are unbiased off
+    policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556). With that of the response, which TRL
+    uses for GSPO, they are unbiased only for responses of one token.
     """
 
     name: str = "loss"
@@ -105,7 +120,9 @@ class KLInLoss(Penalized):
                 f"{self.times_ratio}: it bounds the ratio too"
             )
         if self.gradient == "k2" and self.times_ratio != "none":
-            raise ValueError(f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: the two gradients would add up")
+            raise ValueError(
+                f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: the two gradients would add up"
+            )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         value_BT = super().estimate(logp_BT, ref_logp_BT, mask_BT)
@@ -118,9 +135,11 @@ class KLInLoss(Penalized):
 
 @dataclass
 class KLInReward(Penalized):
-    """KL in the reward (arXiv:1909.08593): beta * estimate(pi_old, pi_ref) is subtracted from every token's reward.
+    """KL in the reward (arXiv:1909.08593): beta * estimate(pi_old, pi_ref) is subtracted from every
+    token's reward.
 
-    Advantages are computed from these rewards. Estimators with one advantage per response use the sum over its tokens.
+    Advantages are computed from these rewards. Estimators with one advantage per response use the
+    sum over its tokens.
     """
 
     name: str = "reward"
@@ -129,7 +148,9 @@ class KLInReward(Penalized):
 
 
 def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
-    """Compute an estimator from d = log pi - log pi_ref, kept within +-bound and without gradient beyond. [B, T]."""
+    """Compute an estimator from d = log pi - log pi_ref, kept within +-bound and without gradient
+    beyond. [B, T].
+    """
     d_BT = d_BT.clamp(-bound, bound)
     if estimator == "k1":
         return d_BT
@@ -141,17 +162,20 @@ def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
 
 
 class KLCoefficient:
-    """Holds beta, the coefficient of the KL term, and adapts it if `target` is given. `value` is its whole state.
+    """Holds beta, the coefficient of the KL term, and adapts it if `target` is given. `value` is
+    its whole state.
 
-    In other frameworks the factor 1 + error n / horizon becomes negative for n > 5 horizon. Here n / horizon counts as
-    1 at most.
+    In other frameworks the factor 1 + error n / horizon becomes negative for n > 5 horizon. Here n
+    / horizon counts as 1 at most.
     """
 
     def __init__(self, settings: Penalized):
         self.settings, self.value = settings, settings.coef
 
     def update(self, kl: float, responses: int) -> None:
-        """Adapt the coefficient after a step whose mean KL over `responses` responses was `kl` nats per token."""
+        """Adapt the coefficient after a step whose mean KL over `responses` responses was `kl` nats
+        per token.
+        """
         if self.settings.target is None:
             return
         error = min(max(kl / self.settings.target - 1, -0.2), 0.2)

@@ -107,10 +107,14 @@ class Bench:
             model = random_model(kind_of(size), config_of(size), seed=0)
         return model.to(dtype)
 
-    def policy(self, size: Size, precision: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32) -> Policy:
-        """Return a policy on the device whose matrix products are in `precision` and whose weights are `dtype`.
+    def policy(
+        self, size: Size, precision: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
+    ) -> Policy:
+        """Return a policy on the device whose matrix products are in `precision` and whose weights
+        are `dtype`.
 
-        The weights of small models are spread so far that tokens and experts are not nearly tied."""
+        The weights of small models are spread so far that tokens and experts are not nearly tied.
+        """
         model = self.model(size, dtype)
         if not size.vocabulary:
             generator = torch.Generator().manual_seed(1)
@@ -160,10 +164,14 @@ def problems() -> list[Problem]:
     return [Problem("digits", i, prompt, None) for i, prompt in enumerate(PROMPTS)]
 
 
-def sampled(policy: Policy, group_size: int, tokens: int, record_experts: bool = False) -> list[Response]:
+def sampled(
+    policy: Policy, group_size: int, tokens: int, record_experts: bool = False
+) -> list[Response]:
     """Sample responses to the problems with the in-process engine."""
     engine = LocalEngine(policy, dtype=policy.model.dtype)
-    groups = engine.generate(problems(), group_size, Sampling(1.0, tokens), (1, "check"), record_experts=record_experts)
+    groups = engine.generate(
+        problems(), group_size, Sampling(1.0, tokens), (1, "check"), record_experts=record_experts
+    )
     return [response for group in groups for response in group]
 
 
@@ -178,8 +186,12 @@ def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
 def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
     """Return a batch of random tokens: `rows` responses, of which each `group` share a prompt."""
     generator = torch.Generator().manual_seed(3)
-    prompts = torch.randint(vocabulary, (rows // group, prompt), generator=generator).repeat_interleave(group, 0)
-    tokens = torch.cat([prompts, torch.randint(vocabulary, (rows, response), generator=generator)], 1)
+    prompts = torch.randint(
+        vocabulary, (rows // group, prompt), generator=generator
+    ).repeat_interleave(group, 0)
+    tokens = torch.cat(
+        [prompts, torch.randint(vocabulary, (rows, response), generator=generator)], 1
+    )
     mask = torch.ones(rows, response, dtype=torch.bool)
     zeros = torch.zeros(rows, response)
     return TrainBatch(
@@ -194,7 +206,9 @@ def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: 
 
 
 def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[Tensor]:
-    """Return the gradients of the sum of advantage times log-prob, over the policy's parameters that have one."""
+    """Return the gradients of the sum of advantage times log-prob, over the policy's parameters
+    that have one.
+    """
     for micro in batch.split(micro_batch_size):
         output = policy.forward(micro, entropy=False)
         on_device = micro.to(policy.device)
@@ -206,7 +220,9 @@ def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[T
 
 @dataclass
 class Digits(Task):
-    """A task that a random model learns in a hundred steps: the reward is the share of digits in the response."""
+    """A task that a random model learns in a hundred steps: the reward is the share of digits in
+    the response.
+    """
 
     name: str = "digits"
 

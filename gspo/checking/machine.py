@@ -24,7 +24,10 @@ TERA = 1e12
 
 def versions(bench: Bench) -> Iterator[Finding]:
     """Check the versions of the libraries."""
-    for name, module, least in (("torch", torch, LEAST_TORCH), ("transformers", transformers, LEAST_TRANSFORMERS)):
+    for name, module, least in (
+        ("torch", torch, LEAST_TORCH),
+        ("transformers", transformers, LEAST_TRANSFORMERS),
+    ):
         installed = Version(module.__version__)
         status = OK if installed >= Version(least) else FAIL
         yield Finding(status, f"{name}", module.__version__, f">= {least}")
@@ -32,7 +35,9 @@ def versions(bench: Bench) -> Iterator[Finding]:
 
 
 def devices(bench: Bench) -> Iterator[Finding]:
-    """Say what the device is, and whether it is too small, too old, or beside others of another kind."""
+    """Say what the device is, and whether it is too small, too old, or beside others of another
+    kind.
+    """
     if not bench.on_gpu:
         yield Finding(OK, "device", f"CPU, {torch.get_num_threads()} threads")
         yield Finding(OK, "processor", (platform.processor() or platform.machine())[:34])
@@ -44,14 +49,22 @@ def devices(bench: Bench) -> Iterator[Finding]:
     yield at_least("memory", memory, LEAST_MEMORY, "GB")
     capability = (properties.major, properties.minor)
     status = OK if capability >= LEAST_CAPABILITY else FAIL
-    yield Finding(status, "compute capability", "{}.{}".format(*capability), ">= {}.{}".format(*LEAST_CAPABILITY))
+    yield Finding(
+        status,
+        "compute capability",
+        "{}.{}".format(*capability),
+        ">= {}.{}".format(*LEAST_CAPABILITY),
+    )
     bench.bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if not bench.bfloat16:
         yield Finding(SLOW, "bfloat16", "this GPU has none", "policy.precision=float32 is left")
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     if len(names) > 1:
         yield Finding(
-            SLOW, "GPUs of different kinds", ", ".join(sorted(names))[:60], "a run over all waits for the slowest"
+            SLOW,
+            "GPUs of different kinds",
+            ", ".join(sorted(names))[:60],
+            "a run over all waits for the slowest",
         )
 
 
@@ -62,12 +75,23 @@ def driver() -> Finding:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         asked = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=20, check=False
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=20,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(SKIP, "driver", f"not known: {error}"[:60])
     if asked.returncode:
-        return Finding(SKIP, "driver", "not known: nvidia-smi failed (NVML)", detail=asked.stderr or asked.stdout)
+        return Finding(
+            SKIP,
+            "driver",
+            "not known: nvidia-smi failed (NVML)",
+            detail=asked.stderr or asked.stdout,
+        )
     return Finding(OK, "driver", asked.stdout.split("\n")[0])
 
 
@@ -79,16 +103,25 @@ def ceilings(bench: Bench) -> Iterator[Finding]:
         a = torch.randn(side, side, device=bench.device, dtype=dtype)
         seconds = bench.seconds(lambda a=a: a @ a)
         bench.matmul[dtype] = 2 * side**3 / seconds
-        yield Finding(OK, f"product of {side} x {side}, {short(dtype)}", f"{bench.matmul[dtype] / TERA:.3g} TFLOP/s")
+        yield Finding(
+            OK,
+            f"product of {side} x {side}, {short(dtype)}",
+            f"{bench.matmul[dtype] / TERA:.3g} TFLOP/s",
+        )
     count = 2**29 if bench.on_gpu else 2**24
     source = torch.ones(count, dtype=torch.float32, device=bench.device)
     target = torch.empty_like(source)
     bench.copy = 2 * 4 * count / bench.seconds(lambda: target.copy_(source))
     yield Finding(OK, "copy within the device's memory", f"{bench.copy / GB:.3g} GB/s")
     if bench.on_gpu:
-        for kind, on_host in (("pageable", torch.ones(2**26)), ("pinned", torch.ones(2**26).pin_memory())):
+        for kind, on_host in (
+            ("pageable", torch.ones(2**26)),
+            ("pinned", torch.ones(2**26).pin_memory()),
+        ):
             target = torch.empty(2**26, device=bench.device)
-            seconds = bench.seconds(lambda on_host=on_host, target=target: target.copy_(on_host, non_blocking=True))
+            seconds = bench.seconds(
+                lambda on_host=on_host, target=target: target.copy_(on_host, non_blocking=True)
+            )
             yield Finding(OK, f"copy to the device, {kind}", f"{4 * 2**26 / seconds / GB:.3g} GB/s")
 
 

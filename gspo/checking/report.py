@@ -14,8 +14,8 @@ WIDTHS = (5, 46, 34)  # columns of the terminal: status, what, number
 
 @dataclass
 class Finding:
-    """One line of the report. `number` is what was measured, `bound` what it is compared with, both with their units.
-    `detail` is for the record alone: a traceback, or all places of a count."""
+    """One line of the report. `number` is what was measured, `bound` what it is compared with, both
+    with their units. `detail` is for the record alone: a traceback, or all places of a count."""
 
     status: str
     what: str
@@ -38,14 +38,30 @@ def header() -> str:
     return Finding("", "what", "number", "bound").line()
 
 
-def at_most(what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None) -> Finding:
+def at_most(
+    what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None
+) -> Finding:
     """Return `ok` if a value is at most its bound, else `status`. NaN is never ok."""
-    return Finding(OK if value <= bound else status, what, _with(value, unit), f"<= {_with(bound, unit)}", detail)
+    return Finding(
+        OK if value <= bound else status,
+        what,
+        _with(value, unit),
+        f"<= {_with(bound, unit)}",
+        detail,
+    )
 
 
-def at_least(what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None) -> Finding:
+def at_least(
+    what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None
+) -> Finding:
     """Return `ok` if a value is at least its bound, else `status`. NaN is never ok."""
-    return Finding(OK if value >= bound else status, what, _with(value, unit), f">= {_with(bound, unit)}", detail)
+    return Finding(
+        OK if value >= bound else status,
+        what,
+        _with(value, unit),
+        f">= {_with(bound, unit)}",
+        detail,
+    )
 
 
 def _with(value: float, unit: str) -> str:

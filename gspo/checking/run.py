@@ -16,7 +16,9 @@ from gspo.checking.report import FAIL, SKIP, Finding
 
 @dataclass(frozen=True)
 class Check:
-    """A check: what it is about in words, the function, and the seconds it may take on a CPU or GPU."""
+    """A check: what it is about in words, the function, and the seconds it may take on a CPU or
+    GPU.
+    """
 
     name: str
     function: Callable[[Bench], Iterator[Finding]]
@@ -44,20 +46,34 @@ CHECKS = (
 
 
 def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
-    """Yield what the checks find. A check that fails in an unforeseen way does not keep the others from running."""
+    """Yield what the checks find. A check that fails in an unforeseen way does not keep the others
+    from running.
+    """
     for check in checks:
         if bench.left < check.seconds:
-            yield Finding(SKIP, check.name, f"{max(bench.left, 0):.0f} s left", f"needs {check.seconds:g} s: --seconds")
+            yield Finding(
+                SKIP,
+                check.name,
+                f"{max(bench.left, 0):.0f} s left",
+                f"needs {check.seconds:g} s: --seconds",
+            )
             continue
         started = time.monotonic()
         try:
             yield from check.function(bench)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            yield Finding(FAIL, check.name, "out of memory; the other checks go on", detail=str(error))
+            yield Finding(
+                FAIL, check.name, "out of memory; the other checks go on", detail=str(error)
+            )
         # Whatever a machine that nobody has seen does in a check is what the user is to be told.
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            yield Finding(FAIL, check.name, f"{type(error).__name__}: {first}"[:150], detail=traceback.format_exc())
+            yield Finding(
+                FAIL,
+                check.name,
+                f"{type(error).__name__}: {first}"[:150],
+                detail=traceback.format_exc(),
+            )
         finally:
             bench.spent[check.name] = round(time.monotonic() - started, 2)

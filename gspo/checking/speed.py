@@ -11,7 +11,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo.checking.bench import DENSE, PROMPTS, SPARSE, Bench, Size, backward, config_of, packed, random_batch, sampled
+from gspo.checking.bench import (
+    DENSE,
+    PROMPTS,
+    SPARSE,
+    Bench,
+    Size,
+    backward,
+    config_of,
+    packed,
+    random_batch,
+    sampled,
+)
 from gspo.checking.machine import GB, short
 from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
 from gspo.core.types import Problem
@@ -21,10 +32,12 @@ from gspo.rollout.local_engine import LocalEngine
 from gspo.rollout.requests import Sampling
 
 ROWS = (32, 256)
-# Times the bytes floor from which decoding is called slow: half the speed of an H200 (docs/gpu.md). A model that is so
-# small that its kernels, and not its bytes, take the time has the largest multiple of its floor.
+# Times the bytes floor from which decoding is called slow: half the speed of an H200 (docs/gpu.md).
+# A model that is so small that its kernels, and not its bytes, take the time has the largest
+# multiple of its floor.
 OVER_FLOOR = {"cuda": 80.0, "cpu": 60.0}
-# The share of large products' peak below which an update is called slow: on a GPU half that of an H200.
+# The share of large products' peak below which an update is called slow: on a GPU half that of an
+# H200.
 SHARE_OF_PEAK = {"cuda": 0.01, "cpu": 0.1}
 NEW_SHAPE = 4.0  # times a shape's second use from which its first is called slow
 OVER_PLAN = 1.25  # times the planned memory
@@ -50,7 +63,9 @@ class Operations(TorchDispatchMode):
 
 
 def decoding(bench: Bench) -> Iterator[Finding]:
-    """Measure tokens a second at 32 and 256 rows. The floor is the time in which weights and cache can be read."""
+    """Measure tokens a second at 32 and 256 rows. The floor is the time in which weights and cache
+    can be read.
+    """
     for size in bench.sizes:
         policy = bench.policy(size, precision=bench.precision, dtype=bench.precision)
         tokens = 128 if bench.on_gpu else 24
@@ -68,12 +83,16 @@ def decoding(bench: Bench) -> Iterator[Finding]:
             seconds = time.perf_counter() - started
             floor = longest * bytes_of_step(policy, size, rows, longest) / bench.copy
             most = OVER_FLOOR[bench.device.type]
-            finding = at_most(f"decoding, {size.name}, {rows} rows", seconds / floor, most, status=SLOW)
+            finding = at_most(
+                f"decoding, {size.name}, {rows} rows", seconds / floor, most, status=SLOW
+            )
             finding.number = f"{count / seconds:,.0f} tokens/s, {seconds / floor:.1f} x floor"
             finding.bound = f"<= {most:g} x the time of reading the bytes"
             yield finding
         launches = launches_of(bench, lambda engine=engine: decoded(engine, 32, 17))
-        yield Finding(OK, f"launches for a token and layer, {size.name}", f"{launches / 17 / size.layers:.0f}")
+        yield Finding(
+            OK, f"launches for a token and layer, {size.name}", f"{launches / 17 / size.layers:.0f}"
+        )
 
 
 def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
@@ -85,20 +104,32 @@ def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
 
 
 def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
-    """Return the bytes that decoding one token for all rows must read: the weights that the rows touch, and half of
-    the cache that there is at the end."""
+    """Return the bytes that decoding one token for all rows must read: the weights that the rows
+    touch, and half of the cache that there is at the end."""
     item = policy.model.dtype.itemsize
-    parameters = sum(p.numel() for p in policy.model.parameters()) - policy.model.get_input_embeddings().weight.numel()
+    parameters = (
+        sum(p.numel() for p in policy.model.parameters())
+        - policy.model.get_input_embeddings().weight.numel()
+    )
     if size.experts:
         of_experts = 3 * size.layers * size.experts * size.hidden * size.width
         touched = min(1.0, rows * size.experts_per_token / size.experts)
         parameters -= of_experts * (1 - touched)
-    cache = 2 * size.layers * size.key_value_heads * size.head_dim * rows * (len(PROMPTS[0]) + tokens / 2)
+    cache = (
+        2
+        * size.layers
+        * size.key_value_heads
+        * size.head_dim
+        * rows
+        * (len(PROMPTS[0]) + tokens / 2)
+    )
     return item * (parameters + cache)
 
 
 def launches_of(bench: Bench, work: Callable[[], object]) -> int:
-    """Return how many kernels some work launches on a GPU, or on a CPU how many operations it calls."""
+    """Return how many kernels some work launches on a GPU, or on a CPU how many operations it
+    calls.
+    """
     if not bench.on_gpu:
         with Operations() as operations:
             work()
@@ -115,12 +146,16 @@ def updates(bench: Bench) -> Iterator[Finding]:
         policy = bench.policy(size, precision=bench.precision)
         rows, prompt, response = (8, 256, 768) if bench.on_gpu else (8, 32, 96)
         micro = random_batch(rows, prompt, response, size.vocabulary, group=8)
-        seconds = bench.seconds(lambda policy=policy, micro=micro: backward(policy, micro, len(micro)), repeats=2)
+        seconds = bench.seconds(
+            lambda policy=policy, micro=micro: backward(policy, micro, len(micro)), repeats=2
+        )
         lengths = torch.full((rows,), prompt + response)
         repeated = policy.forward_flops(torch.full((rows - rows // 8,), prompt))
         flops = 3 * (policy.forward_flops(lengths) - repeated)
         share = flops / seconds / bench.matmul[bench.precision]
-        finding = at_least(f"update, {size.name}", share, SHARE_OF_PEAK[bench.device.type], status=SLOW)
+        finding = at_least(
+            f"update, {size.name}", share, SHARE_OF_PEAK[bench.device.type], status=SLOW
+        )
         finding.number = f"{rows * response / seconds:,.0f} tokens/s, {share:.0%} of peak"
         finding.bound = f">= {SHARE_OF_PEAK[bench.device.type]:.0%} of peak"
         yield finding
@@ -129,7 +164,9 @@ def updates(bench: Bench) -> Iterator[Finding]:
 def memory_against_plan(bench: Bench) -> Iterator[Finding]:
     """Compare the memory of an update with what `gspo plan` says."""
     if not bench.on_gpu:
-        yield Finding(SKIP, "memory against `gspo plan`", "a CPU's allocator does not say what is held")
+        yield Finding(
+            SKIP, "memory against `gspo plan`", "a CPU's allocator does not say what is held"
+        )
         return
     for size in bench.sizes:
         work = Work(
@@ -165,8 +202,12 @@ def waits(bench: Bench) -> Iterator[Finding]:
                 backward(policy, micro, 8)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message))
-        finding = at_most(f"waits in four micro-batches, {size.name}", places.total(), 0, status=SLOW)
+        places = Counter(
+            f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+        )
+        finding = at_most(
+            f"waits in four micro-batches, {size.name}", places.total(), 0, status=SLOW
+        )
         finding.detail = dict(places)
         if places:
             finding.bound += f"; most at {places.most_common(1)[0][0]}"
@@ -174,7 +215,9 @@ def waits(bench: Bench) -> Iterator[Finding]:
 
 
 def new_shapes(bench: Bench) -> Iterator[Finding]:
-    """Compare the first use of new shapes with the second. The first is slow where something is planned for each."""
+    """Compare the first use of new shapes with the second. The first is slow where something is
+    planned for each.
+    """
     policy = bench.policy(SPARSE, precision=bench.precision)
     batches = [random_batch(8, 11 + i, 19 + 2 * i, 20, group=4) for i in range(8)]
     backward(policy, random_batch(8, 7, 9, 20, group=4), 8)  # to load the kernels
@@ -188,6 +231,8 @@ def new_shapes(bench: Bench) -> Iterator[Finding]:
         return time.perf_counter() - started
 
     first, second = used(), min(used(), used())
-    finding = at_most("first against second use of new shapes", first / second, NEW_SHAPE, "x", status=SLOW)
+    finding = at_most(
+        "first against second use of new shapes", first / second, NEW_SHAPE, "x", status=SLOW
+    )
     finding.detail = {"first_s": first, "second_s": second, "precision": short(bench.precision)}
     yield finding

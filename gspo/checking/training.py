@@ -1,4 +1,6 @@
-"""Whether the parts of a training step agree with each other on this machine, and whether a run learns and resumes."""
+"""Whether the parts of a training step agree with each other on this machine, and whether a run
+learns and resumes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
 
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Return the largest difference of tensors, each as a share of the largest number of the wanted one."""
+    """Return the largest difference of tensors, each as a share of the largest number of the wanted
+    one.
+    """
     scales = [b.abs().max().clamp(min=1e-6) for b in wanted]
     offs = [(a - b).abs().max() / scale for a, b, scale in zip(found, wanted, scales, strict=True)]
     return float(torch.stack(offs).max())
@@ -54,7 +58,9 @@ def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 @torch.no_grad()
 def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
-    """Compare the engine's log-probs and experts with the trainer's, on responses that the engine sampled."""
+    """Compare the engine's log-probs and experts with the trainer's, on responses that the engine
+    sampled.
+    """
     kinds = [(torch.float32, 1e-4, 0.999)]
     if bench.bfloat16:
         kinds.append((torch.bfloat16, 0.1, 0.8))
@@ -71,25 +77,35 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             metrics = accumulator.result()
             name = f"{size.name}, {short(dtype)}"
             off = metrics["mismatch/logp_abs"]
-            yield at_most(f"engine against trainer, {name}", off, bound, "nats", detail=metrics["mismatch/k3"])
+            yield at_most(
+                f"engine against trainer, {name}", off, bound, "nats", detail=metrics["mismatch/k3"]
+            )
             if size.experts:
-                yield at_least(f"engine's experts, {name}", metrics["routing/engine_agreement"], least)
+                yield at_least(
+                    f"engine's experts, {name}", metrics["routing/engine_agreement"], least
+                )
 
 
 @torch.no_grad()
 def routing_replay(bench: Bench) -> Iterator[Finding]:
-    """Check that replaying the trainer's own experts (R2) and the engine's (R3) leaves the ratio at 1."""
+    """Check that replaying the trainer's own experts (R2) and the engine's (R3) leaves the ratio at
+    1.
+    """
     policy = bench.policy(SPARSE)
     batch = packed(policy, sampled(policy, 8, 24, record_experts=True))
     scored = policy.score(batch, 16)
     for name, record in (("R2", scored.experts_BSLK), ("R3", batch.engine_experts_BSLK)):
         replayed = policy.score(replace(batch, replay_BSLK=record), 16)
         ratio = (replayed.logp_BT - scored.logp_BT).exp()
-        yield at_most(f"distance of the ratio from 1 under {name}", float((ratio - 1).abs().max()), 1e-4)
+        yield at_most(
+            f"distance of the ratio from 1 under {name}", float((ratio - 1).abs().max()), 1e-4
+        )
 
 
 def learning(bench: Bench) -> Iterator[Finding]:
-    """Train a random model for 100 steps of GSPO on a task that it can learn, or for as many as there is time for."""
+    """Train a random model for 100 steps of GSPO on a task that it can learn, or for as many as
+    there is time for.
+    """
     policy = bench.policy(SPARSE, precision=bench.precision)
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
     source = make_source(LocalEngine(policy, dtype=torch.float32), Digits(), rollout, Uniform(), 1)
@@ -98,7 +114,9 @@ def learning(bench: Bench) -> Iterator[Finding]:
         source,
         Algorithm(GSPO(clip_low=3e-2, clip_high=4e-2)),
         optim=OptimSettings(lr=1e-3, warmup_updates=1),
-        settings=TrainerSettings(minibatches=2, micro_batch_size=32, aggregation=Aggregation("seq-mean-token-mean")),
+        settings=TrainerSettings(
+            minibatches=2, micro_batch_size=32, aggregation=Aggregation("seq-mean-token-mean")
+        ),
         policy_settings=PolicySettings(precision=short(bench.precision)),
         seed=1,
     )
@@ -128,7 +146,9 @@ def resume(bench: Bench) -> Iterator[Finding]:
         if killed.poll() is not None or not ended:
             end(whole)
             end(killed)
-            yield Finding(FAIL, "killed and resumed", "the run did not come to step 3", detail=output(killed))
+            yield Finding(
+                FAIL, "killed and resumed", "the run did not come to step 3", detail=output(killed)
+            )
             return
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -137,16 +157,23 @@ def resume(bench: Bench) -> Iterator[Finding]:
         again_code = finished(again)
         if whole_code or again_code:
             failed = whole if whole_code else again
-            yield Finding(FAIL, "killed and resumed", "a run of six steps failed", detail=output(failed))
+            yield Finding(
+                FAIL, "killed and resumed", "a run of six steps failed", detail=output(failed)
+            )
             return
         same = weights_of(runs / "whole") == weights_of(runs / "killed")
         yield Finding(
-            OK if same else FAIL, "killed and resumed", f"weights {'equal' if same else 'differ'}", "equal to the bit"
+            OK if same else FAIL,
+            "killed and resumed",
+            f"weights {'equal' if same else 'differ'}",
+            "equal to the bit",
         )
 
 
 def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
-    """Start a run of six steps that saves every second one. An entropy bonus gives it gradients without a reward."""
+    """Start a run of six steps that saves every second one. An entropy bonus gives it gradients
+    without a reward.
+    """
     words = [
         "experiment=micro_moe", "cold_start.steps=0", "steps=6", "checkpoint.every=2", "trainer.entropy_coef=0.01",
         "rollout.prompts_per_step=4", "rollout.max_new_tokens=12", "evaluation.every=0", "tracking.wandb=disabled",
@@ -210,7 +237,9 @@ def weights_of(study: Path) -> dict[str, str]:
 
 
 def vllm_engine(bench: Bench) -> Iterator[Finding]:
-    """Compare vLLM, where it is installed, with the trainer: log-probs, experts' weights after an update, sleep."""
+    """Compare vLLM, where it is installed, with the trainer: log-probs, experts' weights after an
+    update, sleep.
+    """
     from gspo.rollout.vllm import VLLMEngine, check_installed, installed_version
 
     if not installed_version():

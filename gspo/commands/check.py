@@ -1,16 +1,18 @@
-"""Checks in three minutes whether this software computes what it should on this machine, and how fast.
+"""Checks in three minutes whether this software computes what it should on this machine, and how
+fast.
 
     gspo check                                  the GPU if there is one, else the CPU
     gspo check device=cuda --seconds 300
     gspo check --json check.json                a file to attach to a bug report
 
     device=auto|cpu|cuda    the device that is checked (default: auto)
-    --seconds N             how long it may take (default: 150); checks for which no time is left are skipped
+    --seconds N             how long it may take (default: 150); checks for which no time is left
+                            are skipped
     --json FILE             write all numbers, versions and tracebacks
 
-A line for each finding: `ok`, `SLOW` (right, but slower than it should be), `FAIL` (wrong), or `skip` (not checked, and
-why). The exit code is 1 if anything failed. Nothing is downloaded, and no account is needed: the models are random
-and made on the device.
+A line for each finding: `ok`, `SLOW` (right, but slower than it should be), `FAIL` (wrong), or
+`skip` (not checked, and why). The exit code is 1 if anything failed. Nothing is downloaded, and no
+account is needed: the models are random and made on the device.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def check() -> None:
         print(__doc__)
         return
     if options.json:
-        replace_text(Path(options.json), "{}\n")  # a folder that cannot be written is said before the checks
+        # a folder that cannot be written is said before the checks
+        replace_text(Path(options.json), "{}\n")
     from gspo.checking import run  # these import PyTorch and transformers, which takes seconds
     from gspo.checking.bench import Bench
     from gspo.run.build import usable_device
@@ -94,8 +97,8 @@ def write(record: dict, found: list[Finding], bench: Bench, started: float, file
 
 
 def options_of(arguments: list[str]) -> Options | None:
-    """Return what the words of the command line say, None if they ask for help. Raises ValueError for words that are
-    not known."""
+    """Return what the words of the command line say, None if they ask for help. Raises ValueError
+    for words that are not known."""
     values, rest = dict(OPTIONS), list(arguments)
     while rest:
         name, given, value = rest.pop(0).partition("=")

@@ -5,20 +5,22 @@
     gspo compare runs/STUDY --all
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
-Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of the reward: within the
-run, by resampling blocks of batches, which says nothing about other seeds; of held-out scores: over problems); clipped
-tokens, routing consistency, tokens, compute, time. Any source that the figures read will do: run directories, offline
-W&B files, wandb:ENTITY/PROJECT.
+Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of
+the reward: within the run, by resampling blocks of batches, which says nothing about other seeds;
+of held-out scores: over problems); clipped tokens, routing consistency, tokens, compute, time. Any
+source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
 
-Of more than 4 runs each group of seeds has a line, with the settings that vary, and of up to 12 runs each run.
+Of more than 4 runs each group of seeds has a line, with the settings that vary, and of up to 12
+runs each run.
 
     --all               everything of every run
     --where KEY=VALUE   the runs with these settings alone
 
-Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy by set, its 95 %
-interval (Student's t over the problems' paired differences) and exact sign-flip p, and what of the gain is format, more
-responses in which an answer is found, and what is correctness, more right ones among these (intervals by bootstrap over
-problems). The formula is in gspo/evaluation/paired.py.
+Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy
+by set, its 95 % interval (Student's t over the problems' paired differences) and exact sign-flip p,
+and what of the gain is format, more responses in which an answer is found, and what is correctness,
+more right ones among these (intervals by bootstrap over problems). The formula is in
+gspo/evaluation/paired.py.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from gspo.tracking.collapse import best as peak_of
 
 FEW = 12  # more runs are summarised by groups of seeds
 SIDE_BY_SIDE = 4  # up to so many runs stand in columns beside each other
-FIRST = ("objective.name", "policy.routing_replay")  # of settings that vary together the first of these is shown
+# of settings that vary together the first of these is shown
+FIRST = ("objective.name", "policy.routing_replay")
 MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
     "clipped tokens": ("clip/token_active", ".3g"),
     "routing consistency": ("routing/consistency", ".4f"),
@@ -49,7 +52,11 @@ MEANS = {  # rows of the table: the metric, and the format of its mean over the 
     "gradient norm": ("optim/grad_norm", ".3g"),
     "tokens of a response": ("length/mean", ".1f"),
 }
-TOTALS = {"tokens": ("compute/tokens", ".3g"), "FLOPs": ("compute/flops", ".3g"), "hours": ("compute/seconds", ".2f")}
+TOTALS = {
+    "tokens": ("compute/tokens", ".3g"),
+    "FLOPs": ("compute/flops", ".3g"),
+    "hours": ("compute/seconds", ".2f"),
+}
 
 
 def main() -> None:
@@ -77,7 +84,8 @@ def compare(arguments: list[str]) -> int:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
     if len(data.runs) > SIDE_BY_SIDE:
         groups = summary(data.runs)
-        are_grouped = len(groups) < len(data.runs) + 3  # a title, a blank line and the head of the table
+        # a title, a blank line and the head of the table
+        are_grouped = len(groups) < len(data.runs) + 3
         if are_grouped:
             print("\n".join(groups))
         if len(data.runs) <= FEW:
@@ -88,8 +96,8 @@ def compare(arguments: list[str]) -> int:
 
 
 def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
-    """Return the words that name runs, the settings that follow --where, and whether --all is among the words. Raises
-    ValueError for --where without a setting."""
+    """Return the words that name runs, the settings that follow --where, and whether --all is among
+    the words. Raises ValueError for --where without a setting."""
     words: list[str] = []
     where: dict[str, str] = {}
     rest = [argument for argument in arguments if argument != "--all"]
@@ -116,7 +124,9 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
     from gspo.evaluation.comparison import compared, comparison_table, read_finished
 
     if evaluations != paths or len(paths) != 2:
-        load.die(f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, and nothing else")
+        load.die(
+            f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, and nothing else"
+        )
     try:
         print(comparison_table(compared(*map(read_finished, paths))))
     except (ValueError, OSError) as error:
@@ -125,22 +135,36 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """Return the settings in which runs differ, but for those that say where and how a run is recorded."""
+    """Return the settings in which runs differ, but for those that say where and how a run is
+    recorded.
+    """
     keys = sorted({key for run in runs for key in run.settings})
-    told = [key for key in keys if key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing")]
+    told = [
+        key
+        for key in keys
+        if key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing")
+    ]
     return [key for key in told if len({str(run.settings.get(key, "-")) for run in runs}) > 1]
 
 
 def telling(runs: list[Run]) -> dict[str, str]:
-    """Return the settings that tell the runs apart beside the seed, each with the shortest name that it can have here.
+    """Return the settings that tell the runs apart beside the seed, each with the shortest name
+    that it can have here.
 
-    Of settings that vary together one is enough: a setting is left out if those before it tell all that it tells."""
-    keys = [key for key in differing(runs) if key not in ("seed", "cold_start.seed") and not key.startswith("options.")]
+    Of settings that vary together one is enough: a setting is left out if those before it tell all
+    that it tells."""
+    keys = [
+        key
+        for key in differing(runs)
+        if key not in ("seed", "cold_start.seed") and not key.startswith("options.")
+    ]
     keys = [*(key for key in FIRST if key in keys), *(key for key in keys if key not in FIRST)]
     kept: list[str] = []
     groups = 1
     for key in keys:
-        found = len({tuple(str(run.settings.get(each, "-")) for each in [*kept, key]) for run in runs})
+        found = len(
+            {tuple(str(run.settings.get(each, "-")) for each in [*kept, key]) for run in runs}
+        )
         if found > groups:
             kept.append(key)
             groups = found
@@ -150,8 +174,9 @@ def telling(runs: list[Run]) -> dict[str, str]:
 
 
 def summary(runs: list[Run]) -> list[str]:
-    """Return aligned lines: for each group of runs that differ in their seeds alone, their number, the mean reward
-    of the last batches with the t interval over seeds, and how they ended. The highest reward comes first."""
+    """Return aligned lines: for each group of runs that differ in their seeds alone, their number,
+    the mean reward of the last batches with the t interval over seeds, and how they ended. The
+    highest reward comes first."""
     keys = telling(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
@@ -164,21 +189,30 @@ def summary(runs: list[Run]) -> list[str]:
         ends = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
         ended_so = ", ".join(f"{count} {how}" for how, count in sorted(ends.items()))
         text = of_seeds.text() if of_seeds else "-"
-        found.append((-of_seeds.mean if of_seeds else math.inf, [*values, str(len(members)), text, ended_so]))
+        found.append(
+            (-of_seeds.mean if of_seeds else math.inf, [*values, str(len(members)), text, ended_so])
+        )
     found.sort(key=lambda pair: pair[0])
-    rows = [[*keys.values(), "runs", f"reward, last {WINDOW}", "ended"], *(cells for _, cells in found)]
+    rows = [
+        [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"],
+        *(cells for _, cells in found),
+    ]
     title = f"{len(runs)} runs in {len(found)} groups that differ in more than the seed (--all: every run)"
     return [title, "", *aligned(rows)]
 
 
 def list_of_runs(runs: list[Run]) -> list[str]:
-    """Return aligned lines, one for each run: the settings that tell it apart, its seed, how it ended, its reward."""
+    """Return aligned lines, one for each run: the settings that tell it apart, its seed, how it
+    ended, its reward.
+    """
     keys = telling(runs)
     rows = [[*keys.values(), "seed", "batches", f"reward, last {WINDOW}", "best smoothed", "ended"]]
     for run in runs:
         values = [str(run.settings.get(key, "-")) for key in keys]
         last = interval(reward(run).tail(WINDOW))
-        rows.append([*values, str(run.seed), f"{run.last}/{run.planned}", last, best(run), ended(run)])
+        rows.append(
+            [*values, str(run.seed), f"{run.last}/{run.planned}", last, best(run), ended(run)]
+        )
     return [f"{len(runs)} runs (--all: everything of every run)", "", *aligned(rows)]
 
 
@@ -186,19 +220,29 @@ def aligned(rows: list[list[str]]) -> list[str]:
     """Return rows of cells as lines with columns."""
     rows = [[line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def table(runs: list[Run]) -> list[str]:
-    """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered, with a legend
-    above."""
+    """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered,
+    with a legend above."""
     lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
     rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
     rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
     rows = [[line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
-    return [*lines, "", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows)]
+    return [
+        *lines,
+        "",
+        *(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip()
+            for row in rows
+        ),
+    ]
 
 
 def results(runs: list[Run]) -> list[list[str]]:
@@ -210,11 +254,24 @@ def results(runs: list[Run]) -> list[list[str]]:
         (f"reward, last {WINDOW}", lambda run: interval(reward(run).tail(WINDOW))),
         ("reward, best smoothed", best),
     ]
-    sets = sorted({name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name})
-    rows += [(f"{name}, last ± 95 % (best)", lambda run, name=name: held_out(run, name)) for name in sets]
-    rows += [(name, lambda run, m=metric, f=form: mean(run, m, f)) for name, (metric, form) in MEANS.items()]
-    rows += [(name, lambda run, m=metric, f=form: total(run, m, f)) for name, (metric, form) in TOTALS.items()]
-    rows += [(f"time, {name}", lambda run, n=name: share_of_time(run, n)) for name in ("checkpoint", "monitor")]
+    sets = sorted(
+        {name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name}
+    )
+    rows += [
+        (f"{name}, last ± 95 % (best)", lambda run, name=name: held_out(run, name)) for name in sets
+    ]
+    rows += [
+        (name, lambda run, m=metric, f=form: mean(run, m, f))
+        for name, (metric, form) in MEANS.items()
+    ]
+    rows += [
+        (name, lambda run, m=metric, f=form: total(run, m, f))
+        for name, (metric, form) in TOTALS.items()
+    ]
+    rows += [
+        (f"time, {name}", lambda run, n=name: share_of_time(run, n))
+        for name in ("checkpoint", "monitor")
+    ]
     return [[name, *(cell(run) for run in runs)] for name, cell in rows]
 
 
@@ -241,8 +298,8 @@ def best(run: Run) -> str:
 
 
 def held_out(run: Run, name: str) -> str:
-    """Return the last score with its 95 % interval over problems, and the best of all evaluations, which is chosen
-    after the fact."""
+    """Return the last score with its 95 % interval over problems, and the best of all evaluations,
+    which is chosen after the fact."""
     if name not in run.rows:
         return "-"
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
@@ -262,7 +319,11 @@ def mean(run: Run, metric: str, form: str) -> str:
 def total(run: Run, metric: str, form: str) -> str:
     """Return the last value of a running total, with seconds as hours."""
     values = run.column(metric)
-    return f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}" if len(values) else "-"
+    return (
+        f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}"
+        if len(values)
+        else "-"
+    )
 
 
 def share_of_time(run: Run, name: str) -> str:

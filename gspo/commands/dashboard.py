@@ -1,18 +1,19 @@
 """W&B dashboards from the metric registry: `gspo dashboard project=NAME [entity=TEAM]`
 
-Eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes, Evaluation, Efficiency. Runs are
-grouped by objective and Routing Replay, and a group is drawn as its mean and range: over seeds, if nothing else differs
-in it (what does is said). With a W&B account they are saved in the project, over the ones that this command saved
-before, and their addresses printed; without one, the JSON that W&B would be sent is written and the command to publish
-is printed.
+Eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes, Evaluation,
+Efficiency. Runs are grouped by objective and Routing Replay, and a group is drawn as its mean and
+range: over seeds, if nothing else differs in it (what does is said). With a W&B account they are
+saved in the project, over the ones that this command saved before, and their addresses printed;
+without one, the JSON that W&B would be sent is written and the command to publish is printed.
 
   project=NAME    W&B project (default: WANDB_PROJECT, else gspo, as tracking.project)
   entity=TEAM     W&B user or team (default: WANDB_ENTITY, else the account's own)
-  study=NAME      the runs of one study alone, in views of their own (default: all runs of the project)
-  by=SETTING,...  what runs are grouped by (default: objective.name,policy.routing_replay); e.g. by=options.objective
-                  (gspo_tiny apart from gspo), by=objective.name,optim.lr
-  runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT: which metrics there are (default: runs);
-                  panels that none of them has recorded are left out, and named
+  study=NAME      the runs of one study alone, in views of their own (default: all runs of the
+                  project)
+  by=SETTING,...  what runs are grouped by (default: objective.name,policy.routing_replay); e.g.
+                  by=options.objective (gspo_tiny apart from gspo), by=objective.name,optim.lr
+  runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT: which metrics there are
+                  (default: runs); panels that none of them has recorded are left out, and named
   out=FOLDER      where the JSON goes (default: figures/dashboard)
   publish=no      write the JSON alone
 """
@@ -52,8 +53,9 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     if "wandb" in sys.modules:
-        # W&B's process was seen not to end when it was asked to, and this one would wait for it for ever. Everything
-        # has been sent by now, and W&B's process ends by itself once its parent is gone.
+        # W&B's process was seen not to end when it was asked to, and this one would wait for it for
+        # ever. Everything has been sent by now, and W&B's process ends by itself once its parent is
+        # gone.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
@@ -73,15 +75,21 @@ def make() -> None:
     views, notes = arranged(chosen["runs"], chosen["by"], chosen["study"])
     entity = home(chosen["entity"]) if chosen["publish"] == "yes" else None
     place = entity or chosen["entity"], chosen["project"]
-    made = [workspace(view, *place, tuple(chosen["by"].split(",")), chosen["study"]) for view in views]
+    made = [
+        workspace(view, *place, tuple(chosen["by"].split(",")), chosen["study"]) for view in views
+    ]
     for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
     print("\n".join(map(line, notes)))
     if chosen["publish"] == "no":
         return
     if entity is None:
-        asked = [shlex.quote(f"{key}={value}") for key, value in chosen.items() if value != DEFAULTS[key]]
-        print(f"not published. To publish: wandb login; {typed('experiments/dashboard.py')}", *asked)
+        asked = [
+            shlex.quote(f"{key}={value}") for key, value in chosen.items() if value != DEFAULTS[key]
+        ]
+        print(
+            f"not published. To publish: wandb login; {typed('experiments/dashboard.py')}", *asked
+        )
         return
     for name, address in publish(made):
         print(f"{name}: {address}")
@@ -93,22 +101,33 @@ def options(arguments: list[str]) -> dict[str, str]:
     if not chosen["project"]:
         raise ValueError("project=: name a W&B project")
     if not re.fullmatch(r"[\w.,+ -]*", chosen["study"]):
-        raise ValueError(f"study={chosen['study']}: W&B's filters take letters, digits, spaces and _ . , + - alone")
+        raise ValueError(
+            f"study={chosen['study']}: W&B's filters take letters, digits, spaces and _ . , + - alone"
+        )
     if chosen["publish"] not in ("yes", "no"):
         raise ValueError(f"publish={chosen['publish']}: choose yes or no")
     return chosen
 
 
 def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views, checked against the registry and against what runs have recorded, and the notes on what was
-    left out."""
+    """Return the views, checked against the registry and against what runs have recorded, and the
+    notes on what was left out."""
     if unplaced():
-        raise ValueError(f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}")
+        raise ValueError(
+            f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}"
+        )
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
     found = sources.records(runs) if runs.startswith(sources.SERVER) or Path(runs).exists() else []
-    found = [record for record in found if len(record.rows) and study in ("", record.settings.get("study"))]
+    found = [
+        record
+        for record in found
+        if len(record.rows) and study in ("", record.settings.get("study"))
+    ]
     found, strange = of_this_version(found)
-    notes += [f"left out: {record.path} has recorded {name}, which is on no panel" for record, name in strange]
+    notes += [
+        f"left out: {record.path} has recorded {name}, which is on no panel"
+        for record, name in strange
+    ]
     where = f"{runs}" + (f" of study {study}" if study else "")
     if not found:
         return VIEWS, [
@@ -125,7 +144,9 @@ def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], 
 
 
 def of_this_version(found: list[Record]) -> tuple[list[Record], list[tuple[Record, str]]]:
-    """Return the runs whose metrics are all in the registry, and the others, each with one metric that is not."""
+    """Return the runs whose metrics are all in the registry, and the others, each with one metric
+    that is not.
+    """
     strange = [(record, name) for record in found for name in unknown(reported(record))[:1]]
     others = {id(record) for record, _ in strange}
     return [record for record in found if id(record) not in others], strange
@@ -136,15 +157,19 @@ def reported(record: Record) -> list[str]:
 
 
 def mixed(found: list[Record], grouped_by: str) -> list[str]:
-    """Return a note if a group would contain runs that differ in more than the seed, so that its mean would hide
-    that."""
+    """Return a note if a group would contain runs that differ in more than the seed, so that its
+    mean would hide that."""
     groups: dict[object, list[Record]] = {}
     for record in found:
-        groups.setdefault(tuple(record.settings.get(key) for key in grouped_by.split(",")), []).append(record)
+        groups.setdefault(
+            tuple(record.settings.get(key) for key in grouped_by.split(",")), []
+        ).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
     studies = {str(record.settings.get("study")) for record in found}
     several = [f"{len(studies)} studies"] if len(studies) > 1 else []
     if not several and not keys:
         return []
     over = ", ".join([*several, *keys[:6]]) + (", ..." if len(keys) > 6 else "")
-    return [f"by={grouped_by} draws means over {over} beside seeds: study= chooses one study, by= other settings"]
+    return [
+        f"by={grouped_by} draws means over {over} beside seeds: study= chooses one study, by= other settings"
+    ]

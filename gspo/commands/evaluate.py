@@ -1,4 +1,6 @@
-"""Evaluates a run's checkpoint or any model on held-out sets and benchmarks; prints a table. `--help` says more."""
+"""Evaluates a run's checkpoint or any model on held-out sets and benchmarks; prints a table.
+`--help` says more.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,24 @@ def job(config: DictConfig) -> None:
     command: EvaluateCommand = to_dataclass(config)
     for name, task in command.tasks.items():
         task.key = f"tasks.{name}"
-    from gspo.commands.evaluation_job import evaluate_subject  # it imports PyTorch, which takes seconds
+    # it imports PyTorch, which takes seconds
+    from gspo.commands.evaluation_job import evaluate_subject
 
     evaluate_subject(command)
 
 
 def find_data(config: DictConfig) -> None:
-    """Turn data=DIR into the benchmarks' paths where they are not given: DIR/<name>, or a file DIR/<name>.*.
+    """Turn data=DIR into the benchmarks' paths where they are not given: DIR/<name>, or a file
+    DIR/<name>.*.
 
     Raises ValueError where that changes nothing.
     """
     tasks = {name: task for name, task in config.tasks.items() if isinstance(task, DictConfig)}
     wanting = {name: task for name, task in tasks.items() if task.get("path") == ""}
     if config.data and not wanting:
-        raise ValueError(f"data={config.data} is read by none of benchmark={list(config.benchmark)}")
+        raise ValueError(
+            f"data={config.data} is read by none of benchmark={list(config.benchmark)}"
+        )
     for name, task in wanting.items() if config.data else ():
         folder = Path(config.data) / name
         files = [] if folder.exists() else sorted(folder.parent.glob(f"{name}.*"))
@@ -56,9 +62,10 @@ def find_data(config: DictConfig) -> None:
 
 
 def with_benchmarks(arguments: list[str]) -> list[str]:
-    """Return the command line with one option file for each name of benchmark=[...]. `+task@tasks.NAME=NAME` makes
-    Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes, types and refuses tasks.NAME.KEY=... like any
-    setting. A name may also be the place of a task of the user's own, my_pkg.tasks:Mine, which becomes tasks.Mine.
+    """Return the command line with one option file for each name of benchmark=[...].
+    `+task@tasks.NAME=NAME` makes Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes,
+    types and refuses tasks.NAME.KEY=... like any setting. A name may also be the place of a task of
+    the user's own, my_pkg.tasks:Mine, which becomes tasks.Mine.
 
     Raises ValueError for a name without an option file.
     """
@@ -76,8 +83,11 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
             names = value if isinstance(value, list) else [value]
         for name in names:
             if name not in options and not is_path(name):
-                raise ValueError(f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}")
-        keys = [re.split("[.:]", name)[-1] for name in names]  # of a class of the user's own, the class's name
+                raise ValueError(
+                    f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}"
+                )
+        # of a class of the user's own, the class's name
+        keys = [re.split("[.:]", name)[-1] for name in names]
         result += [f"benchmark=[{','.join(keys)}]"]
         result += [f"+task@tasks.{key}={name}" for key, name in zip(keys, names, strict=True)]
     return result

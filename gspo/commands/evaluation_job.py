@@ -1,4 +1,6 @@
-"""What `gspo evaluate` does once its settings are in order: it opens the run or the model, samples, and reports."""
+"""What `gspo evaluate` does once its settings are in order: it opens the run or the model, samples,
+and reports.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,24 @@ from pathlib import Path
 from gspo.config.commands import EvaluateCommand
 from gspo.core import ownership
 from gspo.core.files import refuse_links
-from gspo.evaluation.comparison import check_same_problems, compared, comparison_table, prompts_of, read_finished
+from gspo.evaluation.comparison import (
+    check_same_problems,
+    compared,
+    comparison_table,
+    prompts_of,
+    read_finished,
+)
 from gspo.evaluation.evaluate import EvaluationSet, as_metrics, load_evaluation_sets, with_room
 from gspo.evaluation.progress import Bar
-from gspo.evaluation.resumable import WRITTEN, Folder, describe, digest, evaluate_into, fingerprint, table
+from gspo.evaluation.resumable import (
+    WRITTEN,
+    Folder,
+    describe,
+    digest,
+    evaluate_into,
+    fingerprint,
+    table,
+)
 from gspo.model.policy import Policy
 from gspo.model.prompts import PromptFormat
 from gspo.rollout.engine import Engine
@@ -37,7 +53,8 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import EVALUATION, OF_WANDB, About, chosen_mode, server_run
 from gspo.train.checkpoint_files import read_state
 
-LONGEST = 2048  # tokens of a response where neither the command nor the benchmark nor a run says how many
+# tokens of a response where neither the command nor the benchmark nor a run says how many
+LONGEST = 2048
 TRUNCATED = 0.2  # a remark is printed when a larger share of a set's responses is cut off
 
 
@@ -46,13 +63,15 @@ class Subject:
     """What is evaluated, and on what."""
 
     engine: Engine
-    identity: dict  # its part of the evaluation's settings, with the precision that it is sampled in
+    # its part of the evaluation's settings, with the precision that it is sampled in
+    identity: dict
     why: str  # why this precision is used, or by which engine, in words
     sets: list[EvaluationSet]
     step: int  # the step of training, 0 for a model
     name: str  # the name by which the user calls it
     folder: str  # the result's folder without its hash
-    # what W&B is told: the settings, the study and the tags of the run, and the project that it is in
+    # what W&B is told: the settings, the study and the tags of the run, and the project that it is
+    # in
     config: dict = field(default_factory=dict)
     study: str = ""
     tags: list[str] = field(default_factory=list)
@@ -65,7 +84,9 @@ def evaluate_subject(command: EvaluateCommand) -> None:
     device = usable_device(command.device, "device")
     subject = of_run(command) if command.run else of_model(command, device)
     with closing(subject.engine):
-        print_sandbox_layers({name: state for s in subject.sets for name, state in s.task.ready().items()})
+        print_sandbox_layers(
+            {name: state for s in subject.sets for name, state in s.task.ready().items()}
+        )
         try:
             evaluate(command, subject)
         finally:
@@ -75,7 +96,11 @@ def evaluate_subject(command: EvaluateCommand) -> None:
 
 def evaluate(command: EvaluateCommand, subject: Subject) -> None:
     """Sample what the result's folder does not hold yet, write the numbers, and print them."""
-    sets = subject.sets if command.max_new_tokens else [within_positions(s, subject.engine) for s in subject.sets]
+    sets = (
+        subject.sets
+        if command.max_new_tokens
+        else [within_positions(s, subject.engine) for s in subject.sets]
+    )
     sets = [with_room(s, subject.engine, s.limit) for s in sets]
     base = read_finished(command.against) if command.against else None
     if base:
@@ -91,7 +116,11 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
             sys.exit(130)
         except EngineEnded as error:
             raise Ended(f"{error}; the same command goes on from what is in {path}") from error
-        code = {key: value for key, value in code_state().items() if key in ("commit", "python", "versions")}
+        code = {
+            key: value
+            for key, value in code_state().items()
+            if key in ("commit", "python", "versions")
+        }
         if command.rollout and command.rollout.name == "vllm":
             code["versions"] |= {"vllm": installed_version()}
         written = folder.finish(results, code)
@@ -109,12 +138,15 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if comparison:
         print(comparison_table(comparison))
-    print(f"numbers in {written}, responses beside it" + (f"; to upload them: {upload}" if upload else ""))
+    print(
+        f"numbers in {written}, responses beside it"
+        + (f"; to upload them: {upload}" if upload else "")
+    )
 
 
 def settings_of(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet]) -> dict:
-    """Return the settings that the numbers depend on. They name the result's folder, and an evaluation that goes on
-    must have the same."""
+    """Return the settings that the numbers depend on. They name the result's folder, and an
+    evaluation that goes on must have the same."""
     policy = subject.engine.policy
     return {
         **subject.identity,
@@ -131,12 +163,19 @@ def settings_of(command: EvaluateCommand, subject: Subject, sets: list[Evaluatio
 
 
 def track(
-    command: EvaluateCommand, subject: Subject, settings: dict, results: dict[str, dict], folder: Path, code: dict
+    command: EvaluateCommand,
+    subject: Subject,
+    settings: dict,
+    results: dict[str, dict],
+    folder: Path,
+    code: dict,
 ) -> str | None:
-    """Show the numbers in W&B, if that is asked for, as a run of the job type "eval" in the group of the evaluated run.
+    """Show the numbers in W&B, if that is asked for, as a run of the job type "eval" in the group
+    of the evaluated run.
 
-    The id of the W&B run is a function of the study and of all that the numbers depend on, so the same command always
-    writes the same one. Returns the command that uploads it, None if there is nothing to upload."""
+    The id of the W&B run is a function of the study and of all that the numbers depend on, so the
+    same command always writes the same one. Returns the command that uploads it, None if there is
+    nothing to upload."""
     mode = chosen_mode(command.wandb)
     if mode == "disabled":
         return None
@@ -157,21 +196,25 @@ def track(
         tracked.lineage.used(subject.checkpoint, what, (subject.checkpoint.name,))
     row: dict[str, float] = {"step": subject.step}
     for name, result in results.items():
-        row |= as_metrics(name, result) | {f"eval/{name}/prompt_too_long": float(result["prompt_too_long"])}
+        row |= as_metrics(name, result) | {
+            f"eval/{name}/prompt_too_long": float(result["prompt_too_long"])
+        }
     tracked.send(row, [])
     tracked.lineage.made(folder, f"{what}-evaluation", EVALUATION, (folder.name,))
     return tracked.finish(0)
 
 
 def within_positions(whole: EvaluationSet, engine: Engine) -> EvaluationSet:
-    """Return the set with as much of its own response length as the model has positions for beside the longest prompt,
-    but at least half of the positions, so that one long prompt does not shorten all responses. Prints a remark where
-    that is less."""
+    """Return the set with as much of its own response length as the model has positions for beside
+    the longest prompt, but at least half of the positions, so that one long prompt does not shorten
+    all responses. Prints a remark where that is less."""
     room = engine.room(whole.problems, whole.limit)
     if room == whole.limit:
         return whole
     limit = min(whole.limit, max(room, engine.positions // 2))
-    print(f"{whole.name}: up to {limit} response tokens in place of {whole.limit}: {engine.positions} positions")
+    print(
+        f"{whole.name}: up to {limit} response tokens in place of {whole.limit}: {engine.positions} positions"
+    )
     return replace(whole, limit=limit)
 
 
@@ -188,7 +231,9 @@ def cut_short(results: dict[str, dict], sets: list[EvaluationSet]) -> list[str]:
     return found
 
 
-def sample(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet], folder: Folder) -> dict[str, dict]:
+def sample(
+    command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet], folder: Folder
+) -> dict[str, dict]:
     """Sample, score and summarise, with a progress bar."""
     sampling = Sampling(
         command.temperature,
@@ -199,17 +244,28 @@ def sample(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet]
     )
     with closing(Bar(sum(len(s.problems) for s in sets))) as bar:
         return evaluate_into(
-            folder, subject.engine, sets, command.k, sampling, seed=command.seed, step=subject.step, on_progress=bar
+            folder,
+            subject.engine,
+            sets,
+            command.k,
+            sampling,
+            seed=command.seed,
+            step=subject.step,
+            on_progress=bar,
         )
 
 
 def of_run(command: EvaluateCommand) -> Subject:
-    """Return a run's checkpoint as the subject, on benchmarks or on its own task, in the precision of the run's own
-    evaluations."""
+    """Return a run's checkpoint as the subject, on benchmarks or on its own task, in the precision
+    of the run's own evaluations."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = settings_and_checkpoint(
-        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code, command.addresses
+        command.run,
+        command.step,
+        command.allow_weak_sandbox,
+        command.allow_outside_code,
+        command.addresses,
     )
     own = {settings.task.name: settings.task}
     sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
@@ -229,10 +285,15 @@ def of_run(command: EvaluateCommand) -> Subject:
     place = TrackingSettings()
     if ownership.own(Path(command.run) / SETTINGS):
         entity, project, _ = server_run(Path(command.run))
-        place.entity, place.project = entity or settings.tracking.entity, project or settings.tracking.project
+        place.entity, place.project = (
+            entity or settings.tracking.entity,
+            project or settings.tracking.project,
+        )
     about = asdict(settings), settings.study, settings.tags(), place, checkpoint
     if command.rollout:
-        return Subject(*with_engine(policy, rollout, command.stop, identity), sets, step, name, folder, *about)
+        return Subject(
+            *with_engine(policy, rollout, command.stop, identity), sets, step, name, folder, *about
+        )
     why = " as during training (rollout.dtype)"
     if rollout.name != "local":
         why = f" (rollout.dtype); during training by {rollout.name}, whose sums round otherwise"
@@ -253,33 +314,49 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     folder = f"runs/evaluations/{Path(name).name}"
     about = {"config": {"model": asdict(command.model)}, "tags": [command.model.name]}
     if rollout:
-        return Subject(*with_engine(policy, rollout, command.stop, identity), sets, 0, name, folder, **about)
-    return Subject(LocalEngine(policy, command.batch_rows or 256), identity, "", sets, 0, name, folder, **about)
+        return Subject(
+            *with_engine(policy, rollout, command.stop, identity), sets, 0, name, folder, **about
+        )
+    return Subject(
+        LocalEngine(policy, command.batch_rows or 256), identity, "", sets, 0, name, folder, **about
+    )
 
 
-def with_engine(policy: Policy, rollout: RolloutSettings, stop: list[str], identity: dict) -> tuple[Engine, dict, str]:
-    """Start the engine that rollout=... names; it is told of the stop strings, so that it can end responses itself.
-    Returns it, the identity with what is recorded of it, and the words for it."""
+def with_engine(
+    policy: Policy, rollout: RolloutSettings, stop: list[str], identity: dict
+) -> tuple[Engine, dict, str]:
+    """Start the engine that rollout=... names; it is told of the stop strings, so that it can end
+    responses itself. Returns it, the identity with what is recorded of it, and the words for it."""
     engine = make_engine(policy, replace(rollout, stop=stop))
-    return engine, identity | {"engine": engine_record(rollout, engine.positions)}, f" by {rollout.name}"
+    return (
+        engine,
+        identity | {"engine": engine_record(rollout, engine.positions)},
+        f" by {rollout.name}",
+    )
 
 
-def all_sets(command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST) -> list[EvaluationSet]:
-    """Return the chosen sets of all tasks, each with its response limit: the command's, the benchmark's own, or
-    `limit`.
+def all_sets(
+    command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST
+) -> list[EvaluationSet]:
+    """Return the chosen sets of all tasks, each with its response limit: the command's, the
+    benchmark's own, or `limit`.
 
     Raises ValueError for a set that no task has, or that two tasks have.
     """
     available = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in available]
     if unknown:
-        raise ValueError(f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}")
+        raise ValueError(
+            f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}"
+        )
     twice = [name for name in available if available.count(name) > 1]
     if twice:
         raise ValueError(f"benchmark={list(tasks)}: more than one of them has the set {twice[0]}")
     sets = []
     for task in tasks.values():
-        names = [name for name in task.evaluation_sets() if not command.sets or name in command.sets]
+        names = [
+            name for name in task.evaluation_sets() if not command.sets or name in command.sets
+        ]
         if names:
             own = command.max_new_tokens or task.max_new_tokens or limit
             found = load_evaluation_sets(task, names, command.problems or None, command.seed)

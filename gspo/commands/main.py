@@ -1,6 +1,7 @@
 """The console script `gspo`: `gspo train steps=3` calls `main` of gspo.commands.train.
 
-A command's module is imported only when that command is called, so that `gspo --help` answers at once.
+A command's module is imported only when that command is called, so that `gspo --help` answers at
+once.
 """
 
 from __future__ import annotations
@@ -28,34 +29,62 @@ class Command(NamedTuple):
 
 RUN, STUDY = "run=runs/STUDY/RUN", "runs/STUDY"
 COMMANDS = {
-    "train": Command("gspo.commands.train", "Train a policy; with -m, a sweep of runs.", "experiment=micro_moe seed=1"),
+    "train": Command(
+        "gspo.commands.train",
+        "Train a policy; with -m, a sweep of runs.",
+        "experiment=micro_moe seed=1",
+    ),
     "plan": Command(
-        "gspo.commands.plan", "Say what a run needs of its GPUs, and how long a step takes.", "parallel.ranks=16 ..."
+        "gspo.commands.plan",
+        "Say what a run needs of its GPUs, and how long a step takes.",
+        "parallel.ranks=16 ...",
     ),
-    "check": Command("gspo.commands.check", "Check what this machine computes, and how fast.", "--seconds 150"),
+    "check": Command(
+        "gspo.commands.check", "Check what this machine computes, and how fast.", "--seconds 150"
+    ),
     "serve": Command(
-        "gspo.commands.serve", "Start a vLLM server that runs sample with.", "experiment=tiny_moe rollout=vllm_server"
+        "gspo.commands.serve",
+        "Start a vLLM server that runs sample with.",
+        "experiment=tiny_moe rollout=vllm_server",
     ),
-    "evaluate": Command("gspo.commands.evaluate", "Score a run or a model on held-out problems.", RUN),
-    "sample": Command("gspo.commands.sample", "Print what a run's policy writes, with the verdicts.", RUN),
+    "evaluate": Command(
+        "gspo.commands.evaluate", "Score a run or a model on held-out problems.", RUN
+    ),
+    "sample": Command(
+        "gspo.commands.sample", "Print what a run's policy writes, with the verdicts.", RUN
+    ),
     "report": Command("gspo.commands.report", "Write the report of a run, an HTML page.", RUN),
     "compare": Command(
-        "gspo.commands.compare", "Compare runs, or two evaluations, in the terminal.", "runs/STUDY/A runs/STUDY/B"
+        "gspo.commands.compare",
+        "Compare runs, or two evaluations, in the terminal.",
+        "runs/STUDY/A runs/STUDY/B",
     ),
-    "sweep-status": Command("gspo.commands.sweep_status", "Print how far the runs of a sweep are.", STUDY),
+    "sweep-status": Command(
+        "gspo.commands.sweep_status", "Print how far the runs of a sweep are.", STUDY
+    ),
     "view": Command("gspo.commands.view", "Show the curves of runs in the browser, live.", STUDY),
-    "dashboard": Command("gspo.commands.dashboard", "Make W&B dashboards of all metrics.", "project=NAME"),
-    "figure": Command("", "Draw one figure; `gspo figure --help` lists them.", f"curves {STUDY}"),
-    "figures": Command("analysis.reproduce", "Draw the paper's figures and judge its claims.", STUDY),
-    "check-objective": Command(
-        "gspo.commands.check_objective", "Check a loss of your own by the invariances of ours.", "my_losses:Mine"
+    "dashboard": Command(
+        "gspo.commands.dashboard", "Make W&B dashboards of all metrics.", "project=NAME"
     ),
-    "study-report": Command("analysis.study_report", "Write the report of a study, an HTML page.", STUDY),
+    "figure": Command("", "Draw one figure; `gspo figure --help` lists them.", f"curves {STUDY}"),
+    "figures": Command(
+        "analysis.reproduce", "Draw the paper's figures and judge its claims.", STUDY
+    ),
+    "check-objective": Command(
+        "gspo.commands.check_objective",
+        "Check a loss of your own by the invariances of ours.",
+        "my_losses:Mine",
+    ),
+    "study-report": Command(
+        "analysis.study_report", "Write the report of a study, an HTML page.", STUDY
+    ),
 }
 
 
 def main() -> None:
-    """Call the command that the first word of the command line names; the other words are its arguments."""
+    """Call the command that the first word of the command line names; the other words are its
+    arguments.
+    """
     try:
         try:
             dispatch()
@@ -82,14 +111,17 @@ def choice(
 ) -> tuple[str, list[str]]:
     """Return the first word, which names a command or a figure, and the words after it.
 
-    Without a word, or at --help, the help is printed and the process ends. It also ends at a name that is not known,
-    with one line that says the nearest."""
+    Without a word, or at --help, the help is printed and the process ends. It also ends at a name
+    that is not known, with one line that says the nearest."""
     if not words or words[0] in ("-h", "--help"):
         print(text())
         sys.exit(0 if words else 2)
     if words[0] not in names:
         near = nearest(words[0], names)
-        print(f"error: there is no {kind} {words[0]!r}; the nearest is `{program} {near}`", file=sys.stderr)
+        print(
+            f"error: there is no {kind} {words[0]!r}; the nearest is `{program} {near}`",
+            file=sys.stderr,
+        )
         sys.exit(2)
     return words[0], words[1:]
 
@@ -122,14 +154,18 @@ def commands_help() -> str:
 
 
 def figure_files() -> dict[str, Path]:
-    """Return the file of every figure by the figure's name: {"curves": .../analysis/fig_curves.py, ...}."""
+    """Return the file of every figure by the figure's name: {"curves": .../analysis/fig_curves.py,
+    ...}.
+    """
     (folder,) = find_spec("analysis").submodule_search_locations
     files = [*sorted(Path(folder).glob("fig*_*.py")), Path(folder, "early_warning.py")]
     return {re.sub(r"^fig\d*_", "", file.stem).replace("_", "-"): file for file in files}
 
 
 def figures_help(figures: dict[str, Path]) -> str:
-    """Return the help of `gspo figure`: each figure's name, and the first line of its file, which says what it asks."""
+    """Return the help of `gspo figure`: each figure's name, and the first line of its file, which
+    says what it asks.
+    """
     width = max(map(len, figures))
     lines = ["Draw one figure from recorded runs. `gspo figure NAME --help` says more.", ""]
     for name, file in figures.items():

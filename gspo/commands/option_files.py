@@ -1,4 +1,6 @@
-"""Where Hydra finds the option files. conf/ and sweeps/ lie beside gspo/ in the repository, and in it in a wheel."""
+"""Where Hydra finds the option files. conf/ and sweeps/ lie beside gspo/ in the repository, and in
+it in a wheel.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from gspo.core.untrusted import HALVES
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder conf or sweeps of this installation (pyproject.toml says where it is installed)."""
+    """Return the folder conf or sweeps of this installation (pyproject.toml says where it is
+    installed).
+    """
     package = Path(__file__).parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -34,19 +38,23 @@ CONF, SWEEPS = folder_of("conf"), folder_of("sweeps")
 
 
 class SweepFiles(SearchPathPlugin):
-    """Lets `gspo train -cn paper_figures -m` find the sweeps that come with the program, in any folder.
+    """Lets `gspo train -cn paper_figures -m` find the sweeps that come with the program, in any
+    folder.
 
-    They are looked for last, so that an edited copy in a folder that the user names with -cd is the one that counts:
-    Hydra puts that folder right before the first entry with the name "schema", which is why they have this name."""
+    They are looked for last, so that an edited copy in a folder that the user names with -cd is the
+    one that counts: Hydra puts that folder right before the first entry with the name "schema",
+    which is why they have this name."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("schema", f"file://{SWEEPS}")
 
 
 def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], None]:
-    """Return the command that composes conf/<name>.yaml and the command line, and calls `job` with the result.
+    """Return the command that composes conf/<name>.yaml and the command line, and calls `job` with
+    the result.
 
-    `job` is a function of a module, decorated with `one_line`, so that a sweep's worker processes import it."""
+    `job` is a function of a module, decorated with `one_line`, so that a sweep's worker processes
+    import it."""
     register_schemas()
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
@@ -55,7 +63,9 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in TAKE_A_RUN:
-            words = [f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words]
+            words = [
+                f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words
+            ]
         resumes = any(word.startswith("resume=") for word in words)
         sys.argv[1:] = map(of_any_option, words) if resumes else words
         return main()
@@ -64,7 +74,9 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
 
 
 def refuse_dashes(words: list[str]) -> None:
-    """Raise ValueError for the first setting that is given as an option, such as --learning_rate=1e-5 or --lr 1e-5."""
+    """Raise ValueError for the first setting that is given as an option, such as
+    --learning_rate=1e-5 or --lr 1e-5.
+    """
     flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     for word in words:
         name, _, value = word.partition("=")
@@ -81,11 +93,14 @@ def refuse_folders(words: list[str]) -> None:
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
-            raise ValueError(f"{word}: runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME")
+            raise ValueError(
+                f"{word}: runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"
+            )
 
 
 def multirun_first(words: list[str]) -> list[str]:
-    """Return the words with -m at the front, the one place in which Hydra accepts it beside settings on both sides.
+    """Return the words with -m at the front, the one place in which Hydra accepts it beside
+    settings on both sides.
 
     >>> multirun_first(["objective=gspo,grpo", "-m", "seed=1,2"])
     ['-m', 'objective=gspo,grpo', 'seed=1,2']
@@ -95,8 +110,8 @@ def multirun_first(words: list[str]) -> list[str]:
 
 
 def of_any_option(word: str) -> str:
-    """Return a word beside resume= so that Hydra takes settings of options that it has not composed: those of the run.
-    Whether the run has the setting is checked when the run is read.
+    """Return a word beside resume= so that Hydra takes settings of options that it has not
+    composed: those of the run. Whether the run has the setting is checked when the run is read.
 
     >>> of_any_option("rollout.url=http://127.0.0.1:8000")
     '++rollout.url=http://127.0.0.1:8000'
@@ -109,8 +124,9 @@ def of_any_option(word: str) -> str:
 def quoted(word: str) -> str:
     """Return a word of the command line as Hydra's grammar can read it.
 
-    Values such as paths with `=`, `~`, `#` or letters of other alphabets are put into quotes, which the shell has taken
-    away if the user wrote them. The carriage return that a script from Windows leaves at the end of a line is dropped.
+    Values such as paths with `=`, `~`, `#` or letters of other alphabets are put into quotes, which
+    the shell has taken away if the user wrote them. The carriage return that a script from Windows
+    leaves at the end of a line is dropped.
 
     >>> quoted("model.path=checkpoints/epoch=9")
     "model.path='checkpoints/epoch=9'"

@@ -1,7 +1,7 @@
 """The report of a run as one HTML page: `gspo report run=runs/STUDY/RUN [run=...]`.
 
-Written to report.html in each run's directory; every run writes its own at its end. Reads files only: safe while the
-run goes on.
+Written to report.html in each run's directory; every run writes its own at its end. Reads files
+only: safe while the run goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def main() -> None:
 
 
 def write_pages() -> None:
-    """Write the page of each run; what is wrong with one of them does not keep the others from having theirs."""
+    """Write the page of each run; what is wrong with one of them does not keep the others from
+    having theirs.
+    """
     arguments = sys.argv[1:]
     if not arguments or set(arguments) <= {"-h", "--help"}:
         print(__doc__)

@@ -1,4 +1,6 @@
-"""Prints what a run's policy writes, with the verdicts: the first look at any run. `--help` says more."""
+"""Prints what a run's policy writes, with the verdicts: the first look at any run. `--help` says
+more.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,22 @@ def job(config: DictConfig) -> None:
     """Sample responses to a few problems, score them, and print them."""
     command: SampleCommand = to_dataclass(config)
     settings, checkpoint = settings_and_checkpoint(
-        command.run, command.step, command.allow_weak_sandbox, command.allow_outside_code, command.addresses
+        command.run,
+        command.step,
+        command.allow_weak_sandbox,
+        command.allow_outside_code,
+        command.addresses,
     )
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
         raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
     size = settings.task.size(command.set)
     if size is not None and command.set != "train" and command.first + command.problems > size:
-        raise ValueError(f"first={command.first} problems={command.problems}: {command.set} has {size} problems")
-    from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy  # it imports PyTorch
+        raise ValueError(
+            f"first={command.first} problems={command.problems}: {command.set} has {size} problems"
+        )
+    # it imports PyTorch
+    from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy
 
     if command.rollout:
         check_engine_start(command.rollout, settings.model)
@@ -59,7 +68,9 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     from gspo.rollout.scoring import sample, score
 
     seed = settings.seed if command.set == "train" else SEED
-    problems = [settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)]
+    problems = [
+        settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)
+    ]
     sampling = Sampling(
         command.temperature,
         settings.rollout.longest_limit,
@@ -68,12 +79,21 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         top_k=command.top_k,
         min_p=command.min_p,
     )
-    chosen = with_room(EvaluationSet(command.set, settings.task, problems), engine, sampling.max_new_tokens)
+    chosen = with_room(
+        EvaluationSet(command.set, settings.task, problems), engine, sampling.max_new_tokens
+    )
     if chosen.left_out:
         print(
             f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"
         )
-    groups = sample(engine, settings.task, chosen.problems, command.samples, sampling, (seed, "sample", command.set))
+    groups = sample(
+        engine,
+        settings.task,
+        chosen.problems,
+        command.samples,
+        sampling,
+        (seed, "sample", command.set),
+    )
     score(settings.task, [r for group in groups for r in group])
     print(
         f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {engine.policy.prompt_format_used}):"
@@ -87,6 +107,8 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         for r in group:
             mean_logp = r.logprobs[r.own_tokens].mean() if r.length else math.nan
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"
-            print(f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob{among} {mean_logp:.2f}]")
+            print(
+                f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob{among} {mean_logp:.2f}]"
+            )
             text = conversation([vars(turn) for turn in r.turns]) if r.turns else r.text
             print("  | " + text.replace("\n", "\n  | "))

@@ -3,10 +3,10 @@
     gspo serve experiment=tiny_moe model.heads=2 rollout=vllm_server
     gspo serve model=hf model.path=Qwen/Qwen3-30B-A3B rollout=vllm_server -- --data-parallel-size 4
 
-The words are those of `gspo train`: model and rollout must be the run's. What stands after -- goes to `vllm serve` as
-it is. The server has random weights until a run hands it its own. It listens at rollout.url, which is an address of
-this machine alone unless you give another. It answers to trainers that can read the key in its folder, which are those
-of the user who has started it.
+The words are those of `gspo train`: model and rollout must be the run's. What stands after -- goes
+to `vllm serve` as it is. The server has random weights until a run hands it its own. It listens at
+rollout.url, which is an address of this machine alone unless you give another. It answers to
+trainers that can read the key in its folder, which are those of the user who has started it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def serve() -> None:
     settings = composed_settings(words)
     rollout = settings.rollout
     if rollout.name != "vllm_server":
-        raise ValueError(f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that")
+        raise ValueError(
+            f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that"
+        )
     from gspo.rollout.engine_folder import EngineFolder  # these import PyTorch, which takes seconds
     from gspo.rollout.outside_engine import PIECE_BYTES
     from gspo.rollout.vllm import check_installed, own_environment, set_environment
@@ -58,11 +60,14 @@ def serve() -> None:
         "TMPDIR": str(folder.path),
         "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
         DESCRIPTION: str(folder.path / "description.json"),
-        SERVERS_PROCESS: str(os.getpid()),  # which becomes the server, and whose end vLLM's workers follow
+        # which becomes the server, and whose end vLLM's workers follow
+        SERVERS_PROCESS: str(os.getpid()),
     }
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
     command = [sys.executable, "-P", "-m", "gspo.rollout.vllm_serve", str(folder.path / "model")]
-    print(f"vLLM starts at {rollout.url}; it is ready when {rollout.url}/health answers", flush=True)
+    print(
+        f"vLLM starts at {rollout.url}; it is ready when {rollout.url}/health answers", flush=True
+    )
     os.execve(command[0], [*command, *as_words(options), *passed], environment)
 
 
@@ -73,8 +78,8 @@ def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
-    """Write the model's configuration and the server's description into the folder, and return the options of
-    vLLM."""
+    """Write the model's configuration and the server's description into the folder, and return the
+    options of vLLM."""
     from gspo.model.loading import positions, save_configuration
     from gspo.rollout.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
 
@@ -107,7 +112,9 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
-    """Return options as words of the command line: {"seed": 0, "eager": False} as --seed=0, --no-eager."""
+    """Return options as words of the command line: {"seed": 0, "eager": False} as --seed=0,
+    --no-eager.
+    """
     words = []
     for name, value in options.items():
         dashed = name.replace("_", "-")

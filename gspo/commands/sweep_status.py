@@ -1,7 +1,8 @@
 """How far a sweep is: `gspo sweep-status runs/STUDY`. Reads files only; safe while the sweep runs.
 
-States: finished, collapsed (the monitor ended it), running, stopped (by a signal, saved), died (killed), failed (with
-the reason), missing. The sweep's own command, typed again, runs what is not finished or collapsed.
+States: finished, collapsed (the monitor ended it), running, stopped (by a signal, saved), died
+(killed), failed (with the reason), missing. The sweep's own command, typed again, runs what is not
+finished or collapsed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Trains a policy: Hydra composes conf/, the settings become dataclasses, the trainer runs. `--help` says more."""
+"""Trains a policy: Hydra composes conf/, the settings become dataclasses, the trainer runs.
+`--help` says more.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_choice import own_arguments, under_agent
 
-SWEEP = "a sweep, with several processes: they share one run; start each run by a torchrun of its own"
+SWEEP = (
+    "a sweep, with several processes: they share one run; start each run by a torchrun of its own"
+)
 
 
 def main() -> None:
     """Make the run, or the sweep of runs, that the command line asks for."""
-    # The workers of a sweep import what is installed, whatever files lie in the folder that they are started in.
+    # The workers of a sweep import what is installed, whatever files lie in the folder that they
+    # are started in.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     stop_signal().loud = not is_follower()
     if is_follower():
@@ -36,7 +41,8 @@ def main() -> None:
     if under_agent():
         sys.argv[1:] = own_arguments(sys.argv[1:])
     keep_devices()
-    stop_signal().install(signal.SIGINT)  # in a sweep with workers, this process waits for them to end their steps
+    # in a sweep with workers, this process waits for them to end their steps
+    stop_signal().install(signal.SIGINT)
     Plugins.instance().register(SweepFiles)
     as_rank(lambda: command_line(composed("train", job) if launched() == 1 else one_run))
 
@@ -83,7 +89,9 @@ def job(config: DictConfig) -> float:
                 with peers.watched():
                     score = run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
         except Stopped:
-            print(f"{settings.label()}: stopped before its first step; the same command starts it again")
+            print(
+                f"{settings.label()}: stopped before its first step; the same command starts it again"
+            )
         finally:
             if scheduled:
                 part()

@@ -1,15 +1,17 @@
 """Curves of runs, live and without an account: `gspo view runs/STUDY [runs/OTHER ...]`
 
-  in=browser      trackio's page at http://127.0.0.1:PORT (the default; install it with pip install '.[view]', or say
-                  `make view RUNS=runs/STUDY`). A study is a project of the page, a run a run; group them by arm
-                  (Group by: Group) or by any setting, choose the x axis. What
-                  running runs add appears within seconds. Ctrl-C ends it.
+  in=browser      trackio's page at http://127.0.0.1:PORT (the default; install it with pip install
+                  '.[view]', or say `make view RUNS=runs/STUDY`). A study is a project of the page,
+                  a run a run; group them by arm (Group by: Group) or by any setting, choose the x
+                  axis. What running runs add appears within seconds. Ctrl-C ends it.
   in=terminal     W&B's `leet`: the offline files of each run, in this terminal (h: help, q: quit).
   port=7860       of the page; the next free one is taken
-  open=no         do not open a browser: on a cluster, forward the port and open the address that is printed
+  open=no         do not open a browser: on a cluster, forward the port and open the address that is
+                  printed
 
-Run directories, offline W&B files and folders above them will do, also wandb:ENTITY/PROJECT. Default: runs.
-Reads files only: safe while runs go on. What the page keeps lies in a temporary folder and goes with it.
+Run directories, offline W&B files and folders above them will do, also wandb:ENTITY/PROJECT.
+Default: runs. Reads files only: safe while runs go on. What the page keeps lies in a temporary
+folder and goes with it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ HERE = "127.0.0.1"
 THEIRS = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")
 FEWEST_COLOURS = 32  # more runs may begin while the page is open
 LONGEST = 100  # most characters of a project's name
-PAUSE = 2.0  # least seconds between two looks at the files; nine times what a look takes, where that is longer
+# least seconds between two looks at the files; nine times what a look takes, where that is longer
+PAUSE = 2.0
 
 
 def main() -> None:
@@ -71,30 +74,39 @@ def show() -> None:
             raise ValueError(f"{path} does not exist")
     # handled like Ctrl-C, so that the folder below is removed
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="gspo-view-") as folder, contextlib.suppress(KeyboardInterrupt):
+    with (
+        tempfile.TemporaryDirectory(prefix="gspo-view-") as folder,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         if options["in"] == "terminal":
             sys.exit(terminal(paths, Path(folder)))
         browser(paths, Path(folder), port, options["open"] != "no")
     print("closed")
 
 
-# --------------------------------------------------------------------------------------------------------- in a browser
+# ---------------------------------------------------------------------------------------------------------
+# in a browser
 def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
     """Fill trackio's store from the files, show its page, and go on filling until Ctrl-C."""
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
     for name in [name for name in os.environ if name.startswith(THEIRS) or name == "SYSTEM"]:
-        # these would say where to listen, what to upload and whose page to show, which is decided here
+        # these would say where to listen, what to upload and whose page to show, which is decided
+        # here
         del os.environ[name]
     os.environ |= {"TRACKIO_DIR": str(folder), "TRACKIO_PLOT_ORDER": ",".join(order)}
     os.environ["GRADIO_SERVER_PORT"] = port  # trackio tries this port first
     try:
         from trackio import SQLiteStorage
     except ImportError:
-        raise ValueError("the page needs trackio: make view, or pip install '.[view]'; or say in=terminal") from None
+        raise ValueError(
+            "the page needs trackio: make view, or pip install '.[view]'; or say in=terminal"
+        ) from None
     page = Page(SQLiteStorage)
     while not page.look(paths):
         if not any(sources.records(path) for path in paths):
-            raise ValueError(f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl")
+            raise ValueError(
+                f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl"
+            )
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE)
     print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
@@ -115,15 +127,16 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
             time.sleep(max(PAUSE, 9 * (time.monotonic() - started)))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave the folder behind
+            # a second Ctrl-C must not leave the folder behind
+            signal.signal(number, signal.SIG_IGN)
         server.should_exit = True
 
 
 def serve() -> tuple[object, str]:
-    """Serve trackio's page to this machine alone and return the server and its address. It listens on the loopback
-    address, without a tunnel to the outside, and answers only requests that name this host, so that no other web page
-    reads it under a name of its own (DNS rebinding). `trackio.show` does not check the host, and takes the rest from
-    the environment."""
+    """Serve trackio's page to this machine alone and return the server and its address. It listens
+    on the loopback address, without a tunnel to the outside, and answers only requests that name
+    this host, so that no other web page reads it under a name of its own (DNS rebinding).
+    `trackio.show` does not check the host, and takes the rest from the environment."""
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from trackio.launch import launch_trackio_dashboard
     from trackio.server import build_starlette_app_only
@@ -137,13 +150,15 @@ def serve() -> tuple[object, str]:
 class Page:
     """What trackio's store has been given of each run, so that a look adds only what is new.
 
-    `store` is trackio.SQLiteStorage, which takes rows by the thousand, whereas trackio.log would take them one by one.
-    It is not a documented part of trackio, so trackio's version is pinned (tests/unit/analysis/test_view.py).
+    `store` is trackio.SQLiteStorage, which takes rows by the thousand, whereas trackio.log would
+    take them one by one. It is not a documented part of trackio, so trackio's version is pinned
+    (tests/unit/analysis/test_view.py).
     """
 
     def __init__(self, store: type):
         self.store = store
-        self.names: dict[tuple[str, str], str] = {}  # from the page's study and run to the run that has this name
+        # from the page's study and run to the run that has this name
+        self.names: dict[tuple[str, str], str] = {}
         self.sent: dict[tuple[str, str], list[dict[str, float]]] = {}  # by study and run
         self.warned: dict[tuple[str, str], int] = {}  # the number of alerts that the page has
         self.notes: set[str] = set()
@@ -156,11 +171,16 @@ class Page:
         return sum(self.add(record) for path in paths for record in sources.records(path))
 
     def add(self, record: Record) -> int:
-        """Give the store the rows that it lacks, or all of them again if a run went back and changed earlier ones."""
+        """Give the store the rows that it lacks, or all of them again if a run went back and
+        changed earlier ones.
+        """
         for note in record.notes:
             self.say(note)
         study, name = self.place(record)
-        rows = [{k: v for k, v in row.items() if v == v and v is not None} for row in record.rows.to_dict("records")]
+        rows = [
+            {k: v for k, v in row.items() if v == v and v is not None}
+            for row in record.rows.to_dict("records")
+        ]
         before = self.sent.get((study, name), [])
         if rows[: len(before)] != before:
             self.store.delete_run(study, name, run_id=name)
@@ -170,9 +190,13 @@ class Page:
         if new:
             metrics = [{k: v for k, v in row.items() if k != "step"} for row in new]
             steps = [int(row["step"]) for row in new]
-            settings = {line(k): line(v) if isinstance(v, str) else v for k, v in record.settings.items()}
+            settings = {
+                line(k): line(v) if isinstance(v, str) else v for k, v in record.settings.items()
+            }
             settings["_Group"] = arm_of(name)  # the first choice of the page's "Group by"
-            self.store.bulk_log(study, name, metrics, steps, times(record, new), settings, run_id=name)
+            self.store.bulk_log(
+                study, name, metrics, steps, times(record, new), settings, run_id=name
+            )
             self.sent[study, name] = rows
         if rows:
             try:
@@ -182,8 +206,9 @@ class Page:
         return len(new)
 
     def place(self, record: Record) -> tuple[str, str]:
-        """Return the project and the name under which the page has a run. trackio takes names for the same that differ
-        only in punctuation, and runs of one name for one; where it would, a few digits keep them apart."""
+        """Return the project and the name under which the page has a run. trackio takes names for
+        the same that differ only in punctuation, and runs of one name for one; where it would, a
+        few digits keep them apart."""
         study, name = line(record.settings.get("study", "runs")), line(record.path.name)
         if not self.takes(study):
             study = f"study-{study[:LONGEST]}-{digits(study)}"
@@ -205,9 +230,14 @@ class Page:
         if len(events) == self.warned.get((study, name), 0):
             return
         self.warned[study, name] = len(events)
-        levels = [{"warning": "warn", "fallen": "error"}.get(event["kind"], "info") for event in events]
+        levels = [
+            {"warning": "warn", "fallen": "error"}.get(event["kind"], "info") for event in events
+        ]
         ids = [f"{study}/{name}/{number}" for number in range(len(events))]
-        kinds = [f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"] for event in events]
+        kinds = [
+            f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"]
+            for event in events
+        ]
         titles = [line(f"{name}: {kind}") for kind in kinds]
         texts = [line(event["text"]) for event in events]
         steps = [event["step"] for event in events]
@@ -245,26 +275,39 @@ def digits(name: str) -> str:
 
 
 def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
-    """Return when the rows were written, counted back from the file's last change by the seconds of training since."""
+    """Return when the rows were written, counted back from the file's last change by the seconds of
+    training since.
+    """
     file = record.path / "metrics.jsonl"
     end = file.stat().st_mtime if file.exists() else time.time()
     seconds = [min(max(row.get("compute/seconds", 0.0), 0.0), 1e9) for row in rows]
     return [datetime.fromtimestamp(end - max(seconds) + each, UTC).isoformat() for each in seconds]
 
 
-# -------------------------------------------------------------------------------------------------------- in a terminal
+# --------------------------------------------------------------------------------------------------------
+# in a terminal
 def terminal(paths: list[str], folder: Path) -> int:
-    """Run `wandb leet` over a folder of links to the newest offline files of each run, and return its exit code."""
+    """Run `wandb leet` over a folder of links to the newest offline files of each run, and return
+    its exit code.
+    """
     if away := [path for path in paths if path.startswith(sources.SERVER)]:
-        raise ValueError(f"{away[0]}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`")
+        raise ValueError(
+            f"{away[0]}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`"
+        )
     newest: dict[Path, Path] = {}  # by the folder that holds a run's wandb files, and the run's id
     for path in map(Path, paths):
-        files = [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
+        files = (
+            [file for file in path.rglob("*.wandb") if file.is_file()] if path.is_dir() else [path]
+        )
         for file in sorted((file.resolve() for file in files), key=lambda file: file.parent.name):
             newest[file.parent.parent / file.stem] = file.parent
     if not newest:
-        raise ValueError(f"no offline W&B files under {', '.join(paths)} (with tracking.wandb=disabled there are none)")
+        raise ValueError(
+            f"no offline W&B files under {', '.join(paths)} (with tracking.wandb=disabled there are none)"
+        )
     for found in set(newest.values()):
         with contextlib.suppress(FileExistsError):  # the same run is there as a copy
             (folder / found.name).symlink_to(found)
-    return subprocess.run([Path(sys.executable).parent / "wandb", "leet", folder], check=False).returncode
+    return subprocess.run(
+        [Path(sys.executable).parent / "wandb", "leet", folder], check=False
+    ).returncode

@@ -1,8 +1,8 @@
 """Refuses combinations of settings that cannot work or would mean something else than they say.
 
-Every refusal is one line that names the key, the value and what to do. `check` runs before a model loads. What it must
-know of an objective, an advantage estimator or a KL term are class attributes of these, such as
-`objective.sequence_level`.
+Every refusal is one line that names the key, the value and what to do. `check` runs before a model
+loads. What it must know of an objective, an advantage estimator or a KL term are class attributes
+of these, such as `objective.sequence_level`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def check(s: Settings) -> None:
 
 
 def check_training_set(s: Settings) -> None:
-    """Read the training set, before a model loads. Raises ValueError if it is missing or smaller than the query set."""
+    """Read the training set, before a model loads. Raises ValueError if it is missing or smaller
+    than the query set.
+    """
     size = s.task.size("train")
     if size and s.rollout.query_set > size:
         raise ValueError(
@@ -63,7 +65,9 @@ def check_training_set(s: Settings) -> None:
 
 
 def check_updates(s: Settings) -> None:
-    """Refuse mini-batches that cut groups apart, and a single update on which no objective could act."""
+    """Refuse mini-batches that cut groups apart, and a single update on which no objective could
+    act.
+    """
     updates = s.trainer.minibatches * s.trainer.epochs
     if s.rollout.prompts_per_step % s.trainer.minibatches:
         raise ValueError(
@@ -86,7 +90,9 @@ def samples_ahead(s: Settings) -> bool:
 
 def starts_at_one(s: Settings) -> bool:
     """Tell whether the first mini-batch has ratios of 1, rounding aside."""
-    return s.policy.old_logprobs == "step_start" or (s.policy.old_logprobs == "behaviour" and not samples_ahead(s))
+    return s.policy.old_logprobs == "step_start" or (
+        s.policy.old_logprobs == "behaviour" and not samples_ahead(s)
+    )
 
 
 def shares_weights(s: Settings) -> bool:
@@ -96,14 +102,21 @@ def shares_weights(s: Settings) -> bool:
 
 
 def check_replay(s: Settings) -> None:
-    """Refuse Routing Replay where there is no routing, where it would change nothing and where its record has gaps."""
+    """Refuse Routing Replay where there is no routing, where it would change nothing and where its
+    record has gaps.
+    """
     replay, ahead = s.policy.routing_replay, samples_ahead(s)
     if replay == "none":
         return
     if s.model.is_dense:
-        raise ValueError(f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense")
-    # r2 replays the old policy's experts, r3 those of the engine: are these the ones that the router chooses anyway?
-    changes_nothing = starts_at_one(s) or not ahead if replay == "r2" else shares_weights(s) and not ahead
+        raise ValueError(
+            f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense"
+        )
+    # r2 replays the old policy's experts, r3 those of the engine: are these the ones that the
+    # router chooses anyway?
+    changes_nothing = (
+        starts_at_one(s) or not ahead if replay == "r2" else shares_weights(s) and not ahead
+    )
     if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
         raise ValueError(
             f"policy.routing_replay={replay} changes nothing with one update per rollout batch (trainer.minibatches=1)"
@@ -117,7 +130,9 @@ def check_replay(s: Settings) -> None:
 
 
 def check_optimizer(s: Settings) -> None:
-    """Refuse moments of 8 bits where weights are spread: bitsandbytes' states are not known to come apart."""
+    """Refuse moments of 8 bits where weights are spread: bitsandbytes' states are not known to come
+    apart.
+    """
     if s.optim.name != "adamw" and s.parallel.mode == "shard":
         raise ValueError(
             f"optim.name={s.optim.name} with parallel.mode=shard: its state was never spread over processes; use "
@@ -139,7 +154,8 @@ def check_router(s: Settings) -> None:
     given = {
         "policy.freeze_router=true": s.policy.freeze_router,
         f"optim.router_lr_factor={s.optim.router_lr_factor:g}": s.optim.router_lr_factor != 1,
-        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": s.trainer.router_aux_loss_coef != 0,
+        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": s.trainer.router_aux_loss_coef
+        != 0,
     }
     chosen = [setting for setting, is_chosen in given.items() if is_chosen]
     if chosen and s.model.is_dense:
@@ -160,7 +176,9 @@ def check_head(s: Settings) -> None:
 
 
 def check_lora(s: Settings) -> None:
-    """Refuse an adapter's settings where there is none, and what an adapter cannot go together with."""
+    """Refuse an adapter's settings where there is none, and what an adapter cannot go together
+    with.
+    """
     lora, given = s.policy.lora, f"policy.lora.rank={s.policy.lora.rank}"
     if not lora.rank:
         for key in ("targets", "alpha"):
@@ -170,13 +188,24 @@ def check_lora(s: Settings) -> None:
                 )
         return
     if lora.targets == "experts" and s.model.is_dense:
-        raise ValueError(f"policy.lora.targets=experts needs an MoE model; model={s.model.name} is dense")
+        raise ValueError(
+            f"policy.lora.targets=experts needs an MoE model; model={s.model.name} is dense"
+        )
     routers = "an adapter leaves the routers as they are"
     impossible = {
         "policy.freeze_router=true": (s.policy.freeze_router, routers),
-        f"optim.router_lr_factor={s.optim.router_lr_factor:g}": (s.optim.router_lr_factor != 1, routers),
-        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": (s.trainer.router_aux_loss_coef, routers),
-        "parallel.mode=shard": (s.parallel.mode == "shard", "weights that are spread take no adapter; use replicate"),
+        f"optim.router_lr_factor={s.optim.router_lr_factor:g}": (
+            s.optim.router_lr_factor != 1,
+            routers,
+        ),
+        f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}": (
+            s.trainer.router_aux_loss_coef,
+            routers,
+        ),
+        "parallel.mode=shard": (
+            s.parallel.mode == "shard",
+            "weights that are spread take no adapter; use replicate",
+        ),
     }
     if s.policy.old_logprobs == "behaviour" and s.policy.precision == "bfloat16":
         copied = (
@@ -218,11 +247,13 @@ def check_objective(s: Settings) -> None:
 
 
 def check_truncation(s: Settings) -> None:
-    """Refuse truncated sampling where the engine's log-probs are taken for those of what was sampled.
+    """Refuse truncated sampling where the engine's log-probs are taken for those of what was
+    sampled.
 
-    They are of the whole distribution, as the trainer's are, so a ratio of the two says how far engine and trainer are
-    apart, but not how likely the token was to be drawn. Log-probs of the truncated distribution would make that ratio
-    the probability that was kept, on top of the mismatch."""
+    They are of the whole distribution, as the trainer's are, so a ratio of the two says how far
+    engine and trainer are apart, but not how likely the token was to be drawn. Log-probs of the
+    truncated distribution would make that ratio the probability that was kept, on top of the
+    mismatch."""
     for rule, value in s.rollout.rules.items():
         truncated = f"rollout.{rule}={value}, by which tokens are drawn from a truncated one; leave that out, or use"
         if s.correction.name != "none":
@@ -246,7 +277,9 @@ def check_credit(s: Settings) -> None:
             "advantage without group baseline"
         )
     if s.rollout.group_size == 1 and s.advantage.baseline == "group":
-        raise ValueError("rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward itself")
+        raise ValueError(
+            "rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward itself"
+        )
     if s.rollout.group_size > 1 and group_of_one != "zero":
         raise ValueError(
             f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"
@@ -271,7 +304,9 @@ def check_credit(s: Settings) -> None:
 def check_kl(s: Settings) -> None:
     """Refuse weights on the KL term where no correction computes any."""
     if s.kl.in_loss and s.kl.weighted and s.correction.name == "none":
-        raise ValueError("kl.weighted=true with correction=none: there are no weights to multiply by")
+        raise ValueError(
+            "kl.weighted=true with correction=none: there are no weights to multiply by"
+        )
 
 
 def check_dead_options(s: Settings) -> None:
@@ -286,10 +321,15 @@ Dead = tuple[bool, str, str]  # (whether nothing reads it, dotted key, the reaso
 
 
 def dead_reward_options(s: Settings) -> list[Dead]:
-    """List the options of old log-probs, rewards and advantages that can be dead, each with the reason."""
-    old_policy_read = s.objective.ratio_to == "old" or s.kl.needs_reference or s.correction.name != "none"
+    """List the options of old log-probs, rewards and advantages that can be dead, each with the
+    reason.
+    """
+    old_policy_read = (
+        s.objective.ratio_to == "old" or s.kl.needs_reference or s.correction.name != "none"
+    )
     old_policy_read |= samples_ahead(s) and s.policy.routing_replay == "r2"
-    # by how many turns a reward is discounted differs within a group, and so does what a shift adds to its return
+    # by how many turns a reward is discounted differs within a group, and so does what a shift adds
+    # to its return
     discounts_turns = s.advantage.name == "turn_normalized" and s.advantage.gamma < 1
     # every advantage is a difference within its group
     mean_removed = s.advantage.needs_group and s.reward.clip is None and not discounts_turns
@@ -303,7 +343,11 @@ def dead_reward_options(s: Settings) -> list[Dead]:
     scale_cancels = scale_cancels and not s.kl.in_reward  # KL is taken off after the scale
     advantage = f"advantage={s.advantage.name}"
     return [
-        (not old_policy_read, "policy.old_logprobs", f"objective={s.objective.name}: it has no ratio to pi_old"),
+        (
+            not old_policy_read,
+            "policy.old_logprobs",
+            f"objective={s.objective.name}: it has no ratio to pi_old",
+        ),
         (shift_cancels, "reward.shift", f"{advantage}, which takes the group's mean off"),
         (scale_cancels, "reward.scale", f"{advantage}, which divides by the std"),
         (s.reward.scale == "none", "reward.eps", "reward.scale=none"),
@@ -319,7 +363,11 @@ def dead_options(s: Settings) -> list[Dead]:
     found = [
         (dense, "rollout.routes", no_routers),
         (not s.rollout.routes, "rollout.routes_floor", "rollout.routes=false"),
-        (shares_weights(s), "rollout.sync_tolerance", "rollout=local in float32: it has the same weights"),
+        (
+            shares_weights(s),
+            "rollout.sync_tolerance",
+            "rollout=local in float32: it has the same weights",
+        ),
         (dense, "trainer.consistency_sample", no_routers),
     ]
     if s.kl.needs_reference:
@@ -352,4 +400,6 @@ def check_processes(s: Settings, count: int) -> None:
         of = f"parallel.shard_size={size}" if size else f"the {count} processes"
         raise ValueError(f"parallel.experts={s.parallel.experts} does not divide {of}")
     if s.rollout.prompts_per_step < count:
-        raise ValueError(f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} processes")
+        raise ValueError(
+            f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} processes"
+        )

@@ -21,36 +21,49 @@ class EvaluateCommand(Truncation):
 
     run: str = ""  # the run directory to evaluate
     step: int = ranged(-1, least=-1)  # the step of the run's checkpoint; -1: the newest one
-    model: Any = None  # the model to evaluate, model=hf model.path=...: a folder or a name on the hub
-    benchmark: list[str] = field(default_factory=list)  # options of the group task; empty: the run's own task
-    tasks: dict[str, Any] = field(default_factory=dict)  # the settings of these benchmarks: tasks.gsm8k.path=...
+    # the model to evaluate, model=hf model.path=...: a folder or a name on the hub
+    model: Any = None
+    # options of the group task; empty: the run's own task
+    benchmark: list[str] = field(default_factory=list)
+    # the settings of these benchmarks: tasks.gsm8k.path=...
+    tasks: dict[str, Any] = field(default_factory=dict)
     data: str = ""  # a folder with the benchmarks' files, in one sub-folder each
     sets: list[str] = field(default_factory=list)  # the held-out sets to use; empty: all
-    problems: int = ranged(0, least=0)  # problems per set; 0: all of a finite set, 256 of one without end
+    # problems per set; 0: all of a finite set, 256 of one without end
+    problems: int = ranged(0, least=0)
     k: int = ranged(4, least=1)  # samples per problem
     temperature: float = ranged(1.0, least=0)  # 0 is greedy, which needs k=1
-    # the most tokens of a response; 0: each benchmark's own limit, else the run's longest, 2048 for a model
+    # the most tokens of a response; 0: each benchmark's own limit, else the run's longest, 2048 for
+    # a model
     max_new_tokens: int = ranged(0, least=0)
-    stop: list[str] = field(default_factory=list)  # strings that end a response; empty: the run's own
-    # the engine that samples, with its own settings: rollout=vllm rollout.max_model_len=4096; null: the in-process one
+    # strings that end a response; empty: the run's own
+    stop: list[str] = field(default_factory=list)
+    # the engine that samples, with its own settings: rollout=vllm rollout.max_model_len=4096; null:
+    # the in-process one
     rollout: Any = None
-    # responses that are sampled at once; 0: as in the run, 256 for a model. With rollout=...: rollout.batch_rows
+    # responses that are sampled at once; 0: as in the run, 256 for a model. With rollout=...:
+    # rollout.batch_rows
     batch_rows: int = ranged(0, least=0)
     # auto: as in the run; for a model, a chat if its tokenizer has a chat template
     prompt: PromptFormat = field(default_factory=PromptFormat)
     # the seed of the samples and of generated problems; evaluations during training use 0
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
     device: str = "auto"  # auto | cpu | cuda
-    # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of its own
+    # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of
+    # its own
     allow_weak_sandbox: bool = False
     # consent to import the code that the run directory names if this user did not make the run
     allow_outside_code: bool = False
-    # addresses that the run's task names and may reach although this user did not make the run: [http://host:8000]
+    # addresses that the run's task names and may reach although this user did not make the run:
+    # [http://host:8000]
     addresses: list[str] = field(default_factory=list)
-    # the folder of a finished evaluation of the same problems, such as the base model's, to compare with
+    # the folder of a finished evaluation of the same problems, such as the base model's, to compare
+    # with
     against: str = ""
-    out: str = ""  # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
-    # where the numbers are shown beside that, as tracking.wandb of a run: disabled | auto | online | offline
+    # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
+    out: str = ""
+    # where the numbers are shown beside that, as tracking.wandb of a run: disabled | auto | online
+    # | offline
     wandb: str = "disabled"
 
     def __post_init__(self):
@@ -59,21 +72,32 @@ class EvaluateCommand(Truncation):
             if not hasattr(
                 task, "evaluation_sets"
             ):  # it was added with +: Hydra itself accepts the names in benchmark alone
-                raise ValueError(f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}")
+                raise ValueError(
+                    f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}"
+                )
         if self.wandb not in MODES:
             raise ValueError(f"wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
         if self.rollout:
             instead = {"prompts_per_step": "problems", "group_size": "k"}
-            instead |= {key: key for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop")}
+            instead |= {
+                key: key
+                for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop")
+            }
             check_engine_alone(self.rollout, instead)
         if self.rollout and self.batch_rows:
-            raise ValueError(f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say rollout.batch_rows=")
+            raise ValueError(
+                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say rollout.batch_rows="
+            )
         if self.temperature == 0 and self.k > 1:
-            raise ValueError(f"k={self.k} with temperature=0: greedy samples are all alike; use k=1")
+            raise ValueError(
+                f"k={self.k} with temperature=0: greedy samples are all alike; use k=1"
+            )
         self.refuse_greedy(self.temperature)
         check_stop(self.stop, "stop")
         if bool(self.run) == (self.model is not None):
-            raise ValueError("say either run=RUN or model=hf model.path=..." + ", not both" * bool(self.run))
+            raise ValueError(
+                "say either run=RUN or model=hf model.path=..." + ", not both" * bool(self.run)
+            )
         if not self.run and not self.tasks:
             raise ValueError("a model needs benchmark=[...]: it has no task of its own")
 
@@ -85,20 +109,27 @@ ARMS = ("trl", "like for like", "best")
 class BenchmarkCommand(Ranged):
     """The settings of experiments/benchmark.py."""
 
-    workload: str = "tiny"  # tiny | long | small | small_dense | gpu | gpu_moe | qwen3_0p6b | moe_100m
-    # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its `generate` is timed too
+    # tiny | long | small | small_dense | gpu | gpu_moe | qwen3_0p6b | moe_100m
+    workload: str = "tiny"
+    # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its
+    # `generate` is timed too
     peer: str = "none"
-    # with peer=trl: TRL and which of our sides. "like for like" computes old log-probs as TRL does, "best" leaves that
-    # pass out where it is exact
+    # with peer=trl: TRL and which of our sides. "like for like" computes old log-probs as TRL does,
+    # "best" leaves that pass out where it is exact
     arms: list[str] = field(default_factory=lambda: list(ARMS))
-    batches: int = ranged(5, least=1)  # rollout batches that are timed, after one to warm up; their medians are shown
-    rounds: int = ranged(5, least=1)  # with peer or scaling: how often each is measured, in alternation
+    # rollout batches that are timed, after one to warm up; their medians are shown
+    batches: int = ranged(5, least=1)
+    # with peer or scaling: how often each is measured, in alternation
+    rounds: int = ranged(5, least=1)
     threads: int = ranged(1, least=1)
-    curves: bool = False  # measure scaling curves on 1 and 2 threads in place of a workload, as a table and a figure
+    # measure scaling curves on 1 and 2 threads in place of a workload, as a table and a figure
+    curves: bool = False
     # measure the workload on the CPU in one process and in this many, in alternation; 0: do not
     scaling: int = ranged(0, least=0)
-    size: dict[str, int] = ranged(default_factory=dict, least=0)  # other sizes: size.new_tokens=256, size.hidden=128
-    set: dict[str, Any] = field(default_factory=dict)  # settings of a run: set.trainer.micro_batch_size=32
+    # other sizes: size.new_tokens=256, size.hidden=128
+    size: dict[str, int] = ranged(default_factory=dict, least=0)
+    # settings of a run: set.trainer.micro_batch_size=32
+    set: dict[str, Any] = field(default_factory=dict)
     runs: str = "runs"  # models and results go to RUNS/cold_starts and RUNS/benchmarks
     out: str = ""  # the file of the result; empty: RUNS/benchmarks/<workload>.json
 
@@ -111,10 +142,16 @@ class BenchmarkCommand(Ranged):
         if self.peer not in ("none", "trl", "transformers"):
             raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
         if "trl" not in self.arms or len(set(self.arms)) < 2 or set(self.arms) - set(ARMS):
-            raise ValueError(f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}")
+            raise ValueError(
+                f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}"
+            )
         if self.scaling == 1:
-            raise ValueError("scaling=1: one process is what the others are compared with; say scaling=2 or more")
-        if self.scaling and (self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set):
+            raise ValueError(
+                "scaling=1: one process is what the others are compared with; say scaling=2 or more"
+            )
+        if self.scaling and (
+            self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set
+        ):
             raise ValueError(
                 f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with neither peer nor "
                 "curves: leave them away"
@@ -132,18 +169,25 @@ class SampleCommand(Truncation):
     problems: int = ranged(4, least=1)
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
-    # the engine that samples, with its own settings, as of `gspo evaluate`; null: the in-process one
+    # the engine that samples, with its own settings, as of `gspo evaluate`; null: the in-process
+    # one
     rollout: Any = None
     allow_weak_sandbox: bool = False
-    allow_outside_code: bool = False  # import the code that the run names, although this user did not make the run
-    # addresses that the run's task names and may reach although this user did not make the run: [http://host:8000]
+    # import the code that the run names, although this user did not make the run
+    allow_outside_code: bool = False
+    # addresses that the run's task names and may reach although this user did not make the run:
+    # [http://host:8000]
     addresses: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()
         self.refuse_greedy(self.temperature)
         if self.rollout:
-            instead = {"prompts_per_step": "problems", "group_size": "samples", "temperature": "temperature"}
+            instead = {
+                "prompts_per_step": "problems",
+                "group_size": "samples",
+                "temperature": "temperature",
+            }
             check_engine_alone(self.rollout, instead)
 
 
@@ -155,5 +199,9 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
     """
     found = []
     for key, value in settings.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
+        found += (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else [f"{prefix}{key}={value}"]
+        )
     return found

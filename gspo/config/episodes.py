@@ -1,4 +1,6 @@
-"""Refuses what does not go together with episodes, or makes no sense without them. `checks.check` calls this."""
+"""Refuses what does not go together with episodes, or makes no sense without them. `checks.check`
+calls this.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def check_episodes(s: Settings) -> None:
             "advantage=group_normalized"
         )
     if each and not played:
-        raise ValueError(f"reward.turns=each with task={s.task.name}: its responses have one turn each; leave it out")
+        raise ValueError(
+            f"reward.turns=each with task={s.task.name}: its responses have one turn each; leave it out"
+        )
     if each:
         check_rewards_of_turns(s)
     if s.advantage.name == "turn_normalized" and s.rollout.refill_rounds:
@@ -27,7 +31,9 @@ def check_episodes(s: Settings) -> None:
             f"rollout.refill_rounds={s.rollout.refill_rounds} with advantage=turn_normalized: dynamic sampling drops "
             "groups whose rewards are equal, although their turns may differ; use rollout.refill_rounds=0"
         )
-    aggregations = {"trainer": s.trainer.aggregation} | ({"kl": s.kl.aggregation} if s.kl.in_loss else {})
+    aggregations = {"trainer": s.trainer.aggregation} | (
+        {"kl": s.kl.aggregation} if s.kl.in_loss else {}
+    )
     for key, aggregation in aggregations.items():
         if played and aggregation.length == 0:
             raise ValueError(
@@ -42,7 +48,9 @@ def check_episodes(s: Settings) -> None:
 
 
 def check_rewards_of_turns(s: Settings) -> None:
-    """Refuse rewards of single turns where only their sum is read, and shaping that would act on the sum."""
+    """Refuse rewards of single turns where only their sum is read, and shaping that would act on
+    the sum.
+    """
     sums = s.advantage.needs_group and s.advantage.name != "turn_normalized"
     if sums or s.advantage.baseline == "group":
         baseline = " and advantage.baseline=group" if s.advantage.baseline == "group" else ""
@@ -53,4 +61,6 @@ def check_rewards_of_turns(s: Settings) -> None:
     for key in ("shift", "scale", "clip"):
         value = getattr(s.reward, key)
         if value not in ("none", None):
-            raise ValueError(f"reward.{key}={value} with reward.turns=each: it acts on whole responses; leave it out")
+            raise ValueError(
+                f"reward.{key}={value} with reward.turns=each: it acts on whole responses; leave it out"
+            )

@@ -1,7 +1,9 @@
-"""Converts between Hydra's configs and the settings' dataclasses, and turns Hydra's errors into plain sentences.
+"""Converts between Hydra's configs and the settings' dataclasses, and turns Hydra's errors into
+plain sentences.
 
-OmegaConf.to_object makes a key that is no field (`+optim.learning_rate=1`) an attribute that nobody reads. Therefore
-keys are compared with the fields here, where the config of every entry point becomes dataclasses.
+OmegaConf.to_object makes a key that is no field (`+optim.learning_rate=1`) an attribute that nobody
+reads. Therefore keys are compared with the fields here, where the config of every entry point
+becomes dataclasses.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from gspo.config.synonyms import our_name, our_option
 from gspo.core.arguments import nearest
 from gspo.core.ranges import refusal
 
-SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")  # groups that other frameworks have too
-ALIKE = 0.6  # from this share of equal letters on, the nearest key is assumed to be the one that was meant
+# groups that other frameworks have too
+SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
+# from this share of equal letters on, the nearest key is assumed to be the one that was meant
+ALIKE = 0.6
 GROUPS_BESIDE_SETTINGS = (
     "experiment",
     "preset",
@@ -50,7 +54,8 @@ def _open_mappings(node: DictConfig) -> None:
 
 
 def literal(content: Any) -> Any:
-    """Escape every `${` in a file's content, at any depth, so that OmegaConf resolves nothing in it.
+    """Escape every `${` in a file's content, at any depth, so that OmegaConf resolves nothing in
+    it.
 
     Raises ValueError for ???, which stands for a missing value in OmegaConf and cannot be escaped.
     """
@@ -66,8 +71,8 @@ def literal(content: Any) -> Any:
 def to_dataclass(config: DictConfig) -> Any:
     """Convert a config to its dataclasses.
 
-    Raises ValueError, naming the dotted key, for a key that is no setting and for a number outside its range, and
-    whatever the dataclasses themselves raise.
+    Raises ValueError, naming the dotted key, for a key that is no setting and for a number outside
+    its range, and whatever the dataclasses themselves raise.
     """
     check_keys(config)
     _check(config, "")
@@ -75,7 +80,9 @@ def to_dataclass(config: DictConfig) -> Any:
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError for the first key that is no field of its dataclass, naming the nearest setting."""
+    """Raise ValueError for the first key that is no field of its dataclass, naming the nearest
+    setting.
+    """
     if wrong := next(keys_without_field(config), ""):
         raise ValueError(no_such_setting(wrong, settings_of(config)))
 
@@ -94,12 +101,16 @@ def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _check(node: DictConfig, prefix: str) -> None:
-    """Raise ValueError for the first setting that was removed, is missing or lies outside its range."""
+    """Raise ValueError for the first setting that was removed, is missing or lies outside its
+    range.
+    """
     kind, given = OmegaConf.get_type(node), list(node.keys())
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else given
     for key in names:
         if key not in given:
-            raise ValueError(f"~{prefix}{key}: a setting cannot be taken away; give it a value, {prefix}{key}=...")
+            raise ValueError(
+                f"~{prefix}{key}: a setting cannot be taken away; give it a value, {prefix}{key}=..."
+            )
         if OmegaConf.is_missing(node, key):
             raise ValueError(f"{prefix}{key} is not given: say {prefix}{key}=...")
         value = node[key]
@@ -110,9 +121,13 @@ def _check(node: DictConfig, prefix: str) -> None:
 
 
 def _holds_settings(value: DictConfig) -> bool:
-    """Tell whether a config is a dataclass, or a mapping of dataclasses such as evaluate.py's `tasks`."""
+    """Tell whether a config is a dataclass, or a mapping of dataclasses such as evaluate.py's
+    `tasks`.
+    """
     children = [] if is_dataclass(OmegaConf.get_type(value)) else list(value.values())
-    return not children or any(is_dataclass(OmegaConf.get_type(c)) for c in children if OmegaConf.is_config(c))
+    return not children or any(
+        is_dataclass(OmegaConf.get_type(c)) for c in children if OmegaConf.is_config(c)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -120,8 +135,9 @@ def _plain(value: Any) -> Any:
 
 
 def no_such_setting(key: str, settings: list[str]) -> str:
-    """Say that there is no such setting, and what it is called here if another framework has it, or which other options
-    of the group have it. Otherwise say which one is nearest; if that is far, list all settings of the group."""
+    """Say that there is no such setting, and what it is called here if another framework has it, or
+    which other options of the group have it. Otherwise say which one is nearest; if that is far,
+    list all settings of the group."""
     of_a_run = "objective" in settings
     group, _, field = key.partition(".")
     if of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
@@ -129,11 +145,19 @@ def no_such_setting(key: str, settings: list[str]) -> str:
         if ours := our_name(full):
             return f"there is no setting {full}: here it is {ours}"
     options = {f"{group}={name}": kind for name, kind in CHOICES.get(group, {}).items() if of_a_run}
-    having = [option for option, kind in options.items() if field.lower() in {f.name for f in fields(kind)}]
+    having = [
+        option
+        for option, kind in options.items()
+        if field.lower() in {f.name for f in fields(kind)}
+    ]
     if having and f"{group}.{field.lower()}" not in settings:
         return f"there is no setting {key}: {group}.{field.lower()} is a setting of {', '.join(having)}"
     groups = GROUPS_BESIDE_SETTINGS if of_a_run else ()
-    choosable = [name for name in (*settings, *groups) if not key.startswith(f"{name}.") and not name.endswith(".name")]
+    choosable = [
+        name
+        for name in (*settings, *groups)
+        if not key.startswith(f"{name}.") and not name.endswith(".name")
+    ]
     near, (group, _, last) = nearest(key, choosable), key.rpartition(".")
     text = f"there is no setting {key}: the nearest is {near}"
     if SequenceMatcher(None, last.lower(), near.rpartition(".")[2].lower()).ratio() >= ALIKE:
@@ -143,7 +167,9 @@ def no_such_setting(key: str, settings: list[str]) -> str:
 
 
 def as_typed(key: str) -> str:
-    """Return a key that Hydra does not know as the command line has it: of `actor.optim.lr=1` Hydra names `actor`."""
+    """Return a key that Hydra does not know as the command line has it: of `actor.optim.lr=1` Hydra
+    names `actor`.
+    """
     typed = [word.partition("=")[0].lstrip("+~") for word in sys.argv[1:]]
     return next((word for word in typed if word.startswith(f"{key}.")), key)
 
@@ -151,7 +177,11 @@ def as_typed(key: str) -> str:
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
     """List the dotted keys of all fields of a config; the keys inside mappings are left out."""
     kind, found = OmegaConf.get_type(node), []
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else [key for key in node if key != "hydra"]
+    names = (
+        [field.name for field in fields(kind)]
+        if is_dataclass(kind)
+        else [key for key in node if key != "hydra"]
+    )
     for key in (name for name in names if name in list(node.keys())):
         found.append(f"{prefix}{key}")
         child = node._get_node(key)
@@ -161,7 +191,9 @@ def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def plain_words(error: BaseException) -> str:
-    """Rewrite an error of Hydra's about keys or options as one sentence; return "" for any other error."""
+    """Rewrite an error of Hydra's about keys or options as one sentence; return "" for any other
+    error.
+    """
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:
@@ -175,17 +207,24 @@ def plain_words(error: BaseException) -> str:
     place = re.match(r"In '[^']+': ", str(error))
     cause: BaseException | None = error
     while cause is not None:
-        names_key = isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None
+        names_key = (
+            isinstance(cause, ConfigKeyError | ConfigAttributeError)
+            and cause.parent_node is not None
+        )
         if names_key and cause.full_key:
             key, root = cause.full_key, cause.parent_node._get_root()
-            settings = settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
+            settings = (
+                settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
+            )
             return (place[0] if place else "") + no_such_setting(key, settings)
         cause = cause.__cause__ or cause.__context__
     return ""
 
 
 def _no_option(error: MissingConfigException) -> str:
-    """Say that there is no such option, and list the others, without schemas, whose names begin with _."""
+    """Say that there is no such option, and list the others, without schemas, whose names begin
+    with _.
+    """
     file = error.missing_cfg_file or ""
     group, _, option = file.partition("/") if file.startswith("model/") else file.rpartition("/")
     options = [name for name in error.options if not name.startswith("_")]

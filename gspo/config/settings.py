@@ -1,12 +1,13 @@
 """The settings tree: plain dataclasses that are both Hydra's schema and the library's arguments.
 
-Hydra composes conf/, `to_settings` converts the result once, and everything below sees dataclasses. An unknown key, a
-wrong type, a number out of range or a clash of options fails before a model loads, in one line that names the key and
-the value. Order of precedence: defaults < experiment < preset < arm < cut < command line. Combinations that cannot work
-are refused by gspo.config.checks.
+Hydra composes conf/, `to_settings` converts the result once, and everything below sees dataclasses.
+An unknown key, a wrong type, a number out of range or a clash of options fails before a model
+loads, in one line that names the key and the value. Order of precedence: defaults < experiment <
+preset < arm < cut < command line. Combinations that cannot work are refused by gspo.config.checks.
 
-A run is named by a hash of the settings that its numbers depend on. A field that they do not depend on says so in its
-metadata (gspo.core.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may change it too, or `cost_only`.
+A run is named by a hash of the settings that its numbers depend on. A field that they do not depend
+on says so in its metadata (gspo.core.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may
+change it too, or `cost_only`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.core import untrusted
-from gspo.core.ranges import CHANGEABLE, LARGEST_SEED, OUTSIDE_RESULT, Ranged, as_hashed, fields_with, ranged
+from gspo.core.ranges import (
+    CHANGEABLE,
+    LARGEST_SEED,
+    OUTSIDE_RESULT,
+    Ranged,
+    as_hashed,
+    fields_with,
+    ranged,
+)
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.prompts import PromptFormat
 from gspo.model.settings import HFModel, StandIn, TinyDense, TinyMoE
@@ -66,13 +75,34 @@ from gspo.train.settings import (
     TrainerSettings,
 )
 
-BENCHMARKS = (GSM8K, Math500, AIME24, AIME25, AMC23, HumanEval, Mbpp, LiveCodeBench, RatedPrograms, GymProblems)
+BENCHMARKS = (
+    GSM8K,
+    Math500,
+    AIME24,
+    AIME25,
+    AMC23,
+    HumanEval,
+    Mbpp,
+    LiveCodeBench,
+    RatedPrograms,
+    GymProblems,
+)
 ENVIRONMENTS = (PythonTool, Guessing, VfEnvironments, TextGames, OpenEnv)
-# The option groups whose options are different dataclasses. The option file of each starts with `defaults: [_<name>]`.
+# The option groups whose options are different dataclasses. The option file of each starts with
+# `defaults: [_<name>]`.
 CHOICES: dict[str, dict[str, type]] = {
     "objective": {kind.name: kind for kind in OBJECTIVES},
     "advantage": {
-        kind.name: kind for kind in (GroupNormalized, GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE)
+        kind.name: kind
+        for kind in (
+            GroupNormalized,
+            GroupMean,
+            LeaveOneOut,
+            TurnNormalized,
+            Returns,
+            ReinforcePP,
+            GAE,
+        )
     },
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
     "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
@@ -80,7 +110,8 @@ CHOICES: dict[str, dict[str, type]] = {
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel, "stand_in": StandIn},
     "task": {
-        kind.name: kind for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *ENVIRONMENTS, *BENCHMARKS)
+        kind.name: kind
+        for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *ENVIRONMENTS, *BENCHMARKS)
     },
 }
 # This setting of tasks is given on the command line alone; it is never read from a run directory.
@@ -94,11 +125,13 @@ LONGEST_NAME = 60  # characters
 class Settings(Ranged):
     """Holds all settings of a run."""
 
-    # the study that the run belongs to: its directory is in runs/<study>/, and W&B groups runs by it
+    # the study that the run belongs to: its directory is in runs/<study>/, and W&B groups runs by
+    # it
     study: str = field(default="default", metadata=OUTSIDE_RESULT)
     seed: int = ranged(1, least=0, most=LARGEST_SEED)
     steps: int = ranged(100, least=1, metadata=CHANGEABLE)  # the number of rollout batches
-    # the option that was chosen in each group, for example {"objective": "gspo_tiny"}; the program writes it
+    # the option that was chosen in each group, for example {"objective": "gspo_tiny"}; the program
+    # writes it
     options: dict[str, str] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     objective: Any = MISSING
     advantage: Any = MISSING
@@ -110,8 +143,9 @@ class Settings(Ranged):
     prompt: PromptFormat = field(default_factory=PromptFormat)
     # chat or plain: what prompt.format became with this model; the program writes it
     prompt_used: str = field(default="", metadata=OUTSIDE_RESULT)
-    # what the run was made from: digests of its problems and of the weights it started from, and how many problems were
-    # left out; the program writes it, and compares it when the run is resumed
+    # what the run was made from: digests of its problems and of the weights it started from, and
+    # how many problems were left out; the program writes it, and compares it when the run is
+    # resumed
     inputs: dict[str, Any] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
@@ -123,35 +157,46 @@ class Settings(Ranged):
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings, metadata=CHANGEABLE)
     tracking: TrackingSettings = field(default_factory=TrackingSettings, metadata=CHANGEABLE)
     profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=CHANGEABLE)
-    # the user's own metrics, custom/<name>: metrics.gap=my_pkg.extras:Gap, or metrics.gap.path=... with its settings
+    # the user's own metrics, custom/<name>: metrics.gap=my_pkg.extras:Gap, or metrics.gap.path=...
+    # with its settings
     metrics: dict[str, Any] = field(default_factory=dict, metadata=CHANGEABLE)
-    # the user's own code around the steps: callbacks.stop=my_pkg.extras:StopEarly, or callbacks.stop.path=...
+    # the user's own code around the steps: callbacks.stop=my_pkg.extras:StopEarly, or
+    # callbacks.stop.path=...
     callbacks: dict[str, Any] = field(default_factory=dict)
-    # the code from outside this package: its place and the SHA-256 of its source files; the program writes it
+    # the code from outside this package: its place and the SHA-256 of its source files; the program
+    # writes it
     outside: dict[str, Any] = field(default_factory=dict)
     # with action=rollback the monitor changes what is trained, and is part of the hash
     monitor: MonitorSettings = field(default_factory=MonitorSettings, metadata=CHANGEABLE)
     # how several processes, as torchrun starts them, train the policy together
     parallel: ParallelSettings = field(default_factory=ParallelSettings, metadata=CHANGEABLE)
-    # permit one update per rollout batch with step_start log-probs, although nothing can be clipped then
+    # permit one update per rollout batch with step_start log-probs, although nothing can be clipped
+    # then
     allow_on_policy: bool = False
-    allow_length_weighting: bool = False  # permit a sequence ratio under an aggregation that weighs by length
+    # permit a sequence ratio under an aggregation that weighs by length
+    allow_length_weighting: bool = False
     # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
     threads: int = ranged(0, least=0, metadata=OUTSIDE_RESULT)
-    runs: str = field(default="runs", metadata=OUTSIDE_RESULT)  # the folder that run directories are made in
-    # what to do with a run directory that exists already: refuse | resume | auto (resume it if it is unfinished)
+    # the folder that run directories are made in
+    runs: str = field(default="runs", metadata=OUTSIDE_RESULT)
+    # what to do with a run directory that exists already: refuse | resume | auto (resume it if it
+    # is unfinished)
     on_existing: str = field(default="auto", metadata=OUTSIDE_RESULT)
     # print the run, or with -m every job of the sweep, and how far each is; write nothing
     dry_run: bool = field(default=False, metadata=OUTSIDE_RESULT)
-    # consent to import the code that a run directory names which this user did not make; never read from a file
+    # consent to import the code that a run directory names which this user did not make; never read
+    # from a file
     allow_outside_code: bool = field(default=False, metadata=OUTSIDE_RESULT)
-    # continue this run directory with its own settings; only those of `changeable_on_resume` may be given beside it
+    # continue this run directory with its own settings; only those of `changeable_on_resume` may be
+    # given beside it
     resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
-    # what tells a job of a sweep from its other jobs, for people and for the folder's name; see `vary`
+    # what tells a job of a sweep from its other jobs, for people and for the folder's name; see
+    # `vary`
     varied: ClassVar[str] = ""
     varied_name: ClassVar[str] = ""
-    planned_name: ClassVar[str] = ""  # the name of the folder in the plan of the sweep, for a job of one
+    # the name of the folder in the plan of the sweep, for a job of one
+    planned_name: ClassVar[str] = ""
 
     def __post_init__(self):
         super().__post_init__()
@@ -167,8 +212,8 @@ class Settings(Ranged):
         return Algorithm(self.objective, self.advantage, self.reward, self.kl, self.correction)
 
     def label(self) -> str:
-        """Describe the run by its objective, its replay, its seed and what else a sweep varies, for example
-        "gspo_tiny+r2 seed 3 lr=2e-4"."""
+        """Describe the run by its objective, its replay, its seed and what else a sweep varies, for
+        example "gspo_tiny+r2 seed 3 lr=2e-4"."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
         return f"{self.objective_option()}{replay} seed {self.seed} {self.varied}".rstrip()
 
@@ -178,7 +223,9 @@ class Settings(Ranged):
         return [*objective, f"replay-{self.policy.routing_replay}", self.model.name]
 
     def objective_option(self) -> str:
-        """Return the option that chose the objective, for example "gspo_tiny"; its name where none is recorded."""
+        """Return the option that chose the objective, for example "gspo_tiny"; its name where none
+        is recorded.
+        """
         return self.options.get("objective", self.objective.name)
 
 
@@ -195,17 +242,23 @@ def of_result(settings: Settings) -> dict[str, Any]:
     for group in content:
         for name in outside_result_of(getattr(settings, group)):
             content[group].pop(name)
-    content["outside"] = {key: code for key, code in settings.outside.items() if not key.startswith("metrics.")}
+    content["outside"] = {
+        key: code for key, code in settings.outside.items() if not key.startswith("metrics.")
+    }
     for name in ("callbacks", "outside"):
         if not content[name]:
             del content[name]
     if settings.monitor.action == "rollback":
-        content["monitor"] = {key: getattr(settings.monitor, key) for key in ("action", "rollbacks", "rollback_lr")}
+        content["monitor"] = {
+            key: getattr(settings.monitor, key) for key in ("action", "rollbacks", "rollback_lr")
+        }
     return content
 
 
 def outside_result_of(group: Any) -> list[str]:
-    """Return the names of a group's fields that the run's numbers do not depend on; none for a plain value."""
+    """Return the names of a group's fields that the run's numbers do not depend on; none for a
+    plain value.
+    """
     return fields_with(type(group), "outside_result") if is_dataclass(group) else []
 
 
@@ -215,14 +268,21 @@ def changeable_on_resume() -> list[str]:
     found = fields_with(Settings, fact)
     for group in fields(Settings):
         kinds = CHOICES.get(group.name, {}).values() or [group.default_factory]
-        found += [f"{group.name}.{name}" for kind in kinds if is_dataclass(kind) for name in fields_with(kind, fact)]
+        found += [
+            f"{group.name}.{name}"
+            for kind in kinds
+            if is_dataclass(kind)
+            for name in fields_with(kind, fact)
+        ]
     return list(dict.fromkeys(found))
 
 
 def run_directory(settings: Settings) -> Path:
-    """Return the directory of a run: runs/<study>/<objective option>-<what a sweep varies>-seed<k>-<hash>.
+    """Return the directory of a run: runs/<study>/<objective option>-<what a sweep
+    varies>-seed<k>-<hash>.
 
-    The hash alone says which run it is. A run that is there already has the name that it was given."""
+    The hash alone says which run it is. A run that is there already has the name that it was given.
+    """
     study, digest = Path(settings.runs) / settings.study, settings_hash(settings)
     if settings.planned_name.endswith(f"-{digest}"):
         return study / settings.planned_name
@@ -235,10 +295,12 @@ def run_directory(settings: Settings) -> Path:
 
 
 def name_in_plan(study: Path, ending: str) -> str:
-    """Return the name that a sweep of the study has planned for the run with this ending, "" if none has. Such a run
-    may be about to begin."""
+    """Return the name that a sweep of the study has planned for the run with this ending, "" if
+    none has. Such a run may be about to begin."""
     try:
-        plans = untrusted.read_bytes(study / "manifest.jsonl", untrusted.LONG).decode(errors="replace")
+        plans = untrusted.read_bytes(study / "manifest.jsonl", untrusted.LONG).decode(
+            errors="replace"
+        )
     except (OSError, untrusted.Unreadable):
         return ""
     planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)
@@ -246,11 +308,12 @@ def name_in_plan(study: Path, ending: str) -> str:
 
 
 def vary(settings: Settings, overrides: list[str]) -> None:
-    """Note which overrides tell a job of a sweep from the others, so that its folder and its warnings name them. The
-    seed and the objective are named in any case.
+    """Note which overrides tell a job of a sweep from the others, so that its folder and its
+    warnings name them. The seed and the objective are named in any case.
 
-    For example ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1"] becomes lr2e-4-routing_replay_r2 in the name of
-    the folder, and lr=2e-4 routing_replay=r2 in a warning."""
+    For example ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1"] becomes
+    lr2e-4-routing_replay_r2 in the name of the folder, and lr=2e-4 routing_replay=r2 in a warning.
+    """
     parts = [override.lstrip("+").partition("=") for override in overrides]
     told = [(key.rpartition(".")[2], value) for key, _, value in parts if key not in NAMED_ANYHOW]
     settings.varied = " ".join(f"{name}={value}" for name, value in told)
@@ -264,10 +327,15 @@ def folder_of(settings: Settings) -> Path:
 
 
 def with_consent(task: Any, consent: bool) -> Any:
-    """Copy a task's settings, with every `allow_weak_sandbox` in them replaced by the command line's."""
+    """Copy a task's settings, with every `allow_weak_sandbox` in them replaced by the command
+    line's.
+    """
     if not isinstance(task, dict):
         return task
-    return {key: consent if key == CONSENT else with_consent(value, consent) for key, value in task.items()}
+    return {
+        key: consent if key == CONSENT else with_consent(value, consent)
+        for key, value in task.items()
+    }
 
 
 def same_result(a: Settings, b: Settings) -> str | None:
@@ -276,7 +344,9 @@ def same_result(a: Settings, b: Settings) -> str | None:
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """Return the first entry that two nested dictionaries do not share, as "optim.lr: 0.1 against 0.2"; else None."""
+    """Return the first entry that two nested dictionaries do not share, as "optim.lr: 0.1 against
+    0.2"; else None.
+    """
     flat_a, flat_b = (dotted(json.loads(json.dumps(content))) for content in (a, b))
     for key in flat_a | flat_b:
         if flat_a.get(key) != flat_b.get(key):
@@ -288,5 +358,9 @@ def dotted(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested dictionary as one of dotted keys; an empty one inside it stays a value."""
     found = {}
     for key, value in content.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= (
+            dotted(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return found

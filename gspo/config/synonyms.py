@@ -1,4 +1,5 @@
-"""What other frameworks call our settings, so that a name that people know is answered with the right one.
+"""What other frameworks call our settings, so that a name that people know is answered with the
+right one.
 
 The names are those of TRL's GRPOConfig, verl, OpenRLHF, ROLL, ms-swift and W&B.
 """
@@ -143,11 +144,11 @@ THEIRS = {name: ours for ours, names in OURS.items() for name in names}
 
 
 def our_name(key: str) -> str:
-    """Return our setting for the dotted name of another framework, "" for a name that none of them has. Case does not
-    matter, nor whether words are joined by - or _.
+    """Return our setting for the dotted name of another framework, "" for a name that none of them
+    has. Case does not matter, nor whether words are joined by - or _.
 
-    >>> our_name("actor_rollout_ref.actor.optim.lr"), our_name("--Learning-Rate"), our_name("nonsense")
-    ('optim.lr', 'optim.lr', '')
+    >>> our_name("actor_rollout_ref.actor.optim.lr"), our_name("--Learning-Rate"),
+    our_name("nonsense") ('optim.lr', 'optim.lr', '')
     """
     plain = key.strip("-+~").lower().replace("-", "_")
     return THEIRS.get(plain) or THEIRS.get(plain.rpartition(".")[2], "")

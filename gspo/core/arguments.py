@@ -1,4 +1,6 @@
-"""Reads `key=value` words of the commands that do not use Hydra, and finds the nearest name to a mistyped one."""
+"""Reads `key=value` words of the commands that do not use Hydra, and finds the nearest name to a
+mistyped one.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ def key_values(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the defaults as the words change them, and the words that are paths.
 
-    With `paths`, a word is a path if it has no `=` or names something that exists. Raises ValueError for a key that is
-    not among the defaults, and with `empty=False` for an empty value.
+    With `paths`, a word is a path if it has no `=` or names something that exists. Raises
+    ValueError for a key that is not among the defaults, and with `empty=False` for an empty value.
     """
     chosen, found = dict(defaults), []
     for word in words:
@@ -36,15 +38,16 @@ def key_values(
 
 
 def typed(script: str) -> str:
-    """Return how the user began the command line: "gspo dashboard", or "python" and the script's path.
+    """Return how the user began the command line: "gspo dashboard", or "python" and the script's
+    path.
 
     `gspo` leaves its name and the command's in sys.argv[0] (gspo.commands.main)."""
     return sys.argv[0] if sys.argv[0].startswith("gspo ") else f"python {script}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return the dotted name that looks most like a word, whatever its case. A name with the same last part, or its
-    initials, is nearer.
+    """Return the dotted name that looks most like a word, whatever its case. A name with the same
+    last part, or its initials, is nearer.
 
     >>> nearest("optim.learning_rate", ["optim.lr", "optim.warmup_updates"])
     'optim.lr'

@@ -1,9 +1,10 @@
-"""Makes text from data harmless where it is displayed: on a terminal, in Markdown (in HTML: gspo/tracking/pages.py).
+"""Makes text from data harmless where it is displayed: on a terminal, in Markdown (in HTML:
+gspo/tracking/pages.py).
 
-Rows from the web, a model's responses and a run from someone else can hold any character. Characters that would act on
-a terminal or deceive a reader are written as their code: control characters (terminal escapes begin with one), marks
-that turn the direction of writing, characters without width, half characters. `guard` does this to everything that a
-process prints.
+Rows from the web, a model's responses and a run from someone else can hold any character.
+Characters that would act on a terminal or deceive a reader are written as their code: control
+characters (terminal escapes begin with one), marks that turn the direction of writing, characters
+without width, half characters. `guard` does this to everything that a process prints.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ from typing import TextIO
 ODD = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # control characters but tab and newline; the soft hyphen
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
-    "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001d173-\U0001d17a"  # fillers and joiners that show nothing
-    "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # without any width
+    # fillers and joiners that show nothing
+    "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001d173-\U0001d17a"
+    # without any width
+    "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"
     "\ud800-\udfff]"  # half characters
-    "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"  # joiners and variants after ASCII; Persian, Hindi, emoji use them
+    # joiners and variants after ASCII; Persian, Hindi, emoji use them
+    "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"
 )
 MARKDOWN = re.compile(
     r"[\\`*<|~$]"
     r"|&(?=#?\w+;)"  # an entity
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a_name is none
     r"|\](?=[(\[:])|^[#>=\[]|^[-+](?=\s)"  # a link, a heading, a quotation, an item
-    r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",  # an address, which GitHub makes a link; a numbered item
+    # an address, which GitHub makes a link; a numbered item
+    r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",
     re.IGNORECASE,
 )
-MOVES = re.compile("(\x1b\\[A)+")  # tqdm writes it to move the cursor up to the first of several progress bars
+# tqdm writes it to move the cursor up to the first of several progress bars
+MOVES = re.compile("(\x1b\\[A)+")
 
 
 def shown(text: object) -> str:
-    """Replace characters that act or deceive by their codes, an escape by "\\x1b"; newlines and tabs stay."""
+    """Replace characters that act or deceive by their codes, an escape by "\\x1b"; newlines and
+    tabs stay.
+    """
     return ODD.sub(_code, str(text))
 
 
@@ -44,25 +52,36 @@ def line(text: object) -> str:
 
 def _code(match: re.Match) -> str:
     number = ord(match[0])
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    return (
+        f"\\x{number:02x}"
+        if number < 0x100
+        else f"\\u{number:04x}"
+        if number < 0x10000
+        else f"\\U{number:08x}"
+    )
 
 
 def in_markdown(text: object) -> str:
-    """Escape text for one line of Markdown, so that no program takes it for markup, a link or a picture."""
+    """Escape text for one line of Markdown, so that no program takes it for markup, a link or a
+    picture.
+    """
     return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
 
 
-# ------------------------------------------------------------------------------------------------------------ terminal
+# ------------------------------------------------------------------------------------------------------------
+# terminal
 class Screen:
     """A text stream that passes everything written to it through `shown`.
 
-    Progress bars still work: a carriage return is passed on at the start of a line, or after another one.
+    Progress bars still work: a carriage return is passed on at the start of a line, or after
+    another one.
     """
 
     def __init__(self, stream: TextIO):
         self.stream, self.fresh, self.bar = stream, True, False
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # do not fail if the locale lacks a character
+            # do not fail if the locale lacks a character
+            stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         back = text.startswith("\r") and (self.fresh or self.bar)

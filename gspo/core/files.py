@@ -1,8 +1,8 @@
 """Reads and writes the small files of a run directory, without importing anything heavy.
 
-They are the rows of metrics, how the run last ended, and whether it is running. A run directory may come from someone
-else, so a link inside it must not lead our writing elsewhere. A link to the directory itself, or to a folder above it,
-is the user's own choice.
+They are the rows of metrics, how the run last ended, and whether it is running. A run directory may
+come from someone else, so a link inside it must not lead our writing elsewhere. A link to the
+directory itself, or to a folder above it, is the user's own choice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ from gspo.core import untrusted
 
 STATUS, LOCK = "status.json", ".lock"
 HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
-STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}  # the entries of status.json that are read again
-CONTINUED = "continued.jsonl"  # has a line for each time that another process continued the run from a checkpoint
-EVALUATIONS = "evaluations"  # the folder in a run directory that has those of its checkpoints, a folder for each
-W_AND_B = "wandb"  # the folder in a run directory, or in that of an evaluation, where W&B keeps its files
-LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")  # links that W&B makes in that folder
-UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")  # files that `replace_bytes` had not renamed yet
+# the entries of status.json that are read again
+STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}
+# has a line for each time that another process continued the run from a checkpoint
+CONTINUED = "continued.jsonl"
+# the folder in a run directory that has those of its checkpoints, a folder for each
+EVALUATIONS = "evaluations"
+# the folder in a run directory, or in that of an evaluation, where W&B keeps its files
+W_AND_B = "wandb"
+# links that W&B makes in that folder
+LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
+# files that `replace_bytes` had not renamed yet
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
 ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
 
 
@@ -47,7 +53,11 @@ def _event(entry: dict) -> dict | None:
     if not untrusted.is_step(entry.get("step")):
         return None
     words = {name: entry.get(name, "") for name in ("kind", "signal", "text")}
-    return {"step": entry["step"], **words} if all(isinstance(word, str) for word in words.values()) else None
+    return (
+        {"step": entry["step"], **words}
+        if all(isinstance(word, str) for word in words.values())
+        else None
+    )
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -59,7 +69,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Do the same with bytes. A link at `path` is replaced; the file that it points to stays as it is."""
+    """Do the same with bytes. A link at `path` is replaced; the file that it points to stays as it
+    is.
+    """
     beside = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
         with open(beside, "xb") as file:  # "x" fails if the file exists, and follows no link
@@ -73,23 +85,28 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the files that killed processes left behind in `replace_bytes`, but not those being written just now."""
+    """Delete the files that killed processes left behind in `replace_bytes`, but not those being
+    written just now.
+    """
     for path in folder.glob(".*.unfinished"):
         if UNFINISHED.fullmatch(path.name) and time.time() - path.lstat().st_mtime > ABANDONED:
             path.unlink(missing_ok=True)
 
 
 def append_to(path: Path) -> TextIO:
-    """Open a text file to append lines to it. Raises ValueError if the path is a link or not a regular file."""
+    """Open a text file to append lines to it. Raises ValueError if the path is a link or not a
+    regular file.
+    """
     return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=untrusted.plain_file)
 
 
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
-    """Raise ValueError for the first link, pipe, socket or device in a run directory: nothing is written there.
+    """Raise ValueError for the first link, pipe, socket or device in a run directory: nothing is
+    written there.
 
-    With `names`, only these entries of the directory are looked at. W&B's folder, of the run or of an evaluation of
-    it, may have the links that W&B itself makes anew. The folders of its earlier segments are not looked at, as we
-    follow no link there.
+    With `names`, only these entries of the directory are looked at. W&B's folder, of the run or of
+    an evaluation of it, may have the links that W&B itself makes anew. The folders of its earlier
+    segments are not looked at, as we follow no link there.
     """
     waiting = [entry for entry in _entries(folder) if not names or entry.name in names]
     while waiting:
@@ -111,14 +128,19 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
 
 
 class CreatedFiles:
-    """Notes what a run directory holds before a process writes there, so that it can delete just its own files."""
+    """Notes what a run directory holds before a process writes there, so that it can delete just
+    its own files.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.before = folder, {entry.name for entry in _entries(folder)}
-        self.folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        # the innermost first
+        self.folders = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def remove(self, *names: str) -> None:
-        """Delete the files of these names that were not there before, and the folders that were not and are empty."""
+        """Delete the files of these names that were not there before, and the folders that were not
+        and are empty.
+        """
         for name in {*names, LOCK} - self.before:
             (self.folder / name).unlink(missing_ok=True)
         for folder in self.folders:
@@ -130,7 +152,9 @@ class CreatedFiles:
 
 @contextmanager
 def errors_of_the_disk(path: Path) -> Iterator[None]:
-    """Turn the disk's errors inside the block into OSError: safetensors, tokenizers and torch have their own ways."""
+    """Turn the disk's errors inside the block into OSError: safetensors, tokenizers and torch have
+    their own ways.
+    """
     try:
         yield
     except OSError:
@@ -154,9 +178,11 @@ def sync(path: Path) -> None:
 
 
 def read_status(folder: Path) -> dict:
-    """Read what a run last wrote about itself to status.json: how it is, its step, the reason, its process number.
+    """Read what a run last wrote about itself to status.json: how it is, its step, the reason, its
+    process number.
 
-    The result is empty if there is no such file. If the file is damaged, the result is a reason that says so.
+    The result is empty if there is no such file. If the file is damaged, the result is a reason
+    that says so.
     """
     try:
         entry = untrusted.read_json(folder / STATUS)
@@ -164,14 +190,22 @@ def read_status(folder: Path) -> dict:
         return {}
     except (OSError, untrusted.Unreadable) as error:
         return {"reason": str(error)}
-    kept = {name: entry[name] for name, kind in STATUS_FIELDS.items() if type(entry.get(name)) is kind}
-    return kept if kept.get("how", HOW[0]) in HOW else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
+    kept = {
+        name: entry[name] for name, kind in STATUS_FIELDS.items() if type(entry.get(name)) is kind
+    }
+    return (
+        kept
+        if kept.get("how", HOW[0]) in HOW
+        else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
+    )
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:
-    """Note that this process begins to train, from the checkpoint of this step or, with None, from the beginning.
+    """Note that this process begins to train, from the checkpoint of this step or, with None, from
+    the beginning.
 
-    It counts as a continuation if another process wrote the status last. After a rollback it was this process.
+    It counts as a continuation if another process wrote the status last. After a rollback it was
+    this process.
     """
     if checkpoint is None:
         (folder / CONTINUED).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Handles Ctrl-C while the libraries of an entry point load: one line and exit code 130 in place of a long traceback.
+"""Handles Ctrl-C while the libraries of an entry point load: one line and exit code 130 in place of
+a long traceback.
 
-Every entry point imports this module first. `gspo.run.cli.command_line` calls `end`; from there on the command itself
-decides what Ctrl-C does.
+Every entry point imports this module first. `gspo.run.cli.command_line` calls `end`; from there on
+the command itself decides what Ctrl-C does.
 """
 
 import multiprocessing
@@ -17,8 +18,13 @@ def _leave(number: int, frame: object) -> None:
 
 
 def start() -> None:
-    """Install the handler in the process that the user started, unless it ignores Ctrl-C (nohup) or has a handler."""
-    if multiprocessing.parent_process() is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """Install the handler in the process that the user started, unless it ignores Ctrl-C (nohup) or
+    has a handler.
+    """
+    if (
+        multiprocessing.parent_process() is None
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
         signal.signal(signal.SIGINT, _leave)
 
 

@@ -1,8 +1,9 @@
 """PyTorch, imported when one of its attributes is first read.
 
-Settings are classes that also compute: an objective's fields are its settings, and calling it gives the loss. Commands
-read the settings first. They refuse a wrong one, print help or describe a run, for which the 3 seconds of importing
-PyTorch would be wasted. `from gspo.core.lazy_torch import torch` in the place of `import torch` avoids them.
+Settings are classes that also compute: an objective's fields are its settings, and calling it gives
+the loss. Commands read the settings first. They refuse a wrong one, print help or describe a run,
+for which the 3 seconds of importing PyTorch would be wasted. `from gspo.core.lazy_torch import
+torch` in the place of `import torch` avoids them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Code from outside this package, which settings name by its place: `my_pkg.losses:Mine` is Mine of my_pkg/losses.py.
+"""Code from outside this package, which settings name by its place: `my_pkg.losses:Mine` is Mine of
+my_pkg/losses.py.
 
-The current folder is searched after the installed packages, so that a file beside the user is found. What such a name
-stands for is known by its source: by the SHA-256 of the module's file, of the packages around it, and of the modules
-that these import from the same place. Packages that are installed beside it do not count.
+The current folder is searched after the installed packages, so that a file beside the user is
+found. What such a name stands for is known by its source: by the SHA-256 of the module's file, of
+the packages around it, and of the modules that these import from the same place. Packages that are
+installed beside it do not count.
 """
 
 from __future__ import annotations
@@ -29,30 +31,40 @@ EXAMPLE = "name it as MODULE:NAME, for example my_pkg.losses:Mine"
 
 
 def is_path(text: str) -> bool:
-    """Tell whether a text can be the place of outside code: my_pkg.losses:Mine, or my_pkg.losses.Mine."""
+    """Tell whether a text can be the place of outside code: my_pkg.losses:Mine, or
+    my_pkg.losses.Mine.
+    """
     return PATH.fullmatch(text) is not None
 
 
 def module_and_name(path: str, key: str) -> tuple[str, str]:
-    """Return module and name of a place. Raises ValueError, which begins with `key`, for any other text."""
+    """Return module and name of a place. Raises ValueError, which begins with `key`, for any other
+    text.
+    """
     if not is_path(path):
         raise ValueError(f"{key}={path}: {EXAMPLE}")
     file, _, name = path.partition(":")
     if file.endswith(".py") and name:
-        raise ValueError(f"{key}={path}: name the module and not its file, {key}={file.removesuffix('.py')}:{name}")
+        raise ValueError(
+            f"{key}={path}: name the module and not its file, {key}={file.removesuffix('.py')}:{name}"
+        )
     module, _, name = path.rpartition(":" if ":" in path else ".")
     return module, name
 
 
 def import_object(path: str, key: str) -> Any:
-    """Import what `my_pkg.losses:Mine` names. Raises ValueError in one line, which begins with `key`, if it is not
-    there or cannot be imported."""
+    """Import what `my_pkg.losses:Mine` names. Raises ValueError in one line, which begins with
+    `key`, if it is not there or cannot be imported."""
     module, name = module_and_name(path, key)
     search_current_folder()
     try:
         content = vars(importlib.import_module(module))
     except Exception as error:  # a module of the user's may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
             where = f"in {os.getcwd()} and among the installed packages"
             raise ValueError(f"{key}={path}: there is no module {error.name} ({where})") from None
         line = traceback.extract_tb(error.__traceback__)[-1]
@@ -72,15 +84,21 @@ def search_current_folder() -> None:
 
 
 def sources(path: str, key: str) -> dict[str, str]:
-    """Return the SHA-256 of each source file of what a place names, by the file's path from the folder of its package.
+    """Return the SHA-256 of each source file of what a place names, by the file's path from the
+    folder of its package.
 
-    For example {"my_pkg/__init__.py": "e3b0...", "my_pkg/losses.py": "91af..."}. Raises ValueError, which begins with
-    `key`, if the module is not there or has no source."""
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in source_files(path, key).items()}
+    For example {"my_pkg/__init__.py": "e3b0...", "my_pkg/losses.py": "91af..."}. Raises ValueError,
+    which begins with `key`, if the module is not there or has no source."""
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in source_files(path, key).items()
+    }
 
 
 def source_files(path: str, key: str) -> dict[str, Path]:
-    """Return the source files of what a place names; see `sources`. The module itself is not imported."""
+    """Return the source files of what a place names; see `sources`. The module itself is not
+    imported.
+    """
     module, _ = module_and_name(path, key)
     search_current_folder()
     spec = _spec(module)
@@ -94,14 +112,20 @@ def source_files(path: str, key: str) -> dict[str, Path]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        spec = _spec(name) if _is_near(name, root) and (not shared or name.partition(".")[0] == top) else None
+        spec = (
+            _spec(name)
+            if _is_near(name, root) and (not shared or name.partition(".")[0] == top)
+            else None
+        )
         if spec is None or not _has_source(spec):
             continue
         file = Path(spec.origin).resolve()
         key_of_file = file.relative_to(root).as_posix()
         if key_of_file not in found:
             found[key_of_file] = file
-            package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+            package = (
+                name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+            )
             waiting += [*_parents(name), *_imported(file, package)]
     return dict(sorted(found.items()))
 
@@ -110,9 +134,7 @@ def _spec(module: str) -> ModuleSpec | None:
     """Return where a module is; None if it is nowhere. The packages around it are imported."""
     try:
         return importlib.util.find_spec(module)
-    except (
-        Exception
-    ):  # a package of the user's may raise anything when it is imported; so may odd entries of sys.modules
+    except Exception:  # a package of the user's may raise anything when it is imported; so may odd entries of sys.modules
         return None
 
 
@@ -121,7 +143,9 @@ def _has_source(spec: ModuleSpec) -> bool:
 
 
 def _is_near(module: str, root: Path) -> bool:
-    """Tell whether a module's outermost package lies in the folder `root`. This package itself is never near."""
+    """Tell whether a module's outermost package lies in the folder `root`. This package itself is
+    never near.
+    """
     top = module.partition(".")[0]
     spec = None if top == OURS else _spec(top)
     if spec is None or not _has_source(spec):

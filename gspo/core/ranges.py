@@ -1,11 +1,13 @@
-"""Facts about a setting are stated once, beside its field: which numbers it may have, and what depends on it.
+"""Facts about a setting are stated once, beside its field: which numbers it may have, and what
+depends on it.
 
-For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, and `device: str = cost_only("auto")`
-says that the device changes the time a run takes but not its numbers.
+For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, and `device: str =
+cost_only("auto")` says that the device changes the time a run takes but not its numbers.
 
-Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another default keeps the facts
-that its base stated. Ranges are checked where settings are composed (gspo.config.schema, which knows the dotted key)
-and again by every dataclass that derives from `Ranged`, so that a wrong number is refused in Python too.
+Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another
+default keeps the facts that its base stated. Ranges are checked where settings are composed
+(gspo.config.schema, which knows the dotted key) and again by every dataclass that derives from
+`Ranged`, so that a wrong number is refused in Python too.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from typing import Any
 
 LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
 
-# The metadata of fields that the hash of a run leaves out. The numbers of a run do not depend on them, or by rounding
-# at most. The second kind may also be given another value when a run is resumed.
+# The metadata of fields that the hash of a run leaves out. The numbers of a run do not depend on
+# them, or by rounding at most. The second kind may also be given another value when a run is
+# resumed.
 OUTSIDE_RESULT = {"outside_result": True}
 CHANGEABLE = {"outside_result": True, "changeable_on_resume": True}
-# The metadata of settings that were added later: a run that leaves them as they are keeps the hash that it had.
+# The metadata of settings that were added later: a run that leaves them as they are keeps the hash
+# that it had.
 HASHED_IF_CHANGED = {"hashed_if_changed": True}
-# The metadata of a task's fields that change how fast it scores and no score: an evaluation goes on with others.
+# The metadata of a task's fields that change how fast it scores and no score: an evaluation goes on
+# with others.
 SPEED_ONLY = {"speed_only": True}
 
 
@@ -51,7 +56,10 @@ class Range:
     def text(self, whole: bool, optional: bool) -> str:
         """Says in words what a number must be, for the message of a refusal."""
         kind = "whole" if whole else "finite"
-        low, high = self.above if self.least is None else self.least, self.below if self.most is None else self.most
+        low, high = (
+            self.above if self.least is None else self.least,
+            self.below if self.most is None else self.most,
+        )
         if low is not None and high is not None:
             said = f"lie in {'(['[self.above is None]}{low}, {high}{')]'[self.below is None]}"
         elif low is not None:
@@ -73,16 +81,23 @@ def ranged(
     cost_only: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Declare a numeric field of a settings dataclass; with `default_factory` a list or mapping of numbers.
+    """Declare a numeric field of a settings dataclass; with `default_factory` a list or mapping of
+    numbers.
 
-    `cost_only` marks a setting that changes only memory, speed or place, see the function of that name; `metadata`
-    gives other facts, for example OUTSIDE_RESULT.
+    `cost_only` marks a setting that changes only memory, speed or place, see the function of that
+    name; `metadata` gives other facts, for example OUTSIDE_RESULT.
     """
-    chosen = {"default": default} if default is not dataclasses.MISSING else {"default_factory": default_factory}
+    chosen = (
+        {"default": default}
+        if default is not dataclasses.MISSING
+        else {"default_factory": default_factory}
+    )
     if default is default_factory:  # a field that must be given
         chosen = {}
     facts = (CHANGEABLE if cost_only else {}) | dict(metadata or {})
-    return dataclasses.field(**chosen, metadata={"range": Range(above, least, below, most, why)} | facts)
+    return dataclasses.field(
+        **chosen, metadata={"range": Range(above, least, below, most, why)} | facts
+    )
 
 
 def cost_only(default: Any) -> Any:
@@ -102,10 +117,11 @@ def outside_code(default: str = "") -> Any:
 
 
 class Ranged:
-    """The base of settings dataclasses: constructing one refuses numbers that lie outside their ranges.
+    """The base of settings dataclasses: constructing one refuses numbers that lie outside their
+    ranges.
 
-    `key` is the place where such settings usually stand, for example "optim"; a refusal names it. Where settings are
-    composed by Hydra, the actual key is known and named instead.
+    `key` is the place where such settings usually stand, for example "optim"; a refusal names it.
+    Where settings are composed by Hydra, the actual key is known and named instead.
     """
 
     _key = ""
@@ -119,15 +135,21 @@ class Ranged:
 
 
 def check_ranges(settings: Any, prefix: str = "") -> None:
-    """Raise ValueError, naming key, value and range, for the first number of a dataclass that its range forbids."""
+    """Raise ValueError, naming key, value and range, for the first number of a dataclass that its
+    range forbids.
+    """
     for field in dataclasses.fields(settings):
-        if wrong := refusal(type(settings), field.name, getattr(settings, field.name), prefix + field.name):
+        if wrong := refusal(
+            type(settings), field.name, getattr(settings, field.name), prefix + field.name
+        ):
             raise ValueError(wrong)
 
 
 @cache
 def field_facts(kind: type) -> dict[str, dict[str, Any]]:
-    """Return the metadata of a dataclass's fields; a field that a subclass declares anew keeps what its base stated."""
+    """Return the metadata of a dataclass's fields; a field that a subclass declares anew keeps what
+    its base stated.
+    """
     found: dict[str, dict[str, Any]] = {}
     for base in reversed(kind.__mro__):
         for field in base.__dict__.get("__dataclass_fields__", {}).values():
@@ -147,7 +169,9 @@ def fields_with(kind: type, fact: str) -> list[str]:
 
 
 def as_hashed(settings: Any) -> Any:
-    """Return a dataclass as nested dictionaries, without the fields that were added later and have their default."""
+    """Return a dataclass as nested dictionaries, without the fields that were added later and have
+    their default.
+    """
     if isinstance(settings, dict):
         return {key: as_hashed(value) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -155,13 +179,21 @@ def as_hashed(settings: Any) -> Any:
     if not dataclasses.is_dataclass(settings):
         return settings
     later = fields_with(type(settings), "hashed_if_changed")
-    kept = [(f.name, getattr(settings, f.name), default_of(f)) for f in dataclasses.fields(settings)]
-    return {name: as_hashed(value) for name, value, default in kept if name not in later or value != default}
+    kept = [
+        (f.name, getattr(settings, f.name), default_of(f)) for f in dataclasses.fields(settings)
+    ]
+    return {
+        name: as_hashed(value)
+        for name, value, default in kept
+        if name not in later or value != default
+    }
 
 
 def default_of(field: dataclasses.Field) -> Any:
     """Return a field's default; dataclasses.MISSING if it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def refusal(kind: type, name: str, value: Any, key: str) -> str:

@@ -1,9 +1,10 @@
 """The processes that train one policy together, and the few things that they exchange.
 
-For example, two ranks share a batch of eight problems. Each samples responses to the four that `own` deals it, and
-`merged` gives both all eight again, in their order. Each passes its share of the responses through the model, and
-`add_gradients` makes the gradients of both the same sums. What is not shared is computed alike on every rank, so that
-neither sources nor the step ask which rank they are. One process by itself exchanges nothing.
+For example, two ranks share a batch of eight problems. Each samples responses to the four that
+`own` deals it, and `merged` gives both all eight again, in their order. Each passes its share of
+the responses through the model, and `add_gradients` makes the gradients of both the same sums. What
+is not shared is computed alike on every rank, so that neither sources nor the step ask which rank
+they are. One process by itself exchanges nothing.
 """
 
 from __future__ import annotations
@@ -62,37 +63,43 @@ class Ranks:
         return any(self.gathered(flag))
 
     def own_rows(self, size: int) -> Tensor:
-        """Return which of `size` rows are this rank's: neighbours, because rows of one prompt are cheaper together."""
+        """Return which of `size` rows are this rank's: neighbours, because rows of one prompt are
+        cheaper together.
+        """
         return torch.arange(size).tensor_split(self.count)[self.index]
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradients of every rank by their sums over the ranks. A parameter without gradient on all ranks
-        stays without, so that the optimizer passes over it. Gradients of parameters that are spread over the ranks have
-        been added in the backward pass."""
+        """Replace the gradients of every rank by their sums over the ranks. A parameter without
+        gradient on all ranks stays without, so that the optimizer passes over it. Gradients of
+        parameters that are spread over the ranks have been added in the backward pass."""
 
     def another(self, timeout: timedelta | None = None) -> Ranks:
-        """Return the same ranks for another thread, which exchanges beside this one, or with another timeout. All ranks
-        must ask for it."""
+        """Return the same ranks for another thread, which exchanges beside this one, or with
+        another timeout. All ranks must ask for it."""
         return self
 
     def dealt(self, values: Sequence[T] | None) -> T:
-        """Return the value that rank 0 has for this rank. Rank 0 gives a value for each rank, the others give None."""
+        """Return the value that rank 0 has for this rank. Rank 0 gives a value for each rank, the
+        others give None.
+        """
         return values[0]
 
     def neighbours(self, size: int) -> Ranks:
-        """Return this rank and its neighbours, as ranks of their own: of every `size` ranks in a row each is with the
-        others. `size` divides the number of ranks; all of them must ask for it."""
+        """Return this rank and its neighbours, as ranks of their own: of every `size` ranks in a
+        row each is with the others. `size` divides the number of ranks; all of them must ask for
+        it."""
         return self
 
 
 class Processes(Ranks):
-    """The ranks of torch.distributed's default group, which has been initialised; with `size` this one and its
-    neighbours, `size` in all.
+    """The ranks of torch.distributed's default group, which has been initialised; with `size` this
+    one and its neighbours, `size` in all.
 
-    Objects are signed (gspo.core.signed_objects). Numbers on a GPU are added by the default group if these are all its
-    ranks. Everything else is exchanged by a group of its own, on gloo: instances may be used by several threads, one
-    thread each. Every rank must make its instances in the same order. An exchange on gloo raises RankLost if another
-    rank has ended, or if one does not answer within `timeout`.
+    Objects are signed (gspo.core.signed_objects). Numbers on a GPU are added by the default group
+    if these are all its ranks. Everything else is exchanged by a group of its own, on gloo:
+    instances may be used by several threads, one thread each. Every rank must make its instances in
+    the same order. An exchange on gloo raises RankLost if another rank has ended, or if one does
+    not answer within `timeout`.
     """
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30), size: int = 0):
@@ -101,7 +108,9 @@ class Processes(Ranks):
         self.count, self.timeout = size or everyone, timeout
         with lost_ranks():
             for first in range(0, everyone, self.count):  # every rank has to make every group
-                group = dist.new_group(list(range(first, first + self.count)), backend="gloo", timeout=timeout)
+                group = dist.new_group(
+                    list(range(first, first + self.count)), backend="gloo", timeout=timeout
+                )
                 if first <= rank < first + self.count:
                     self.group, self.index = group, rank - first
         self.on_gpu = None if self.count == everyone else self.group
@@ -125,7 +134,9 @@ class Processes(Ranks):
     def dealt(self, values: Sequence[T] | None) -> T:
         found: list[Any] = [None]
         with lost_ranks():
-            dist.scatter_object_list(found, values, src=dist.get_global_rank(self.group, 0), group=self.group)
+            dist.scatter_object_list(
+                found, values, src=dist.get_global_rank(self.group, 0), group=self.group
+            )
         return values[0] if values else found[0]
 
     def neighbours(self, size: int) -> Ranks:
@@ -133,14 +144,18 @@ class Processes(Ranks):
 
     def add_gradients(self, parameters: Iterable[Tensor]) -> None:
         parameters = [p for p in parameters if not hasattr(p, "full_tensor")]
-        there = self.sums(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)).tolist()
+        there = self.sums(
+            torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        ).tolist()
         learning = [p for p, ranks in zip(parameters, there, strict=True) if ranks]
         for parameter in learning:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in buckets([parameter.grad for parameter in learning]):
             total = self.sums(torch.cat([gradient.flatten() for gradient in bucket]))
-            for gradient, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+            for gradient, part in zip(
+                bucket, total.split([g.numel() for g in bucket]), strict=True
+            ):
                 gradient.copy_(part.view_as(gradient))
 
 
@@ -155,23 +170,30 @@ def lost_ranks() -> Iterator[None]:
 
 @contextmanager
 def ranks_lost_in_passes() -> Iterator[None]:
-    """Turn the error of an exchange that PyTorch makes by itself, such as for spread weights in a forward or backward
-    pass, into RankLost."""
+    """Turn the error of an exchange that PyTorch makes by itself, such as for spread weights in a
+    forward or backward pass, into RankLost."""
     try:
         yield
     except RuntimeError as error:
-        # gloo's errors have no class of their own; each begins with the path of one of its source files
+        # gloo's errors have no class of their own; each begins with the path of one of its source
+        # files
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             raise RankLost(str(error).splitlines()[0]) from error
         raise
 
 
 def buckets(tensors: list[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
-    """Cut a list of tensors into lists of one dtype with at most `most` numbers each, or of a single larger tensor."""
+    """Cut a list of tensors into lists of one dtype with at most `most` numbers each, or of a
+    single larger tensor.
+    """
     found: list[list[Tensor]] = []
     for tensor in tensors:
         last = found[-1] if found else []
-        if last and last[0].dtype == tensor.dtype and sum(t.numel() for t in last) + tensor.numel() <= most:
+        if (
+            last
+            and last[0].dtype == tensor.dtype
+            and sum(t.numel() for t in last) + tensor.numel() <= most
+        ):
             last.append(tensor)
         else:
             found.append([tensor])

@@ -1,4 +1,6 @@
-"""Reads the rows of a run's metrics file: within bounds, which are wider if the run is this user's own."""
+"""Reads the rows of a run's metrics file: within bounds, which are wider if the run is this user's
+own.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
-    """Read the rows of a metrics file, and separately the lines that are damaged. That of one's own run may be
-    larger."""
+    """Read the rows of a metrics file, and separately the lines that are damaged. That of one's own
+    run may be larger."""
     try:
-        rows, damaged = untrusted.read_rows(path, untrusted.OWN if own(path.with_name("settings.yaml")) else 1)
+        rows, damaged = untrusted.read_rows(
+            path, untrusted.OWN if own(path.with_name("settings.yaml")) else 1
+        )
     except FileNotFoundError:
         return [], []
     return rows, [line.decode(errors="replace") for _, line in damaged]

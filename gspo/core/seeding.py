@@ -1,8 +1,8 @@
 """Randomness as a function of position.
 
-Every random number of a run is determined by (run seed, purpose, place where it is needed). There is no generator whose
-state would have to be saved or advanced: a resumed run, a run with another batch size and a response with other
-neighbours in its batch get the same numbers.
+Every random number of a run is determined by (run seed, purpose, place where it is needed). There
+is no generator whose state would have to be saved or advanced: a resumed run, a run with another
+batch size and a response with other neighbours in its batch get the same numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> np.n
     rows = np.empty((len(positions), count))
     bits = np.random.Philox(key=0)
     generator = np.random.Generator(bits)
-    # A new key starts the same generator anew. Making a generator takes several times as long, as NumPy asks the
-    # system for random bits that the key then replaces.
+    # A new key starts the same generator anew. Making a generator takes several times as long, as
+    # NumPy asks the system for random bits that the key then replaces.
     start = bits.state
     for row, position in zip(rows, positions, strict=True):
         start["state"]["key"][0] = seed_for(*position)

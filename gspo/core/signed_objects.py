@@ -1,12 +1,13 @@
 """Signs the Python objects that ranks exchange, so that nobody else's are unpickled.
 
-torch.distributed sends objects as pickles, and unpickling runs code. Whoever reaches the port at which ranks find each
-other can join in a rank's place. So every pickle goes with a keyed hash (HMAC-SHA256), and one without is refused
-before it is read. The key is this user's own (gspo.core.ownership), which machines share with the home directory, or
-$GSPO_RANKS_KEY where they share none.
+torch.distributed sends objects as pickles, and unpickling runs code. Whoever reaches the port at
+which ranks find each other can join in a rank's place. So every pickle goes with a keyed hash
+(HMAC-SHA256), and one without is refused before it is read. The key is this user's own
+(gspo.core.ownership), which machines share with the home directory, or $GSPO_RANKS_KEY where they
+share none.
 
-All of torch.distributed's exchanges of objects go through two functions, those of its distributed checkpoint too. They
-are replaced here.
+All of torch.distributed's exchanges of objects go through two functions, those of its distributed
+checkpoint too. They are replaced here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _to_tensor, _to_object = c10d._object_to_tensor, c10d._tensor_to_object
 
 
 def sign_objects() -> None:
-    """Let all objects that this process exchanges by torch.distributed be signed, and refuse those that are not.
+    """Let all objects that this process exchanges by torch.distributed be signed, and refuse those
+    that are not.
 
     Raises ValueError if there is no key."""
     key = derived_key("ranks")

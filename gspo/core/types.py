@@ -1,6 +1,7 @@
 """The types that all rooms share: a problem, a response to it, and the verifier's score.
 
-This module does not import torch, so that tasks, rewards, figures and tests can use it on any machine.
+This module does not import torch, so that tasks, rewards, figures and tests can use it on any
+machine.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ class Problem:
     index: int  # its position in the split
     prompt: str  # the text that the policy sees
     answer: Any  # the verifier compares a response with it; the policy and the sandbox never see it
-    family: str = ""  # the kind of problem within the task (number of operands, composition of operations)
+    # the kind of problem within the task (number of operands, composition of operations)
+    family: str = ""
     rating: float | None = None  # the difficulty on the Elo scale, for sets that have ratings
 
 
-# The verdicts on responses in which the verifier found nothing to judge: no answer, or none of the form that was asked
-# for, a text that is no program, a program without the function. Tasks of one's own may use them too. Runs before
-# 2026-11-25 have "no_answer" for "no-answer" in their records.
-NO_ANSWER = frozenset(["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"])
+# The verdicts on responses in which the verifier found nothing to judge: no answer, or none of the
+# form that was asked for, a text that is no program, a program without the function. Tasks of one's
+# own may use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
+NO_ANSWER = frozenset(
+    ["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"]
+)
 
 
 class ChatPrompt(str):
-    """A prompt of several messages, such as a system turn and a question. As a text it is their contents, one below the
-    other; `messages` is what a chat template writes."""
+    """A prompt of several messages, such as a system turn and a question. As a text it is their
+    contents, one below the other; `messages` is what a chat template writes."""
 
     messages: list[dict[str, str]]
 
@@ -44,12 +48,15 @@ class ChatPrompt(str):
         return ChatPrompt, (self.messages,)
 
 
-LARGEST_REWARD = 1e9  # a larger one is a mistake, and its square overflows where deviations are computed
-SAME_REWARD = 1e-6  # rewards of a group that differ by less, as a share of the largest, differ by rounding alone
+# a larger one is a mistake, and its square overflows where deviations are computed
+LARGEST_REWARD = 1e9
+# rewards of a group that differ by less, as a share of the largest, differ by rounding alone
+SAME_REWARD = 1e-6
 
 
 def all_same(rewards: list[float]) -> bool:
-    """Return whether rewards are the same but for rounding: sums of the same numbers in another order are.
+    """Return whether rewards are the same but for rounding: sums of the same numbers in another
+    order are.
 
     >>> all_same([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])
     True
@@ -62,9 +69,12 @@ def all_same(rewards: list[float]) -> bool:
 class Score:
     """A verifier's judgement of one response."""
 
-    reward: float | None  # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
-    verdict: str  # the reason in one word: "correct", "wrong", "truncated", "no-answer", "timeout", ...
-    answer: str = ""  # the normal form of the answer that was judged, for majority votes; "" if there is none
+    # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
+    reward: float | None
+    # the reason in one word: "correct", "wrong", "truncated", "no-answer", "timeout", ...
+    verdict: str
+    # the normal form of the answer that was judged, for majority votes; "" if there is none
+    answer: str = ""
     reason: str = ""  # why there is no reward, in words, where the verifier said it
 
 
@@ -74,7 +84,9 @@ class Turn:
 
     author: str  # "policy" or "environment"
     tokens: int
-    text: str  # without special tokens; an environment's is what it said, before it is put into the chat's format
+    # without special tokens; an environment's is what it said, before it is put into the chat's
+    # format
+    text: str
     reward: float = 0.0  # what the environment gave for a turn of the policy
 
 
@@ -82,34 +94,46 @@ class Turn:
 class Response:
     """One sampled response. Arrays are over its T tokens, the end-of-sequence token included.
 
-    The response to a problem that is played in an environment is an episode: turns of the policy, with turns of the
-    environment between them. Its tokens are those of all turns, and `turns` says whose they are. Where there are no
-    turns, all tokens are the policy's.
+    The response to a problem that is played in an environment is an episode: turns of the policy,
+    with turns of the environment between them. Its tokens are those of all turns, and `turns` says
+    whose they are. Where there are no turns, all tokens are the policy's.
     """
 
     problem: Problem
     sample: int  # its number among the G samples of the group
     prompt_ids: list[int]
     token_ids: list[int]
-    logprobs: np.ndarray  # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
-    # "stop" (end of sequence, or a stop string), "length" (token limit), "budget" (to be continued); of an episode also
-    # "turns" (turn limit), "context" (the model has no room for more), "environment" (it failed)
+    # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
+    logprobs: np.ndarray
+    # "stop" (end of sequence, or a stop string), "length" (token limit), "budget" (to be
+    # continued); of an episode also "turns" (turn limit), "context" (the model has no room for
+    # more), "environment" (it failed)
     finish_reason: str
     text: str  # the decoded tokens, without special ones; with the stop string if one has ended it
-    policy_step: int  # the training step whose weights sampled it, or its first segment if there are several
-    experts: np.ndarray | None = None  # [prompt + T - 1, L, K], chosen by the engine at every position it was fed
+    # the training step whose weights sampled it, or its first segment if there are several
+    policy_step: int
+    # [prompt + T - 1, L, K], chosen by the engine at every position it was fed
+    experts: np.ndarray | None = None
     score: Score | None = None
-    rendered: str = ""  # the prompt as the policy saw it: after the chat template, special tokens included
-    segments: list[tuple[int, int]] = field(default_factory=list)  # (policy step, tokens); empty if there is only one
-    old_logprobs: np.ndarray | None = None  # [T] float32, computed by the trainer under the weights that sampled
+    # the prompt as the policy saw it: after the chat template, special tokens included
+    rendered: str = ""
+    # (policy step, tokens); empty if there is only one
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    # [T] float32, computed by the trainer under the weights that sampled
+    old_logprobs: np.ndarray | None = None
     old_experts: np.ndarray | None = None  # [prompt + T, L, K] int16, the experts of that pass
     turns: list[Turn] = field(default_factory=list)
-    measures: dict[str, float] = field(default_factory=dict)  # the environment's numbers, summed over the turns
+    # the environment's numbers, summed over the turns
+    measures: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         """How many tokens the policy wrote."""
-        return sum(turn.tokens for turn in self.turns if turn.author == "policy") if self.turns else len(self.token_ids)
+        return (
+            sum(turn.tokens for turn in self.turns if turn.author == "policy")
+            if self.turns
+            else len(self.token_ids)
+        )
 
     @property
     def written_ids(self) -> list[int]:
@@ -123,11 +147,13 @@ class Response:
         """Whose the tokens are: bool [T], True where the policy wrote them."""
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)
-        return np.repeat([turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns])
+        return np.repeat(
+            [turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns]
+        )
 
 
 def rewards_of(group: list[Response]) -> list[float]:
-    """Return the rewards of a group's responses. Rewards that are the same but for rounding become the first of them,
-    so that no advantage is made of rounding."""
+    """Return the rewards of a group's responses. Rewards that are the same but for rounding become
+    the first of them, so that no advantage is made of rounding."""
     rewards = [response.score.reward for response in group]
     return rewards[:1] * len(rewards) if all_same(rewards) else rewards

@@ -1,7 +1,9 @@
-"""Reads files that someone else may have written: regular files alone, within bounds of size, depth and number.
+"""Reads files that someone else may have written: regular files alone, within bounds of size, depth
+and number.
 
-A path that is not a regular file, or whose content is not what it should be, raises Unreadable (a ValueError) in one
-line that names it. A missing file raises FileNotFoundError. Our own files stay far within the bounds.
+A path that is not a regular file, or whose content is not what it should be, raises Unreadable (a
+ValueError) in one line that names it. A missing file raises FileNotFoundError. Our own files stay
+far within the bounds.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ LINE = 8 << 20  # the most bytes of one line
 DEPTH = 50  # how deeply mappings and lists may be nested
 LARGEST = 2**63  # integers must be smaller
 DIGITS = re.compile(r"[-+0-9_:.]+|[-+]?0[xbo].*", re.IGNORECASE)  # what YAML may take for a number
-# Half characters (surrogates), which JSON can spell but no table or file can hold. Python also decodes file names that
-# are not UTF-8 to them.
+# Half characters (surrogates), which JSON can spell but no table or file can hold. Python also
+# decodes file names that are not UTF-8 to them.
 HALVES = re.compile("[\ud800-\udfff]")
 STEPS = 1_000_000  # the last step that a row may describe
 METRICS = 5_000  # the most different metrics of a run
 NUMBERS = 20_000_000  # the most numbers in all rows of a run
-CELLS = 40_000_000  # the most cells of the rows as a table, with empty ones, of which rows of unlike metrics have many
+# the most cells of the rows as a table, with empty ones, of which rows of unlike metrics have many
+CELLS = 40_000_000
 TREES = frozenset([dict, list])
 BLOCK = 64 << 10  # bytes from the end of a file that are read at first for its last rows
 TAIL = 32 << 20  # bytes from the end of a file that are read at most for its last rows
@@ -41,7 +44,8 @@ SPARE = 20  # lines beyond the last rows that are parsed, since some may be dama
 DAMAGED = 10_000  # a file with more lines that are not rows is refused
 FAR = 1e100  # larger numbers count as not finite, because their sums and squares would not be
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader in C does the same ten times faster
+# the loader in C does the same ten times faster
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Unreadable(ValueError):
@@ -51,13 +55,16 @@ class Unreadable(ValueError):
 def plain_file(path: str | Path, flags: int) -> int:
     """Open a regular file to read or to write; to be given to Python's `open` as its `opener`.
 
-    Raises Unreadable for anything else: a link may lead anywhere, a pipe would make us wait for its other end, and a
-    device has no end.
+    Raises Unreadable for anything else: a link may lead anywhere, a pipe would make us wait for its
+    other end, and a device has no end.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666
+        )
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a socket, a pipe; a link on BSD
+        # a link; a socket, a pipe; a link on BSD
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
             raise Unreadable(not_plain(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -87,7 +94,9 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file that a listing of a folder names; Unreadable is raised if it is not in the folder."""
+    """Return the path of a file that a listing of a folder names; Unreadable is raised if it is not
+    in the folder.
+    """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise Unreadable(f"{folder}: it lists {name[:100]!r}, which is not in it")
     return folder / name
@@ -97,14 +106,17 @@ def lines(path: Path, factor: int = 1) -> Iterator[bytes]:
     """Yield the lines of a file, with their line ends. It may have LONG bytes, times a factor."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > factor * LONG:
-            raise Unreadable(f"{path} is larger than {factor * LONG:,} bytes, the most that is read of it")
+            raise Unreadable(
+                f"{path} is larger than {factor * LONG:,} bytes, the most that is read of it"
+            )
         while line := file.readline(LINE + 1):
             if len(line) > LINE:
                 raise Unreadable(f"{path} has a line of more than {LINE:,} bytes")
             yield line
 
 
-# ---------------------------------------------------------------------------------------------------------------- JSON
+# ----------------------------------------------------------------------------------------------------------------
+# JSON
 def read_json(path: Path, kind: type = dict) -> Any:
     """Read a small JSON file that holds a mapping, or another `kind`."""
     content = read_bytes(path)
@@ -113,12 +125,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except ValueError as error:
         raise Unreadable(f"{path} is damaged: {error}") from None
     if not isinstance(value, kind):
-        raise Unreadable(f"{path} is damaged: it holds a {type(value).__name__}, where a {kind.__name__} is expected")
+        raise Unreadable(
+            f"{path} is damaged: it holds a {type(value).__name__}, where a {kind.__name__} is expected"
+        )
     return value
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse a JSON text. Raises ValueError, also if it is nested too deeply or has too large an integer."""
+    """Parse a JSON text. Raises ValueError, also if it is nested too deeply or has too large an
+    integer.
+    """
     try:
         value = json.loads(text, parse_int=_integer)
     except RecursionError:
@@ -134,7 +150,9 @@ def _integer(text: str) -> int:
 
 
 def check(value: object) -> None:
-    """Raise ValueError for a tree that is nested too deeply, or holds values that neither JSON nor settings have."""
+    """Raise ValueError for a tree that is nested too deeply, or holds values that neither JSON nor
+    settings have.
+    """
     level, depth = [value], 0
     while level := [child for node in level for child in _children(node)]:
         depth += 1
@@ -155,7 +173,9 @@ def _children(node: object) -> list:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the mappings of a file that has one JSON mapping per line; lines that hold no mapping are left out."""
+    """Yield the mappings of a file that has one JSON mapping per line; lines that hold no mapping
+    are left out.
+    """
     for line in lines(path):
         try:
             value = parse_json(line)
@@ -165,7 +185,8 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-# ---------------------------------------------------------------------------------------------------------------- YAML
+# ----------------------------------------------------------------------------------------------------------------
+# YAML
 def read_yaml(path: Path) -> dict:
     """Read a file of settings in YAML, which must hold a mapping."""
     content = read_bytes(path, SETTINGS)
@@ -194,17 +215,22 @@ def _check_events(content: bytes) -> None:
         plain = event.value if isinstance(event, yaml.ScalarEvent) and event.style is None else ""
         if len(plain) > 100 and DIGITS.fullmatch(plain):
             raise ValueError(f"a number of {len(plain)} digits")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEPTH:
             raise ValueError("it is nested too deeply")
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# ----------------------------------------------------------------------------------------------------------------
+# rows
 def read_rows(path: Path, factor: int = 1) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
-    """Read the rows of a metrics file. Returns the rows, and as (number, line) the lines that are not rows.
+    """Read the rows of a metrics file. Returns the rows, and as (number, line) the lines that are
+    not rows.
 
-    A row is a step and numbers, None for a number that is not finite. Lines that a kill cut short or a disk damaged are
-    not rows. The bounds of size and number are multiplied by `factor`, which is OWN for one's own run.
+    A row is a step and numbers, None for a number that is not finite. Lines that a kill cut short
+    or a disk damaged are not rows. The bounds of size and number are multiplied by `factor`, which
+    is OWN for one's own run.
     """
     rows, damaged, names, numbers = [], [], set(), 0
     for number, line in enumerate(lines(path, factor), start=1):
@@ -222,7 +248,8 @@ def read_rows(path: Path, factor: int = 1) -> tuple[list[dict[str, Any]], list[t
 
 
 def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Read the last `count` rows of a metrics file, or all if it has fewer, without reading what comes before them.
+    """Read the last `count` rows of a metrics file, or all if it has fewer, without reading what
+    comes before them.
 
     At most TAIL bytes are read from its end, and lines that are longer than LINE are no rows."""
     with opened(path) as file:
@@ -233,7 +260,8 @@ def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
             begin -= size
             file.seek(begin)
             tail = file.read(size) + tail
-            whole = tail if not begin else tail.partition(b"\n")[2]  # the first line may have begun before
+            # the first line may have begun before
+            whole = tail if not begin else tail.partition(b"\n")[2]
             rows = []
             for line in reversed(whole.rsplit(b"\n", count + SPARE)[1 if begin else 0 :]):
                 if len(rows) < count and len(line) <= LINE and (row := _row(line)) is not None:
@@ -243,7 +271,12 @@ def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 def check_table(path: Path, rows: int, names: int, numbers: int, factor: int = 1) -> None:
     """Raise Unreadable if a table of so many rows, metrics and numbers would fill the memory."""
-    if rows > STEPS + 1 or names > METRICS or numbers > factor * NUMBERS or rows * names > factor * CELLS:
+    if (
+        rows > STEPS + 1
+        or names > METRICS
+        or numbers > factor * NUMBERS
+        or rows * names > factor * CELLS
+    ):
         raise Unreadable(
             f"{path} has more than {STEPS:,} rows, {METRICS:,} metrics or {NUMBERS:,} numbers, or a table "
             f"of them more than {CELLS:,} cells"
@@ -251,7 +284,9 @@ def check_table(path: Path, rows: int, names: int, numbers: int, factor: int = 1
 
 
 def _row(line: bytes, known: Collection[str] = ()) -> dict[str, Any] | None:
-    """Parse a line of a metrics file; None if it is not a row. `known` are names that earlier rows had."""
+    """Parse a line of a metrics file; None if it is not a row. `known` are names that earlier rows
+    had.
+    """
     try:
         row = json.loads(line, parse_int=_integer)
         if not TREES.isdisjoint(map(type, row.values())):
@@ -263,7 +298,8 @@ def _row(line: bytes, known: Collection[str] = ()) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {}
     for name, value in row.items():
-        name = sys.intern(name)  # else every row would hold all names anew, which takes more memory than its numbers
+        # else every row would hold all names anew, which takes more memory than its numbers
+        name = sys.intern(name)
         kind = type(value)
         if kind is float:
             found[name] = value if -FAR <= value <= FAR else None  # NaN compares as neither

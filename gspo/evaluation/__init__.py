@@ -1,1 +1,3 @@
-"""Held-out evaluation: sampling and scoring, estimates with intervals, Elo ratings, resumable evaluations."""
+"""Held-out evaluation: sampling and scoring, estimates with intervals, Elo ratings, resumable
+evaluations.
+"""

@@ -1,7 +1,9 @@
-"""Compares two finished evaluations on the same problems: reads them, checks that they fit, lays out a table.
+"""Compares two finished evaluations on the same problems: reads them, checks that they fit, lays
+out a table.
 
-gspo.evaluation.paired computes the numbers. Evaluations fit if they have the same sets, and in each the same problems
-with the same prompts. The number of samples, the temperature and the engine may differ; what differs is said.
+gspo.evaluation.paired computes the numbers. Evaluations fit if they have the same sets, and in each
+the same problems with the same prompts. The number of samples, the temperature and the engine may
+differ; what differs is said.
 """
 
 from __future__ import annotations
@@ -18,14 +20,28 @@ from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, first_difference, slim
 
-# the settings of an evaluation that describe how it sampled and scored, rather than what; `max_new_tokens` is by set
-HOW = ("samples", "temperature", "top_p", "top_k", "min_p", "stop", "max_new_tokens", "prompt", "dtype", "engine")
+# the settings of an evaluation that describe how it sampled and scored, rather than what;
+# `max_new_tokens` is by set
+HOW = (
+    "samples",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "max_new_tokens",
+    "prompt",
+    "dtype",
+    "engine",
+)
 SHOWN = 3  # at most so many problems are named in a refusal
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Holds a finished evaluation: for every set the rows of its problems, and their prompts, by problem."""
+    """Holds a finished evaluation: for every set the rows of its problems, and their prompts, by
+    problem.
+    """
 
     path: Path
     settings: dict
@@ -34,13 +50,19 @@ class Finished:
 
 
 def read_finished(path: str | Path) -> Finished:
-    """Read the folder of a finished evaluation. Raises ValueError if it is none, is not finished or is damaged."""
+    """Read the folder of a finished evaluation. Raises ValueError if it is none, is not finished or
+    is damaged.
+    """
     path = Path(path)
     if not ((path / "settings.json").exists() and (path / "responses").exists()):
-        raise ValueError(f"{path} holds no evaluation: give the folder that `gspo evaluate` names in its last line")
+        raise ValueError(
+            f"{path} holds no evaluation: give the folder that `gspo evaluate` names in its last line"
+        )
     refuse_links(path, WRITTEN)
     if not (path / "result.json").exists():
-        raise ValueError(f"{path} holds an evaluation that has not finished: give its command again, it goes on")
+        raise ValueError(
+            f"{path} holds an evaluation that has not finished: give its command again, it goes on"
+        )
     settings = read_json(path / "settings.json")
     if not isinstance(settings.get("sets"), dict):
         raise ValueError(f"{path}/settings.json is damaged: it names no sets")
@@ -81,19 +103,28 @@ def prompts_of(sets: list[EvaluationSet]) -> dict[str, dict[int, str]]:
 
 
 def check_same_problems(base: Finished, theirs: Mapping[str, Mapping[int, str]], name: str) -> None:
-    """Raise ValueError if the evaluation `name` has other sets, other problems or other prompts than `base`."""
+    """Raise ValueError if the evaluation `name` has other sets, other problems or other prompts
+    than `base`.
+    """
     ours = base.prompts
-    for key, other, here, there in ((ours, theirs, base.path, name), (theirs, ours, name, base.path)):
+    for key, other, here, there in (
+        (ours, theirs, base.path, name),
+        (theirs, ours, name, base.path),
+    ):
         if alone := [s for s in key if s not in other]:
             raise ValueError(
                 f"the set {alone[0]} is in {here} and not in {there}: evaluate both on the same sets=[...]"
             )
         for s in key:
             if alone := sorted(set(key[s]) - set(other[s])):
-                raise ValueError(f"{s}: {numbered(alone)} in {here} and not in {there}: evaluate both on the same ones")
+                raise ValueError(
+                    f"{s}: {numbered(alone)} in {here} and not in {there}: evaluate both on the same ones"
+                )
     for s, prompts in ours.items():
         if changed := sorted(i for i in prompts if prompts[i] != theirs[s][i]):
-            raise ValueError(f"{s}: other prompts in {name} than in {base.path}: {numbered(changed)}")
+            raise ValueError(
+                f"{s}: other prompts in {name} than in {base.path}: {numbered(changed)}"
+            )
 
 
 def numbered(problems: list[int]) -> str:
@@ -103,12 +134,16 @@ def numbered(problems: list[int]) -> str:
 
 
 def compared(base: Finished, trained: Finished) -> dict[str, Any]:
-    """Return the comparison of two evaluations, ready for JSON: the sides, what differs in how they sampled, and the
-    numbers of every set. Raises ValueError if they do not have the same problems."""
+    """Return the comparison of two evaluations, ready for JSON: the sides, what differs in how they
+    sampled, and the numbers of every set. Raises ValueError if they do not have the same problems.
+    """
     check_same_problems(base, trained.prompts, str(trained.path))
     one, other = (side.settings for side in (base, trained))
     differences = [first_difference(one.get(key), other.get(key), key) for key in HOW]
-    differences += [first_difference(one["sets"][s].get("task"), other["sets"][s].get("task"), s) for s in base.groups]
+    differences += [
+        first_difference(one["sets"][s].get("task"), other["sets"][s].get("task"), s)
+        for s in base.groups
+    ]
     sets = {}
     for name, groups in base.groups.items():
         order = sorted(groups)
@@ -131,17 +166,24 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             continue
         gains = [with_interval(r[part]) for part in ("gain", "format", "correctness")]
         levels = [f"{value:.3f}" for value in r["accuracy"]]
-        lines.append((name, str(r["problems"]), *levels, gains[0], p_text(r["gain"]["p"]), *gains[1:]))
+        lines.append(
+            (name, str(r["problems"]), *levels, gains[0], p_text(r["gain"]["p"]), *gains[1:])
+        )
         right = ["-" if value is None else f"{value:.3f}" for value in r["right_of_found"]]
         remarks.append(
             f"{name}: an answer found in {arrow(r['found'])} of the responses (cut off: {arrow(r['truncated'])}), "
             f"right of those {right[0]} -> {right[1]}"
         )
         if r["problems_left_out"]:
-            remarks.append(f"{name}: {r['problems_left_out']} problems left out, which one side has no grade for")
+            remarks.append(
+                f"{name}: {r['problems_left_out']} problems left out, which one side has no grade for"
+            )
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     text = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
     sides = [f"base:    {comparison['base']}", f"trained: {comparison['trained']}"]

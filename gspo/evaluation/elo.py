@@ -5,9 +5,10 @@ of the problem:
 
     P(solve | R, d) = 1 / (1 + 10^((d - R)/400))
 
-A rating depends on more than the policy. The choice of problems, the number of attempts at each and the order in which
-they count have moved published ratings by hundreds of points (arXiv:2602.05891). Quote a rating with the number of
-problems, the range of their ratings, the attempts per problem and an error.
+A rating depends on more than the policy. The choice of problems, the number of attempts at each and
+the order in which they count have moved published ratings by hundreds of points (arXiv:2602.05891).
+Quote a rating with the number of problems, the range of their ratings, the attempts per problem and
+an error.
 
 Shape suffixes: P problems, D draws of the bootstrap.
 """
@@ -29,7 +30,9 @@ HALVINGS = 70  # bisection steps, which narrow an interval of up to 1e12 points 
 
 @dataclass(frozen=True)
 class Rating:
-    """Holds a rating and its standard error, which is from the curvature of the log likelihood or posterior there."""
+    """Holds a rating and its standard error, which is from the curvature of the log likelihood or
+    posterior there.
+    """
 
     rating: float
     stderr: float
@@ -45,22 +48,27 @@ class Resampled:
 
 
 def chance(rating: float | np.ndarray, difficulty: float | np.ndarray) -> np.ndarray:
-    """Compute P(solve | R, d), the chance that a solver with this rating solves a problem of this difficulty."""
+    """Compute P(solve | R, d), the chance that a solver with this rating solves a problem of this
+    difficulty.
+    """
     return 1 / (1 + 10.0 ** np.clip((np.asarray(difficulty) - rating) / 400, -300, 300))
 
 
 def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.ndarray) -> Rating:
-    """Compute the maximum-likelihood rating, at which the expected number of solves is the observed one:
+    """Compute the maximum-likelihood rating, at which the expected number of solves is the observed
+    one:
 
         sum n_i P(solve | R, d_i) = sum k_i        k_i of n_i attempts at problem i solved it
 
-    The equation is solved by bisection. If every attempt solved its problem, the rating is +inf; if none did, -inf. The
-    standard error is infinite then, as the solver lies outside the scale of these problems.
+    The equation is solved by bisection. If every attempt solved its problem, the rating is +inf; if
+    none did, -inf. The standard error is infinite then, as the solver lies outside the scale of
+    these problems.
     """
     solved, attempts = int(solved_P.sum()), int(attempts_P.sum())
     if solved in (0, attempts):
         return Rating(math.inf if solved else -math.inf, math.inf)
-    margin = 400 * math.log10(attempts + 1)  # so far below or above, less than one solve or failure is expected
+    # so far below or above, less than one solve or failure is expected
+    margin = 400 * math.log10(attempts + 1)
     start = (np.min(difficulty_P) - margin, np.max(difficulty_P) + margin)
     root = float(_root(lambda R: solved - (attempts_P * chance(R, difficulty_P)).sum(), *start))
     return Rating(root, _information(root, difficulty_P, attempts_P) ** -0.5)
@@ -73,9 +81,11 @@ def most_probable(
     mean: float = MEAN,
     spread: float = SPREAD,
 ) -> Rating:
-    """Compute the maximum a posteriori rating under R ~ N(mean, spread^2). It is finite even if all or none is solved.
+    """Compute the maximum a posteriori rating under R ~ N(mean, spread^2). It is finite even if all
+    or none is solved.
 
-    The standard error assumes that all attempts are independent. Attempts at one problem are not; see `bootstrap`.
+    The standard error assumes that all attempts are independent. Attempts at one problem are not;
+    see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
     root = float(_most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)[0])
@@ -90,9 +100,11 @@ def bootstrap(
     spread: float = SPREAD,
     draws: int = DRAWS,
 ) -> Resampled:
-    """Compute standard deviation and 95 % interval of the most probable rating over resampled sets of problems.
+    """Compute standard deviation and 95 % interval of the most probable rating over resampled sets
+    of problems.
 
-    Each of `draws` sets has as many problems as the original, drawn with replacement. The draws are the same each time.
+    Each of `draws` sets has as many problems as the original, drawn with replacement. The draws are
+    the same each time.
     """
     problems = len(difficulty_P)
     rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
@@ -110,10 +122,11 @@ def _most_probable(
     mean: float,
     spread: float,
 ) -> np.ndarray:
-    """Find the roots of the slope of the log posterior, where problem i counts weights_DP[:, i] times. Shape [D].
+    """Find the roots of the slope of the log posterior, where problem i counts weights_DP[:, i]
+    times. Shape [D].
 
-    The slope of the log likelihood is at most LOGISTIC x attempts in size, so the root lies within that many spread^2
-    of the mean.
+    The slope of the log likelihood is at most LOGISTIC x attempts in size, so the root lies within
+    that many spread^2 of the mean.
     """
     reach_D = spread**2 * LOGISTIC * (weights_DP @ attempts_P)
 
@@ -125,7 +138,9 @@ def _most_probable(
 
 
 def _root(falling, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Find by bisection where a decreasing function is 0; the nearer end if that is not between `low` and `high`."""
+    """Find by bisection where a decreasing function is 0; the nearer end if that is not between
+    `low` and `high`.
+    """
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         above = falling(middle) > 0
@@ -134,6 +149,8 @@ def _root(falling, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _information(rating: float, difficulty_P: np.ndarray, attempts_P: np.ndarray) -> float:
-    """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i), minus the curvature of the log likelihood."""
+    """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i), minus the curvature of
+    the log likelihood.
+    """
     p_P = chance(rating, difficulty_P)
     return float(LOGISTIC**2 * (attempts_P * p_P * (1 - p_P)).sum())

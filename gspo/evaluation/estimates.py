@@ -1,12 +1,14 @@
-"""Estimates from k samples of each of m problems: avg@k, pass@k, maj@k, with standard errors and 95 % intervals.
+"""Estimates from k samples of each of m problems: avg@k, pass@k, maj@k, with standard errors and 95
+% intervals.
 
-Each estimate is a mean over problems of a number in [0, 1]. Its standard error and interval tell where it would lie on
-other problems of the same kind and with other samples. `error_parts` tells how much of the error is sampling noise;
-only that matters to someone who is interested in this very set of problems.
+Each estimate is a mean over problems of a number in [0, 1]. Its standard error and interval tell
+where it would lie on other problems of the same kind and with other samples. `error_parts` tells
+how much of the error is sampling noise; only that matters to someone who is interested in this very
+set of problems.
 
-Shape suffixes: P problems, K samples of a problem. Rewards are in [0, 1], and 1 means solved. NaN stands for a sample
-that could not be graded through no fault of its own. Such samples are in no numerator and in no denominator, and
-problems with too few graded samples are left out.
+Shape suffixes: P problems, K samples of a problem. Rewards are in [0, 1], and 1 means solved. NaN
+stands for a sample that could not be graded through no fault of its own. Such samples are in no
+numerator and in no denominator, and problems with too few graded samples are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import numpy as np
 
 from gspo.core.seeding import seed_for
 
-DRAWS = 500  # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard error
+# maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
+# error
+DRAWS = 500
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,17 @@ class Estimate:
     """Holds a mean over problems. Its numbers are NaN if too few problems are left to compute them."""
 
     value: float
-    stderr: float  # the standard error, from the spread between problems and the sampling noise within them
+    # the standard error, from the spread between problems and the sampling noise within them
+    stderr: float
     low: float  # the lower end of the 95 % interval
     high: float  # its upper end
     problems: int  # the number of problems in the mean
 
 
 def powers(n: int) -> list[int]:
-    """List 1, 2, 4, ... and n, the values of k for which pass@k and maj@k of n samples are reported."""
+    """List 1, 2, 4, ... and n, the values of k for which pass@k and maj@k of n samples are
+    reported.
+    """
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
@@ -45,20 +52,23 @@ def average(rewards_PK: np.ndarray) -> Estimate:
 
 
 def problem_means(rewards_PK: np.ndarray) -> np.ndarray:
-    """Compute the mean reward of each problem's graded samples; NaN for a problem without any. Shape [P]."""
+    """Compute the mean reward of each problem's graded samples; NaN for a problem without any.
+    Shape [P].
+    """
     graded_PK = ~np.isnan(rewards_PK)
     totals_P = np.where(graded_PK, rewards_PK, 0.0).sum(1)
     return _divide(totals_P, graded_PK.sum(1))
 
 
 def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
-    """Split the standard error of avg@k into (sampling, between problems). Their squares add up to its square.
+    """Split the standard error of avg@k into (sampling, between problems). Their squares add up to
+    its square.
 
         sampling^2 = sum_i v_i / k_i / m^2,    v_i = sum_j (r_ij - mean_i)^2 / (k_i - 1)
 
-    For rewards 0 and 1, v_i / k_i = p_i (1 - p_i) / (k_i - 1), the unbiased form of sum p (1 - p) / k / m^2. The rest
-    of the error is due to the choice of problems; it is 0 if noise would make it negative. Both are NaN if a problem
-    has a single sample.
+    For rewards 0 and 1, v_i / k_i = p_i (1 - p_i) / (k_i - 1), the unbiased form of sum p (1 - p) /
+    k / m^2. The rest of the error is due to the choice of problems; it is 0 if noise would make it
+    negative. Both are NaN if a problem has a single sample.
     """
     means_P, counts_P = problem_means(rewards_PK), (~np.isnan(rewards_PK)).sum(1)
     used_P = counts_P > 0
@@ -71,9 +81,11 @@ def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
 
 
 def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
-    """Estimate the chance that at least one of k samples is right, without bias, from n >= k samples with c right ones:
+    """Estimate the chance that at least one of k samples is right, without bias, from n >= k
+    samples with c right ones:
 
-        pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)          (Chen et al. 2021, arXiv:2107.03374)
+        pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)          (Chen et al. 2021,
+                                                                          arXiv:2107.03374)
 
     Problems with fewer than k graded samples are left out.
     """
@@ -86,11 +98,11 @@ def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
 def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Estimate:
     """Estimate the chance that the most frequent answer of k samples is right.
 
-    `answers_PK` holds normal forms. A sample whose answer is "" has no vote, and a problem without votes is wrong. Ties
-    go to the answer that occurs first, and an answer is as right as the first sample that gives it. If k equals the
-    number n of graded samples, they vote in the order they were drawn. If k < n, the estimate is the mean over `DRAWS`
-    subsets in random order, which are the same each time; it has no bias. Problems with fewer than k graded samples are
-    left out.
+    `answers_PK` holds normal forms. A sample whose answer is "" has no vote, and a problem without
+    votes is wrong. Ties go to the answer that occurs first, and an answer is as right as the first
+    sample that gives it. If k equals the number n of graded samples, they vote in the order they
+    were drawn. If k < n, the estimate is the mean over `DRAWS` subsets in random order, which are
+    the same each time; it has no bias. Problems with fewer than k graded samples are left out.
     """
     graded_PK = ~np.isnan(rewards_PK)
     counts_P = graded_PK.sum(1)
@@ -104,7 +116,9 @@ def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Est
         codes_Pn = np.take_along_axis(codes_PK[rows], columns, axis=1)
         solved_Pn = np.take_along_axis(rewards_PK[rows] == 1, columns, axis=1)
         orders = _orders(n, k)
-        values_P[rows] = sum(_vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders) / len(orders)
+        values_P[rows] = sum(
+            _vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders
+        ) / len(orders)
     return over_problems(values_P, int(counts_P[counts_P >= k].sum()))
 
 
@@ -117,7 +131,9 @@ def _orders(n: int, k: int) -> np.ndarray:
 
 
 def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
-    """Return 1.0 for each problem whose majority is right; `argmax` takes the first of equally frequent ones. [P]."""
+    """Return 1.0 for each problem whose majority is right; `argmax` takes the first of equally
+    frequent ones. [P].
+    """
     votes_Pk = (codes_Pk[:, :, None] == codes_Pk[:, None, :]).sum(2) * (codes_Pk >= 0)
     first_P = votes_Pk.argmax(1)[:, None]
     voted_P = np.take_along_axis(votes_Pk, first_P, axis=1) > 0
@@ -127,11 +143,13 @@ def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
 def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
     """Estimate a mean from the values of independent problems; values that are NaN are left out.
 
-    The interval is that of `interval` if all values lie in [0, 1], and otherwise, as of an environment with rewards of
-    its own, mean -+ t stderr, t being Student's 97.5 % quantile with m - 1 degrees of freedom.
+    The interval is that of `interval` if all values lie in [0, 1], and otherwise, as of an
+    environment with rewards of its own, mean -+ t stderr, t being Student's 97.5 % quantile with m
+    - 1 degrees of freedom.
 
-    The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed form too, except for a
-    factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the number of graded samples behind the values.
+    The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed
+    form too, except for a factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the
+    number of graded samples behind the values.
     """
     values_P = values_P[~np.isnan(values_P)]
     m = len(values_P)
@@ -144,14 +162,15 @@ def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
 
 
 def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[float, float]:
-    """Compute the 95 % interval of a mean p over m problems, Wilson's with the effective number n of observations:
+    """Compute the 95 % interval of a mean p over m problems, Wilson's with the effective number n
+    of observations:
 
         n = p (1 - p) / stderr^2,    (p + t^2/2n -+ t sqrt(p (1 - p)/n + t^2/4n^2)) / (1 + t^2/n)
 
-    t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples, because no spread is
-    smaller than that of independent samples. If p is 0 or 1, n is m, because the samples of a problem may all be alike.
-    The interval lies within [0, 1]; for large n it is p -+ t stderr. (Wilson 1927; effective sample size: Korn and
-    Graubard 1998.)
+    t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples,
+    because no spread is smaller than that of independent samples. If p is 0 or 1, n is m, because
+    the samples of a problem may all be alike. The interval lies within [0, 1]; for large n it is p
+    -+ t stderr. (Wilson 1927; effective sample size: Korn and Graubard 1998.)
     """
     spread = max(0.0, value * (1 - value))
     if spread < 1e-12:
@@ -165,10 +184,11 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
 
 
 def mean_difference(differences_P: np.ndarray) -> Estimate:
-    """Estimate the mean of values of independent problems that have no bounds, as of paired differences; NaN are left
-    out.
+    """Estimate the mean of values of independent problems that have no bounds, as of paired
+    differences; NaN are left out.
 
-    The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's 97.5 % quantile with m - 1 degrees of freedom.
+    The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's 97.5 % quantile with m - 1
+    degrees of freedom.
     """
     d_P = differences_P[~np.isnan(differences_P)]
     m = len(d_P)
@@ -180,13 +200,14 @@ def mean_difference(differences_P: np.ndarray) -> Estimate:
 
 
 def sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the exact two-sided p that whole numbers d_i, paired differences in some unit, have mean 0:
+    """Compute the exact two-sided p that whole numbers d_i, paired differences in some unit, have
+    mean 0:
 
         p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
 
-    That is the share of all 2^m sign patterns that are at least as extreme. Their sums are whole numbers too, so the
-    chance of every sum is computed, one problem after the other, and no pattern is listed. The time is m times the sum
-    of all |d_i|.
+    That is the share of all 2^m sign patterns that are at least as extreme. Their sums are whole
+    numbers too, so the chance of every sum is computed, one problem after the other, and no pattern
+    is listed. The time is m times the sum of all |d_i|.
     """
     sizes = [int(size) for size in np.abs(differences_P) if size]
     total, observed = sum(sizes), abs(int(differences_P.sum()))
@@ -200,14 +221,18 @@ def sign_flip_p(differences_P: np.ndarray) -> float:
         after[size:] += before[: len(before) - size] / 2
         after[: len(after) - size] += before[size:] / 2
         chance[low:high] = after
-    return min(1.0, float(chance[total + observed :].sum() + chance[: total - observed + 1].sum())) if observed else 1.0
+    return (
+        min(1.0, float(chance[total + observed :].sum() + chance[: total - observed + 1].sum()))
+        if observed
+        else 1.0
+    )
 
 
 def student_quantile(probability: float, freedom: int) -> float:
     """Compute a quantile of Student's t distribution, with an error of at most 0.2 %.
 
-    It has a closed form for 1 and 2 degrees of freedom; for more it is the expansion in 1/freedom of Abramowitz and
-    Stegun 26.7.5.
+    It has a closed form for 1 and 2 degrees of freedom; for more it is the expansion in 1/freedom
+    of Abramowitz and Stegun 26.7.5.
     """
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))

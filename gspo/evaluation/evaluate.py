@@ -1,7 +1,9 @@
-"""Evaluates a policy on held-out problems, by the same code during training and from the command line.
+"""Evaluates a policy on held-out problems, by the same code during training and from the command
+line.
 
-Responses are sampled and scored here; gspo.evaluation.estimates and gspo.evaluation.elo compute numbers from the
-scores. The problems and the random numbers are the same for all runs and steps, so that policies are compared in pairs.
+Responses are sampled and scored here; gspo.evaluation.estimates and gspo.evaluation.elo compute
+numbers from the scores. The problems and the random numbers are the same for all runs and steps, so
+that policies are compared in pairs.
 """
 
 from __future__ import annotations
@@ -33,15 +35,19 @@ class EvaluationSet:
     name: str
     task: Task
     problems: list[Problem]
-    left_out: int = 0  # the number of problems left out because their prompts leave no room for a response
+    # the number of problems left out because their prompts leave no room for a response
+    left_out: int = 0
     limit: int = 0  # the most tokens of a response; 0: the limit that the caller gives
 
 
-def load_evaluation_sets(task: Task, names: list[str], problems: int | None, seed: int = SEED) -> list[EvaluationSet]:
+def load_evaluation_sets(
+    task: Task, names: list[str], problems: int | None, seed: int = SEED
+) -> list[EvaluationSet]:
     """Load the named evaluation sets of a task, or with an empty list all of them.
 
     At most `problems` problems of each are taken; None stands for all problems of a finite set and
-    `UNBOUNDED_SET_SIZE` of one without end. Raises ValueError for a set that the task does not have.
+    `UNBOUNDED_SET_SIZE` of one without end. Raises ValueError for a set that the task does not
+    have.
     """
     available = task.evaluation_sets()
     unknown = [name for name in names if name not in available]
@@ -59,7 +65,8 @@ def load_evaluation_sets(task: Task, names: list[str], problems: int | None, see
 
 
 def with_room(evaluation_set: EvaluationSet, engine: Engine, max_new_tokens: int) -> EvaluationSet:
-    """Leave out the problems whose prompts leave no room for a response of `max_new_tokens` in the model's positions.
+    """Leave out the problems whose prompts leave no room for a response of `max_new_tokens` in the
+    model's positions.
 
     Raises ValueError if no problem is left.
     """
@@ -81,18 +88,26 @@ def evaluate(
     step: int,
     stop: Sequence[str] = (),
 ) -> tuple[dict[str, float], list[list[Response]]]:
-    """Sample and score responses to every set; `stop` are the strings that end one. Returns the metrics and the scored
-    responses, group by group."""
+    """Sample and score responses to every set; `stop` are the strings that end one. Returns the
+    metrics and the scored responses, group by group."""
     metrics, everything = {}, []
     sampling = settings.sampling(max_new_tokens, stop)
     for whole in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(whole, engine, max_new_tokens)
         position = (SEED, "evaluation", evaluation_set.name)
         chunks = scored_chunks(
-            engine, task, evaluation_set.problems, settings.samples, sampling, position, policy_step=step
+            engine,
+            task,
+            evaluation_set.problems,
+            settings.samples,
+            sampling,
+            position,
+            policy_step=step,
         )
         groups = [group for chunk in chunks for group in chunk]
-        metrics |= as_metrics(evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples]))
+        metrics |= as_metrics(
+            evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples])
+        )
         metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
         everything += groups
     return metrics, everything
@@ -104,13 +119,17 @@ def rows(group: list[Response]) -> list[dict]:
 
 
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
-    """Compute the numbers of one set, ready for JSON, from the `rows` of every problem. A number can be None.
+    """Compute the numbers of one set, ready for JSON, from the `rows` of every problem. A number
+    can be None.
 
-    Responses that could not be graded are counted, and left out of everything else. pass@k and maj@k are computed for
-    every k of `ks`; maj@k is None without any answer to vote for, Elo if a problem has no rating. "episodes" has the
-    numbers of gspo.tracking.episodes, and is there only where responses are episodes of several turns.
+    Responses that could not be graded are counted, and left out of everything else. pass@k and
+    maj@k are computed for every k of `ks`; maj@k is None without any answer to vote for, Elo if a
+    problem has no rating. "episodes" has the numbers of gspo.tracking.episodes, and is there only
+    where responses are episodes of several turns.
     """
-    rewards_PK = np.array([[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups])
+    rewards_PK = np.array(
+        [[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups]
+    )
     # answers are texts of any length, which an array of objects can hold
     answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)
     graded = [r for group in groups for r in group if r["reward"] is not None]
@@ -120,16 +139,21 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
         "problems_left_out": len(groups) - estimates.average(rewards_PK).problems,
         "samples": rewards_PK.shape[1],
         "ungraded": int(np.isnan(rewards_PK).sum()),
-        "avg": _estimate(estimates.average(rewards_PK)) | {"stderr_sampling": sampling, "stderr_problems": between},
+        "avg": _estimate(estimates.average(rewards_PK))
+        | {"stderr_sampling": sampling, "stderr_problems": between},
         "pass": {str(k): _estimate(estimates.pass_at_k(rewards_PK, k)) for k in ks},
         "maj": None,
         "truncated": _mean(r["finish_reason"] == "length" for r in graded),
         "tokens": _mean(r["length"] for r in graded),
-        "verdicts": {v: n / len(graded) for v, n in sorted(Counter(r["verdict"] for r in graded).items())},
+        "verdicts": {
+            v: n / len(graded) for v, n in sorted(Counter(r["verdict"] for r in graded).items())
+        },
         "elo": None,
     }
     if (answers_PK[~np.isnan(rewards_PK)] != "").any():
-        result["maj"] = {str(k): _estimate(estimates.majority_at_k(rewards_PK, answers_PK, k)) for k in ks}
+        result["maj"] = {
+            str(k): _estimate(estimates.majority_at_k(rewards_PK, answers_PK, k)) for k in ks
+        }
     if graded and all(group[0]["rating"] is not None for group in groups):
         result["elo"] = _elo(np.array([group[0]["rating"] for group in groups]), rewards_PK)
     if found := episodes.numbers([r for group in groups for r in group]):
@@ -147,7 +171,9 @@ def _estimate(estimate: estimates.Estimate) -> dict:
 
 
 def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
-    """Compute both ratings with their errors, and say what they were measured on, without which they mean little."""
+    """Compute both ratings with their errors, and say what they were measured on, without which
+    they mean little.
+    """
     used = (~np.isnan(rewards_PK)).any(1)
     difficulty_P, rewards_PK = difficulty_P[used], rewards_PK[used]
     solved_P, attempts_P = (rewards_PK == 1).sum(1), (~np.isnan(rewards_PK)).sum(1)
@@ -160,7 +186,9 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
         "map_prior": [elo.MEAN, elo.SPREAD],
         "bootstrap_stderr": resampled.stderr,
         "bootstrap_interval_95": [resampled.low, resampled.high],
-        "ml": likely.rating if math.isfinite(likely.rating) else ("+inf" if likely.rating > 0 else "-inf"),
+        "ml": likely.rating
+        if math.isfinite(likely.rating)
+        else ("+inf" if likely.rating > 0 else "-inf"),
         "ml_stderr": likely.stderr if math.isfinite(likely.stderr) else None,
         "problems": len(difficulty_P),
         "attempts": int(attempts_P.sum()),
@@ -169,7 +197,9 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
 
 
 def as_metrics(name: str, result: dict) -> dict[str, float]:
-    """Select the numbers that are logged over training, under their names as metrics, without those that are None."""
+    """Select the numbers that are logged over training, under their names as metrics, without those
+    that are None.
+    """
     k = result["samples"]
     elo_result, majority = result["elo"] or {}, result["maj"] or {}
     metrics = {

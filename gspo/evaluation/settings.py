@@ -12,14 +12,16 @@ from gspo.rollout.truncation import Truncation
 
 @dataclass
 class EvaluationSettings(Truncation, key="evaluation"):
-    """The settings that say on which held-out problems a run is evaluated, how, and when. top_p, top_k and min_p may
-    differ from those of training: no ratio is taken of these responses."""
+    """The settings that say on which held-out problems a run is evaluated, how, and when. top_p,
+    top_k and min_p may differ from those of training: no ratio is taken of these responses."""
 
-    every: int = ranged(20, least=0)  # steps between evaluations; also before the first, after the last. 0: none at all
+    # steps between evaluations; also before the first, after the last. 0: none at all
+    every: int = ranged(20, least=0)
     problems: int = ranged(64, least=2)  # problems per set; all problems of a set that has fewer
     samples: int = ranged(2, least=1)  # k, the number of responses per problem
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
-    sets: list[str] = field(default_factory=list)  # the evaluation sets of the task; empty: all of them
+    # the evaluation sets of the task; empty: all of them
+    sets: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()

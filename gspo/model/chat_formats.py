@@ -1,8 +1,10 @@
-"""How families of public models write a chat, for models that stand in for them (gspo.model.stand_in).
+"""How families of public models write a chat, for models that stand in for them
+(gspo.model.stand_in).
 
-A real model's folder brings its own template, which is always used. These say the same of what a run needs of it: the
-turns of system, user and assistant, and where the answer begins. Tools are not in them. That they agree with the
-families' own templates is tested where a package that ships those is installed (`make setup-peer`).
+A real model's folder brings its own template, which is always used. These say the same of what a
+run needs of it: the turns of system, user and assistant, and where the answer begins. Tools are not
+in them. That they agree with the families' own templates is tested where a package that ships those
+is installed (`make setup-peer`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from dataclasses import dataclass
 
 IM_END, END_OF_TEXT = "<|im_end|>", "<|endoftext|>"
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-QWEN_MATH_SYSTEM = r"Please reason step by step, and put your final answer within \\boxed{}."  # as Jinja writes it
+# as Jinja writes it
+QWEN_MATH_SYSTEM = r"Please reason step by step, and put your final answer within \\boxed{}."
 
 _TURNS = "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
 _ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n"
-_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+_THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
 # Qwen2.5 puts a system turn of its own where the chat has none.
 _SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nSYSTEM<|im_end|>\n{% endif %}"
 _OLMOE = (
@@ -40,7 +45,9 @@ def chat_format(name: str) -> ChatFormat:
     """Return the chat format of a public model, by its name on the hub."""
     base = name.endswith("-Base") or name.endswith(("1.5B", "0924"))
     if "OLMoE" in name:
-        return ChatFormat(None if base else _OLMOE, END_OF_TEXT, "<pad>", begin=None if base else END_OF_TEXT)
+        return ChatFormat(
+            None if base else _OLMOE, END_OF_TEXT, "<pad>", begin=None if base else END_OF_TEXT
+        )
     if "Qwen3" in name:
         template = _TURNS + _ANSWER + _THINKING + "{% endif %}"
     else:

@@ -1,7 +1,9 @@
-"""Compares the size of a model that config.json claims with the weights that are there, before the model is built.
+"""Compares the size of a model that config.json claims with the weights that are there, before the
+model is built.
 
-A configuration of a few hundred bytes may ask for millions of layers, or for a vocabulary of gigabytes. The weights'
-files say at their beginning which tensors they hold, and reading that takes next to no time.
+A configuration of a few hundred bytes may ask for millions of layers, or for a vocabulary of
+gigabytes. The weights' files say at their beginning which tensors they hold, and reading that takes
+next to no time.
 """
 
 from __future__ import annotations
@@ -18,20 +20,24 @@ from gspo.core import untrusted
 
 MOST_HEADER = 100 << 20  # bytes: what the format safetensors allows
 MOST_SETTINGS = 64 << 20  # bytes of a file of settings, or of the weights' index
-MORE_THAN_STORED = 2  # numbers for each byte: of some quantized formats two share one, and tied weights are stored once
+# numbers for each byte: of some quantized formats two share one, and tied weights are stored once
+MORE_THAN_STORED = 2
 FEW_LAYERS = 64  # as many are built whatever the weights are
 SMALL = 1 << 24  # numbers: a model up to this size is built whatever its weights are
-LARGEST = 10_000_000  # of the whole numbers in a model's settings, but for those that stand for no size
+# of the whole numbers in a model's settings, but for those that stand for no size
+LARGEST = 10_000_000
 NO_SIZES = ("theta", "base", "position", "length", "window", "freq", "seed", "token_id")
-LAYERS = ("layers", "n_layer", "n_blocks")  # parts of the names of settings that say how many layers there are
+# parts of the names of settings that say how many layers there are
+LAYERS = ("layers", "n_layer", "n_blocks")
 SIZES = ("vocab", "hidden", "size", "dim", "width", "embd", "inner", "heads", "experts", "rank")
 SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 INDEX = "model.safetensors.index.json"
 
 
 def check_stated_sizes(path: str) -> None:
-    """Raise ValueError if a model folder's settings state a size, or a number of layers, beyond any model's or beyond
-    what its weights have. This comes before transformers reads them, which makes lists of so many entries.
+    """Raise ValueError if a model folder's settings state a size, or a number of layers, beyond any
+    model's or beyond what its weights have. This comes before transformers reads them, which makes
+    lists of so many entries.
 
     A name of the hub is not checked."""
     folder = Path(path)
@@ -39,7 +45,9 @@ def check_stated_sizes(path: str) -> None:
         if (folder / name).is_file():
             for key, value in claimed_numbers(content_of(folder / name)):
                 if abs(value) > LARGEST and not any(part in key.lower() for part in NO_SIZES):
-                    raise ValueError(f"model.path={path!r}: {name} says {key}={value}, which no model has")
+                    raise ValueError(
+                        f"model.path={path!r}: {name} says {key}={value}, which no model has"
+                    )
     stored = stored_in(path)
     if stored is None or not (folder / "config.json").is_file():
         return
@@ -57,14 +65,18 @@ def check_stated_sizes(path: str) -> None:
 
 
 def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
-    """Raise ValueError if a model folder's configuration makes far more numbers than its weights have."""
+    """Raise ValueError if a model folder's configuration makes far more numbers than its weights
+    have.
+    """
     stored = stored_in(path)
     if stored is None:
         return
     try:
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # transformers raises exceptions of many types; loading the model says what is wrong
+    except (
+        Exception
+    ):  # transformers raises exceptions of many types; loading the model says what is wrong
         return
     claimed = sum(parameter.numel() for parameter in outline.parameters())
     if claimed > max(MORE_THAN_STORED * stored[1], SMALL):
@@ -75,8 +87,8 @@ def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None
 
 
 def stored_in(path: str) -> tuple[int, int] | None:
-    """Return how many tensors, and bytes of them, a folder's weights have; None for another path, and for a folder
-    without weights. Of several files those count that transformers would read."""
+    """Return how many tensors, and bytes of them, a folder's weights have; None for another path,
+    and for a folder without weights. Of several files those count that transformers would read."""
     folder = Path(path)
     if not folder.is_dir():
         return None
@@ -96,8 +108,8 @@ def stored_in(path: str) -> tuple[int, int] | None:
 
 
 def stored_tensors(file: Path) -> tuple[int, int]:
-    """Return how many tensors, and bytes of them, a file of weights has. Raises ValueError for a file that is no
-    safetensors, or shorter than its tensors."""
+    """Return how many tensors, and bytes of them, a file of weights has. Raises ValueError for a
+    file that is no safetensors, or shorter than its tensors."""
     try:
         with untrusted.opened(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -110,11 +122,15 @@ def stored_tensors(file: Path) -> tuple[int, int]:
             raise ValueError("it is shorter than its tensors")
         return len(ends), sum(end - begin for begin, end in ends)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {type(error).__name__}: {error}"[:300]) from None
+        raise ValueError(
+            f"{file} cannot be read as safetensors: {type(error).__name__}: {error}"[:300]
+        ) from None
 
 
 def content_of(file: Path) -> Any:
-    """Return what a JSON file holds; None for one that cannot be read, which loading the model refuses."""
+    """Return what a JSON file holds; None for one that cannot be read, which loading the model
+    refuses.
+    """
     try:
         return json.loads(untrusted.read_bytes(file, MOST_SETTINGS))
     except (OSError, ValueError, RecursionError):
@@ -124,7 +140,11 @@ def content_of(file: Path) -> Any:
 def claimed_numbers(content: Any, prefix: str = "") -> list[tuple[str, int]]:
     """Return the whole numbers of a configuration with their dotted keys."""
     if isinstance(content, dict):
-        return [pair for key, value in content.items() for pair in claimed_numbers(value, f"{prefix}{key}.")]
+        return [
+            pair
+            for key, value in content.items()
+            for pair in claimed_numbers(value, f"{prefix}{key}.")
+        ]
     if isinstance(content, int) and not isinstance(content, bool):
         return [(prefix.rstrip("."), content)]
     return []

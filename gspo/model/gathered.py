@@ -1,7 +1,8 @@
-"""What the model's other modules need to know of weights that may be spread over ranks (gspo.model.sharding).
+"""What the model's other modules need to know of weights that may be spread over ranks
+(gspo.model.sharding).
 
-Most runs spread nothing. So this asks what a module or tensor can do instead of what it is: PyTorch's classes for
-spread weights take a second to import.
+Most runs spread nothing. So this asks what a module or tensor can do instead of what it is:
+PyTorch's classes for spread weights take a second to import.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ T = TypeVar("T")
 
 def is_spread(weights: nn.Module | Tensor) -> bool:
     """Return whether a tensor, or the weights of a module, are spread over ranks."""
-    # of the class: a module looks for a name that it has not in three places, and this is asked in every layer
-    return hasattr(type(weights), "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward")
+    # of the class: a module looks for a name that it has not in three places, and this is asked in
+    # every layer
+    return hasattr(
+        type(weights), "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward"
+    )
 
 
 def run_in(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
-    """Call the function while the module's weights are gathered, if they are spread over ranks. Tensors that need a
-    gradient must be among the arguments and in a returned tuple, where FSDP finds them."""
+    """Call the function while the module's weights are gathered, if they are spread over ranks.
+    Tensors that need a gradient must be among the arguments and in a returned tuple, where FSDP
+    finds them."""
     return module.run(function, *args) if is_spread(module) else function(*args)
 
 
 def expert_ranks(experts: nn.Module) -> ExpertRanks | None:
-    """Return the ranks to which the experts of a layer are dealt; None where each rank has all of them."""
+    """Return the ranks to which the experts of a layer are dealt; None where each rank has all of
+    them.
+    """
     return experts.__dict__.get("ranks") if is_spread(experts) else None
 
 
@@ -58,10 +65,11 @@ def device_mesh(tensor: Tensor) -> Any:
 
 
 def clip_gradients(parameters: list[nn.Parameter], most: float) -> Tensor:
-    """Scale all gradients so that their common Euclidean norm is at most `most`; return the norm that they had.
+    """Scale all gradients so that their common Euclidean norm is at most `most`; return the norm
+    that they had.
 
-    PyTorch's `clip_grad_norm_` does that for parameters that are spread over the same ranks. Here some may be spread
-    over others than the rest, or not at all."""
+    PyTorch's `clip_grad_norm_` does that for parameters that are spread over the same ranks. Here
+    some may be spread over others than the rest, or not at all."""
     by_ranks: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,13 +1,15 @@
 """Products of rows with the matrices of their experts, in the way that suits the device.
 
-"grouped"  PyTorch's grouped product. Its kernel is fast for bfloat16 on GPUs of capability 9.x and 10.x. For other
-           types and cards PyTorch copies the numbers of rows to the CPU, which waits for the GPU, and multiplies
-           expert by expert.
-"blocks"   Rows that are sorted by expert are padded to blocks of one expert each, and all blocks are one batched
-           product. How many blocks suffice is known without reading a number from the device.
+"grouped"  PyTorch's grouped product. Its kernel is fast for bfloat16 on GPUs of capability 9.x and
+           10.x. For other types and cards PyTorch copies the numbers of rows to the CPU, which
+           waits for the GPU, and multiplies expert by expert.
+"blocks"   Rows that are sorted by expert are padded to blocks of one expert each, and all blocks
+           are one batched product. How many blocks suffice is known without reading a number from
+           the device.
 "all"      Every expert computes all tokens, and those that a token does not go to get weight 0.
 
-Shape suffixes: N tokens, R rows (a token once for each of its experts), E experts, K experts per token, B blocks.
+Shape suffixes: N tokens, R rows (a token once for each of its experts), E experts, K experts per
+token, B blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from gspo.core.batch import runs_ahead
 from gspo.model.kernels import Rounded
 
 Way = Literal["grouped", "blocks", "all"]
-FAST_GENERATIONS = (9, 10)  # the GPUs, by the first number of their capability, with a kernel for grouped products
+# the GPUs, by the first number of their capability, with a kernel for grouped products
+FAST_GENERATIONS = (9, 10)
 LEAST_BLOCK = 16  # rows: smaller blocks would copy more weights than they save padding
-# As many rows as cost what one block's copy of an expert's matrix costs. Estimate: 12 bytes of memory traffic for each
-# float32 weight at 2 TB/s against one multiplication and addition at 20 TFLOPS.
+# As many rows as cost what one block's copy of an expert's matrix costs. Estimate: 12 bytes of
+# memory traffic for each float32 weight at 2 TB/s against one multiplication and addition at 20
+# TFLOPS.
 COPY_ROWS = 64
 
 
@@ -37,13 +41,26 @@ def way_to_multiply(tokens_NW: Tensor, weights: list[Tensor], top_k: int) -> Way
     if not runs_ahead(tokens_NW.device):
         return "grouped"
     aligned = all(is_aligned(tokens_NW.dtype, weight) for weight in weights)
-    return choose(_capability(tokens_NW.device), tokens_NW.dtype, aligned, len(tokens_NW), len(weights[0]), top_k)
+    return choose(
+        _capability(tokens_NW.device),
+        tokens_NW.dtype,
+        aligned,
+        len(tokens_NW),
+        len(weights[0]),
+        top_k,
+    )
 
 
 def choose(
-    capability: tuple[int, int], dtype: torch.dtype, aligned: bool, tokens: int, experts: int, top_k: int
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    aligned: bool,
+    tokens: int,
+    experts: int,
+    top_k: int,
 ) -> Way:
-    """Return the way to multiply on a GPU of this capability; `aligned` is what `is_aligned` says of the matrices.
+    """Return the way to multiply on a GPU of this capability; `aligned` is what `is_aligned` says
+    of the matrices.
 
     Where the grouped kernel is missing, the cheaper of the others is chosen, both counted in rows:
     N E for "all", and R + E b + (R / b + E) COPY_ROWS for blocks of b rows."""
@@ -62,14 +79,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_aligned(dtype: torch.dtype, weight: Tensor) -> bool:
-    """Return whether rows that go in and come out of matrices [E, out, in] have a multiple of 16 bytes, as the grouped
-    kernel needs it."""
+    """Return whether rows that go in and come out of matrices [E, out, in] have a multiple of 16
+    bytes, as the grouped kernel needs it."""
     return all(width * dtype.itemsize % 16 == 0 for width in weight.shape[1:])
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Return the rows of a block: the largest power of two that is at most the mean number of rows of an expert, so
-    that padding at most doubles the rows and all blocks together copy each expert at most three times."""
+    """Return the rows of a block: the largest power of two that is at most the mean number of rows
+    of an expert, so that padding at most doubles the rows and all blocks together copy each expert
+    at most three times."""
     size = LEAST_BLOCK
     while 2 * size <= rows // experts:
         size *= 2
@@ -77,17 +95,17 @@ def block_rows(rows: int, experts: int) -> int:
 
 
 def block_count(rows: int, experts: int, size: int) -> int:
-    """Return how many blocks suffice, however the rows are spread over the experts: each expert has at most one that is
-    not full."""
+    """Return how many blocks suffice, however the rows are spread over the experts: each expert has
+    at most one that is not full."""
     return rows // size + min(experts, rows)
 
 
 class KeptCasts:
-    """Weights rounded to a precision, kept for several passes. Gradients reach the weights as if each pass had rounded
-    them.
+    """Weights rounded to a precision, kept for several passes. Gradients reach the weights as if
+    each pass had rounded them.
 
-    A weight that an operation has changed in place is rounded again. PyTorch's fused optimizers change weights without
-    counting it, so casts must not be kept beyond an optimizer's step."""
+    A weight that an operation has changed in place is rounded again. PyTorch's fused optimizers
+    change weights without counting it, so casts must not be kept beyond an optimizer's step."""
 
     def __init__(self):
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
@@ -100,12 +118,18 @@ class KeptCasts:
         if key not in self._kept or self._kept[key][1] != weight._version:
             self._kept[key] = (weight, weight._version, weight.detach().to(dtype))
         rounded = self._kept[key][2]
-        return Rounded.apply(weight, rounded) if weight.requires_grad and torch.is_grad_enabled() else rounded
+        return (
+            Rounded.apply(weight, rounded)
+            if weight.requires_grad and torch.is_grad_enabled()
+            else rounded
+        )
 
 
 @dataclass
 class Groups:
-    """Says which rows, sorted by expert, go to which expert: those of expert e end before row `ends_E[e]`."""
+    """Says which rows, sorted by expert, go to which expert: those of expert e end before row
+    `ends_E[e]`.
+    """
 
     ends_E: Tensor  # int32
     blocks: Blocks | None = None  # None: PyTorch's grouped product is used
@@ -113,7 +137,9 @@ class Groups:
 
 @dataclass
 class Blocks:
-    """Says where rows that are sorted by expert stand once they are padded to blocks of one expert each."""
+    """Says where rows that are sorted by expert stand once they are padded to blocks of one expert
+    each.
+    """
 
     places_R: Tensor  # the row's place in the list of all blocks' rows
     experts_B: Tensor
@@ -127,11 +153,14 @@ def into_blocks(ends_E: Tensor, rows: int) -> Blocks:
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     blocks_E = (counts_E + size - 1) // size
     block_ends_E = blocks_E.cumsum(0, dtype=torch.int32)
-    skipped_E = (block_ends_E - blocks_E) * size - (ends_E - counts_E)  # from a row's number to its place
+    # from a row's number to its place
+    skipped_E = (block_ends_E - blocks_E) * size - (ends_E - counts_E)
     row_numbers = torch.arange(rows, device=ends_E.device, dtype=torch.int32)
     expert_R = torch.searchsorted(ends_E, row_numbers, right=True)
     places_R = (row_numbers + skipped_E.index_select(0, expert_R)).long()
-    block_numbers = torch.arange(block_count(rows, experts, size), device=ends_E.device, dtype=torch.int32)
+    block_numbers = torch.arange(
+        block_count(rows, experts, size), device=ends_E.device, dtype=torch.int32
+    )
     # Blocks that no row needs are at the end. They hold zeros, and count as the last expert's.
     experts_B = torch.searchsorted(block_ends_E, block_numbers, right=True).clamp_(max=experts - 1)
     return Blocks(places_R, experts_B, size)
@@ -140,11 +169,14 @@ def into_blocks(ends_E: Tensor, rows: int) -> Blocks:
 class BlockProduct(Function):
     """Multiplies each row by the transpose of its expert's matrix; `weight` is [E, out, in].
 
-    The copies of the matrices, one for each block, are made again in the backward instead of kept. A matrix's gradient
-    is the sum over its blocks, as a product with ones and zeros: a sum in a fixed order."""
+    The copies of the matrices, one for each block, are made again in the backward instead of kept.
+    A matrix's gradient is the sum over its blocks, as a product with ones and zeros: a sum in a
+    fixed order."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, weight: Tensor, places_R: Tensor, experts_B: Tensor, size: int) -> Tensor:
+    def forward(
+        ctx, rows: Tensor, weight: Tensor, places_R: Tensor, experts_B: Tensor, size: int
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, places_R, experts_B)
         ctx.size = size
         padded = _padded(rows, places_R, experts_B, size)

@@ -1,6 +1,8 @@
-"""Computes the output head of a transformers model in float32 where the layers below it are in bfloat16.
+"""Computes the output head of a transformers model in float32 where the layers below it are in
+bfloat16.
 
-It is for architectures that run through their own forward. Those that gspo.model.network supports have their own head.
+It is for architectures that run through their own forward. Those that gspo.model.network supports
+have their own head.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from torch import Tensor, nn
 
 
 def use_float32_head(model: transformers.PreTrainedModel) -> None:
-    """Let the model's output head multiply in float32, whatever the precision of its input, its weight or autocast.
+    """Let the model's output head multiply in float32, whatever the precision of its input, its
+    weight or autocast.
 
-    Names and values of the weights stay as they are. A head that is no plain linear layer is left as it is."""
+    Names and values of the weights stay as they are. A head that is no plain linear layer is left
+    as it is."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:
         head.forward = MethodType(_forward, head)

@@ -1,4 +1,6 @@
-"""Whether the hub of models can be reached. Its own client tries for a minute, with two lines for each attempt."""
+"""Whether the hub of models can be reached. Its own client tries for a minute, with two lines for
+each attempt.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def check_source(path: str) -> None:
-    """Do nothing for a folder. For the name of a model on the hub, while the hub cannot be reached, let transformers
-    take the model from this machine's cache. Raises ValueError if it is not there either."""
+    """Do nothing for a folder. For the name of a model on the hub, while the hub cannot be reached,
+    let transformers take the model from this machine's cache. Raises ValueError if it is not there
+    either."""
     if Path(path).is_dir() or constants.HF_HUB_OFFLINE or is_reachable():
         return
     if not is_cached(path):
@@ -54,11 +57,17 @@ def is_cached(name: str) -> bool:
 
 
 def nearest_model(path: str) -> str:
-    """Return the end of a message that names folders beside the path, and public models, that are spelled alike."""
+    """Return the end of a message that names folders beside the path, and public models, that are
+    spelled alike.
+    """
     given = Path(path)
     beside = []
     with suppress(OSError):  # a folder that this user may not read
-        beside = [str(each) for each in given.parent.glob("*") if os.path.isfile(each / "config.json")]
-    same_end = [name for name in KNOWN if name.rpartition("/")[2].lower().startswith(given.name.lower())]
+        beside = [
+            str(each) for each in given.parent.glob("*") if os.path.isfile(each / "config.json")
+        ]
+    same_end = [
+        name for name in KNOWN if name.rpartition("/")[2].lower().startswith(given.name.lower())
+    ]
     found = get_close_matches(path, beside, 2) or get_close_matches(path, KNOWN, 2) or same_end[:2]
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,10 +1,12 @@
-"""Operations of the network with backward passes of their own: autograd's numbers in fewer passes over memory.
+"""Operations of the network with backward passes of their own: autograd's numbers in fewer passes
+over memory.
 
-For small models most time goes to launching operations and to elementwise memory traffic, not to arithmetic. Every
-function here is compared with its plain form, forward and backward, in tests/unit/model/test_network.py.
+For small models most time goes to launching operations and to elementwise memory traffic, not to
+arithmetic. Every function here is compared with its plain form, forward and backward, in
+tests/unit/model/test_network.py.
 
-Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or MLP width, E experts, K experts per
-token, M predicted tokens, V vocabulary.
+Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or MLP width, E
+experts, K experts per token, M predicted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,25 +19,31 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # the most logits at once: 16 MiB in float32, on a GPU 512 MiB
-# Where the head's float32 product is a sum of bfloat16 products: a GPU's float32 units are 15 times as slow as these.
+# the most logits at once: 16 MiB in float32, on a GPU 512 MiB
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
+# Where the head's float32 product is a sum of bfloat16 products: a GPU's float32 units are 15 times
+# as slow as these.
 SPLITS = {"cpu": False, "cuda": True}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension taken in float32.
+    """Return y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension taken in
+    float32.
 
-    y has the type of x. `weight` has the last dimension of x, and may have further ones of x before it."""
+    y has the type of x. `weight` has the last dimension of x, and may have further ones of x before
+    it."""
     if x.is_cuda:
         return fused_rms_norm(x, weight, eps)
     if torch.is_grad_enabled():
         return RMSNorm.apply(x, weight, eps)
-    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)  # rounded in the same places as in RMSNorm
+    # rounded in the same places as in RMSNorm
+    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `rms_norm` by PyTorch's own kernel, which is one launch on a GPU, and one in the backward. It rounds once,
-    to the type of x. Under autocast it would compute in float32 and return that."""
+    """Return `rms_norm` by PyTorch's own kernel, which is one launch on a GPU, and one in the
+    backward. It rounds once, to the type of x. Under autocast it would compute in float32 and
+    return that."""
     with torch.autocast(x.device.type, enabled=False):
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -75,8 +83,8 @@ class RMSNorm(Function):
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply the rotary position embedding to x [N, H, D] in the interleaved layout.
 
-    The two numbers of a pair lie side by side and are multiplied, as one complex number, by exp(i angle), which
-    `rotation` [N, 1, D / 2] holds. The backward rotates by the opposite angle."""
+    The two numbers of a pair lie side by side and are multiplied, as one complex number, by exp(i
+    angle), which `rotation` [N, 1, D / 2] holds. The backward rotates by the opposite angle."""
     return Rotate.apply(x, rotation) if torch.is_grad_enabled() else _rotated(x, rotation)
 
 
@@ -131,8 +139,8 @@ class SwiGLU(Function):
 
 
 class Rounded(Function):
-    """Stands for weight.to(rounded.dtype), where `rounded` already is that. The gradient reaches the weight in the
-    weight's own type."""
+    """Stands for weight.to(rounded.dtype), where `rounded` already is that. The gradient reaches
+    the weight in the weight's own type."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rounded: Tensor) -> Tensor:
@@ -148,7 +156,8 @@ class Rounded(Function):
 class ToExperts(Function):
     """Copies the rows of x [N, W] into the order of their experts, [N K, W].
 
-    Each row goes to K places. Its gradient is the sum over them, computed by a gather instead of autograd's scatter."""
+    Each row goes to K places. Its gradient is the sum over them, computed by a gather instead of
+    autograd's scatter."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
@@ -165,7 +174,9 @@ class ToExperts(Function):
 
 
 class FromExperts(Function):
-    """Sums the experts' outputs per token: y_n = sum_k weight_nk out[place of (n, k)], with out [N K, W]."""
+    """Sums the experts' outputs per token: y_n = sum_k weight_nk out[place of (n, k)], with out [N
+    K, W].
+    """
 
     @staticmethod
     def forward(ctx, out: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -183,27 +194,41 @@ class FromExperts(Function):
         rows = out.index_select(0, places).unflatten(0, weights.shape)
         grad_weights = rows.mul_(grad.unsqueeze(1)).sum(-1)
         sorted_weights = weights.flatten().index_select(0, order).unsqueeze(1)
-        return grad.index_select(0, order // weights.shape[1]).mul_(sorted_weights), grad_weights, None, None
+        return (
+            grad.index_select(0, order // weights.shape[1]).mul_(sorted_weights),
+            grad_weights,
+            None,
+            None,
+        )
 
 
 class TokenLogProbs(Function):
-    """Returns log softmax(x W^T / temperature) at the target tokens, and that softmax's entropy: [M], float32 each.
+    """Returns log softmax(x W^T / temperature) at the target tokens, and that softmax's entropy:
+    [M], float32 each.
 
-    No tensor of M x V is made: the logits exist for one chunk of tokens at a time, in the forward and once more in the
-    backward.
+    No tensor of M x V is made: the logits exist for one chunk of tokens at a time, in the forward
+    and once more in the backward.
 
         d logp_m / d logits_mv = (1[v = y_m] - p_mv) / temperature
         d H_m    / d logits_mv = -p_mv (log p_mv + H_m) / temperature
 
-    The logits have the precision of x, and everything after them is float32. With `split` x is float32, and the logits
-    have its precision although all products are of bfloat16 matrices: see `parts`.
+    The logits have the precision of x, and everything after them is float32. With `split` x is
+    float32, and the logits have its precision although all products are of bfloat16 matrices: see
+    `parts`.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool, split: bool = False
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+        split: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)  # so that the backward does without what nothing was made of
+        # so that the backward does without what nothing was made of
+        ctx.set_materialize_grads(False)
         logp, spread = [], []
         head = parts(weight.to(x.dtype).t(), split)
         for rows, tokens in _chunks(x, targets, len(weight)):
@@ -220,7 +245,9 @@ class TokenLogProbs(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         x, weight, targets = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros(len(x), device=x.device)
@@ -231,12 +258,19 @@ class TokenLogProbs(Function):
         multiply = float32_product if ctx.split else torch.matmul
         size = chunk_rows(x, len(weight))
         slopes = (grad / -ctx.temperature).split(size)
-        steeper = [None] * len(slopes) if grad_entropy is None else (grad_entropy / -ctx.temperature).split(size)
-        for (rows, tokens), slope, of_entropy in zip(_chunks(x, targets, len(weight)), slopes, steeper, strict=True):
+        steeper = (
+            [None] * len(slopes)
+            if grad_entropy is None
+            else (grad_entropy / -ctx.temperature).split(size)
+        )
+        for (rows, tokens), slope, of_entropy in zip(
+            _chunks(x, targets, len(weight)), slopes, steeper, strict=True
+        ):
             row_parts = parts(rows, ctx.split)
             d = _times_p(_logits(row_parts, head, ctx.temperature), slope, of_entropy)
             d.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
-            # Gradients are multiplied as in every other layer: their rounding averages out, that of log-probs does not.
+            # Gradients are multiplied as in every other layer: their rounding averages out, that of
+            # log-probs does not.
             d = d.to(head[0].dtype)
             grad_x.append(multiply(d, head[0].t()))
             if grad_weight is not None:
@@ -247,7 +281,9 @@ class TokenLogProbs(Function):
 
 
 def parts(x: Tensor, split: bool) -> tuple[Tensor, ...]:
-    """Return x itself, or with `split` two bfloat16 matrices whose sum is the float32 matrix x up to 2^-17 of it."""
+    """Return x itself, or with `split` two bfloat16 matrices whose sum is the float32 matrix x up
+    to 2^-17 of it.
+    """
     if not split:
         return (x,)
     high = x.to(torch.bfloat16)
@@ -257,9 +293,10 @@ def parts(x: Tensor, split: bool) -> tuple[Tensor, ...]:
 def head_product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
     """Return a @ b in float32, for matrices as `parts` returns them.
 
-    Of two matrices in two parts each it is a_1 b_1 + (a_1 b_2 + a_2 b_1): what is left out is 2^-16 of the result.
-    Rounding a and b to bfloat16 once instead would move the mean log-ratio of a response of 512 tokens, at logits of
-    20, by 2e-4, which is most of GSPO's clip range; with the parts it moves by 1e-6 (tests/unit/model/test_head.py)."""
+    Of two matrices in two parts each it is a_1 b_1 + (a_1 b_2 + a_2 b_1): what is left out is 2^-16
+    of the result. Rounding a and b to bfloat16 once instead would move the mean log-ratio of a
+    response of 512 tokens, at logits of 20, by 2e-4, which is most of GSPO's clip range; with the
+    parts it moves by 1e-6 (tests/unit/model/test_head.py)."""
     if len(a) == 1:
         return (a[0] @ b[0]).float()
     small = float32_product(a[0], b[1]).add_(float32_product(a[1], b[0]))
@@ -267,19 +304,22 @@ def head_product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32, whatever the precision of the two matrices. Products of bfloat16 numbers are exact in
-    float32, so nothing is rounded but the sums."""
+    """Return a @ b in float32, whatever the precision of the two matrices. Products of bfloat16
+    numbers are exact in float32, so nothing is rounded but the sums."""
     if a.dtype == b.dtype == torch.bfloat16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _times_p(logits: Tensor, slope: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """Return p_v (slope + of_entropy (log p_v + H)) for every token, [M, V]. The logits are overwritten."""
+    """Return p_v (slope + of_entropy (log p_v + H)) for every token, [M, V]. The logits are
+    overwritten.
+    """
     p = logits.softmax(-1)
     if of_entropy is None:
         return p.mul_(slope.unsqueeze(-1))
-    mean = torch.linalg.vecdot(p, logits).unsqueeze(-1)  # log p_v + H = logits_v - sum_u p_u logits_u
+    # log p_v + H = logits_v - sum_u p_u logits_u
+    mean = torch.linalg.vecdot(p, logits).unsqueeze(-1)
     return logits.sub_(mean).mul_(of_entropy.unsqueeze(-1)).add_(slope.unsqueeze(-1)).mul_(p)
 
 

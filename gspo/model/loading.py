@@ -1,4 +1,6 @@
-"""Loads a model and its tokenizer from a folder or the hub, and writes them as a folder that any engine can load."""
+"""Loads a model and its tokenizer from a folder or the hub, and writes them as a folder that any
+engine can load.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from gspo.model.gathered import architecture
 from gspo.model.hub import check_source, nearest_model
 from gspo.model.template_trial import check_template
 
-UNPACKED_WHEN_LOADED = ("mxfp4",)  # methods whose weights transformers turns into 16 bits where it has no kernels
+# methods whose weights transformers turns into 16 bits where it has no kernels
+UNPACKED_WHEN_LOADED = ("mxfp4",)
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "tokenizer_config.json",
@@ -27,11 +30,14 @@ SAMPLE = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."  # a text to compare tok
 # In quotes: transformers imports a class, and with it much else, when its name is first read.
 Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
 
-transformers.utils.logging.disable_progress_bar()  # else every checkpoint would draw a progress bar over the run's own
+# else every checkpoint would draw a progress bar over the run's own
+transformers.utils.logging.disable_progress_bar()
 
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
-    """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if that fails."""
+    """Load model and tokenizer from a folder or by a hub name. Raises ValueError, in one line, if
+    that fails.
+    """
     check_stated_sizes(path)
     check_tokenizer_files(path)
     with one_line(path):
@@ -53,8 +59,8 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
 
 
 def load_outline(path: str, attention: str) -> Loaded:
-    """Return a model of the folder's or hub name's configuration whose weights have no content, and its tokenizer.
-    Raises ValueError, in one line, if that fails."""
+    """Return a model of the folder's or hub name's configuration whose weights have no content, and
+    its tokenizer. Raises ValueError, in one line, if that fails."""
     check_tokenizer_files(path)
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -68,7 +74,9 @@ def load_outline(path: str, attention: str) -> Loaded:
 def check_not_quantized(
     config: transformers.PretrainedConfig, path: str, among: tuple[str, ...] = UNPACKED_WHEN_LOADED
 ) -> None:
-    """Raise ValueError if a model's weights are quantized, unless transformers unpacks the method, one of `among`."""
+    """Raise ValueError if a model's weights are quantized, unless transformers unpacks the method,
+    one of `among`.
+    """
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return
@@ -84,8 +92,9 @@ def check_not_quantized(
 def writable(found: transformers.GenerationConfig | None) -> transformers.GenerationConfig | None:
     """Return a generation configuration that transformers writes, from one that it has read.
 
-    Some public models say `do_sample: false` beside a temperature, which can be read and not written: there `do_sample`
-    becomes true, and the other values stay. Where that does not help, the ids of tokens are all that is kept."""
+    Some public models say `do_sample: false` beside a temperature, which can be read and not
+    written: there `do_sample` becomes true, and the other values stay. Where that does not help,
+    the ids of tokens are all that is kept."""
     if found is None:
         return None
     mended = copy.deepcopy(found)
@@ -100,11 +109,14 @@ def writable(found: transformers.GenerationConfig | None) -> transformers.Genera
     return transformers.GenerationConfig(**ids)
 
 
-def check_can_be_written(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Write and read again what a checkpoint of a model has beside its weights, and the weights too if they are small.
+def check_can_be_written(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    """Write and read again what a checkpoint of a model has beside its weights, and the weights too
+    if they are small.
 
-    Raises ValueError if that fails, or if the tokenizer that was written gives other tokens. Else a run would end at
-    its first checkpoint, with nothing saved."""
+    Raises ValueError if that fails, or if the tokenizer that was written gives other tokens. Else a
+    run would end at its first checkpoint, with nothing saved."""
     kind = architecture(model)
     small = sum(p.numel() * p.element_size() for p in model.parameters()) <= SMALL
     with tempfile.TemporaryDirectory(prefix="gspo-checkpoint-") as folder:
@@ -122,7 +134,10 @@ def check_can_be_written(model: transformers.PreTrainedModel, tokenizer: transfo
                 f"{kind}: a checkpoint of it cannot be written ({type(error).__name__}: {first_line}); mend the "
                 "model's folder first"
             ) from None
-    if again(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"] or again.chat_template != tokenizer.chat_template:
+    if (
+        again(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]
+        or again.chat_template != tokenizer.chat_template
+    ):
         raise ValueError(
             f"{kind}: its tokenizer gives other tokens once it is written and read again, so a checkpoint would not be "
             "what was trained; mend the model's folder first"
@@ -130,9 +145,11 @@ def check_can_be_written(model: transformers.PreTrainedModel, tokenizer: transfo
 
 
 def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
-    """Load a model's configuration, with our choice of attention: config.json may name code on the hub.
+    """Load a model's configuration, with our choice of attention: config.json may name code on the
+    hub.
 
-    Models that PyTorch's own attention (sdpa) is not there for, such as Mamba, have their own instead."""
+    Models that PyTorch's own attention (sdpa) is not there for, such as Mamba, have their own
+    instead."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and kind is not None and not kind._supports_sdpa:
@@ -141,12 +158,20 @@ def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
     return config
 
 
-def usable(tokenizer: transformers.PreTrainedTokenizerBase, path: str) -> transformers.PreTrainedTokenizerBase:
-    """Return the tokenizer, with a padding token. Raises ValueError if responses could not end with it."""
+def usable(
+    tokenizer: transformers.PreTrainedTokenizerBase, path: str
+) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer, with a padding token. Raises ValueError if responses could not end with
+    it.
+    """
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end")
+        raise ValueError(
+            f"model.path={path!r}: its tokenizer has no end-of-sequence token, so responses could not end"
+        )
     if not tokenizer(SAMPLE)["input_ids"]:
-        raise ValueError(f"model.path={path!r}: its tokenizer makes no tokens of a text; are all of its files there?")
+        raise ValueError(
+            f"model.path={path!r}: its tokenizer makes no tokens of a text; are all of its files there?"
+        )
     check_template(tokenizer.chat_template, tokenizer.special_tokens_map, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -172,7 +197,9 @@ def one_line(path: str) -> Iterator[None]:
     check_source(path)
     try:
         yield
-    except Exception as error:  # for an odd configuration transformers raises exceptions of many types
+    except (
+        Exception
+    ) as error:  # for an odd configuration transformers raises exceptions of many types
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model.path={path!r} needs code of its own (auto_map), which is never run; choose a model whose "
@@ -184,15 +211,25 @@ def one_line(path: str) -> Iterator[None]:
                 "to safetensors"
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        absent = "" if there else "there is no such folder here, and no model of this name from the hub: "
+        absent = (
+            ""
+            if there
+            else "there is no such folder here, and no model of this name from the hub: "
+        )
         near = "" if there else nearest_model(path)
-        raise ValueError(f"model.path={path!r} cannot be loaded: {absent}{lines[0]}{near}") from None
+        raise ValueError(
+            f"model.path={path!r} cannot be loaded: {absent}{lines[0]}{near}"
+        ) from None
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Raise ValueError for a folder without tokenizer: transformers would make one that knows no text."""
+    """Raise ValueError for a folder without tokenizer: transformers would make one that knows no
+    text.
+    """
     folder = Path(path)
-    if (folder / "config.json").is_file() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if (folder / "config.json").is_file() and not any(
+        (folder / name).exists() for name in TOKENIZER_FILES
+    ):
         raise ValueError(
             f"model.path={path!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the tokenizer's files "
             "of the model that it was made from into the folder"
@@ -200,8 +237,8 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def positions(model: transformers.PreTrainedModel) -> int | None:
-    """Return how many tokens of prompt and response together a model can take, None if its configuration has no
-    bound."""
+    """Return how many tokens of prompt and response together a model can take, None if its
+    configuration has no bound."""
     config = model.config.get_text_config()
     # transformers maps the n_positions of GPT-2 and others to the first of these names.
     names = ("max_position_embeddings", "max_seq_len")
@@ -214,18 +251,20 @@ def save(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a normal transformers folder of weights, config and tokenizer. `weights` replaces the model's own weights.
-    Raises OSError if the disk fails."""
+    """Write a normal transformers folder of weights, config and tokenizer. `weights` replaces the
+    model's own weights. Raises OSError if the disk fails."""
     with errors_of_the_disk(folder):
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 
 def save_configuration(
-    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    folder: Path,
 ) -> None:
-    """Write what a model folder has beside its weights: configurations and the tokenizer. The weights may be spread
-    over ranks."""
+    """Write what a model folder has beside its weights: configurations and the tokenizer. The
+    weights may be spread over ranks."""
     with errors_of_the_disk(folder):
         model.config.architectures, model.config.dtype = [architecture(model)], torch.float32
         model.config.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""The configurations of some public models, so that a laptop without network can plan for them and stand in for them.
+"""The configurations of some public models, so that a laptop without network can plan for them and
+stand in for them.
 
 The numbers are those of their config.json on the hub, under the names that they have there.
 """
@@ -10,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Model = tuple[str, dict[str, Any]]  # the class of transformers without its ending, and its configuration
+# the class of transformers without its ending, and its configuration
+Model = tuple[str, dict[str, Any]]
 
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+QWEN3 = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
 
 
 def _qwen3(hidden: int, width: int, layers: int, heads: int, tied: bool = True) -> Model:
@@ -76,11 +83,16 @@ KNOWN |= {
     for kind in ("", "Coder-", "Math-")
     for end in ("", "-Instruct")
 }
-KNOWN |= {f"allenai/OLMoE-1B-7B-0924-{kind}": KNOWN["allenai/OLMoE-1B-7B-0924"] for kind in ("SFT", "Instruct")}
+KNOWN |= {
+    f"allenai/OLMoE-1B-7B-0924-{kind}": KNOWN["allenai/OLMoE-1B-7B-0924"]
+    for kind in ("SFT", "Instruct")
+}
 
 
 def known_config(name: str) -> PretrainedConfig:
-    """Return the configuration of a public model, with the class of models that it is of, as the hub's file has it."""
+    """Return the configuration of a public model, with the class of models that it is of, as the
+    hub's file has it.
+    """
     import transformers
 
     kind, numbers = KNOWN[name]

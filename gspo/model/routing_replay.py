@@ -1,18 +1,22 @@
-"""Records which experts each token is sent to, and sends tokens to recorded experts again (Routing Replay).
+"""Records which experts each token is sent to, and sends tokens to recorded experts again (Routing
+Replay).
 
-Routing Replay sends every token to experts that were recorded before, so that numerator and denominator of the ratio
-pi / pi_old go through the same network (GSPO paper, section 5.3). There are two kinds (names of arXiv:2512.01374):
+Routing Replay sends every token to experts that were recorded before, so that numerator and
+denominator of the ratio pi / pi_old go through the same network (GSPO paper, section 5.3). There
+are two kinds (names of arXiv:2512.01374):
 
     R2   replays the experts that the trainer chose under the old policy, in the gradient steps
-    R3   replays those that the engine chose while it sampled (arXiv:2510.11370), in the old log-probs and the
-         gradient steps
+    R3   replays those that the engine chose while it sampled (arXiv:2510.11370), in the old
+         log-probs and the gradient steps
 
 Only the expert *indices* are replayed. The gate weights come from the *current* router:
 
-    p = softmax(router logits)        w_e = p_e / sum_{e' in replayed} p_e'     (as the model itself normalises)
+    p = softmax(router logits)        w_e = p_e / sum_{e' in replayed} p_e'     (as the model itself
+                                      normalises)
 
-so the router keeps its gradient. Recording and replay use forward hooks on the routers of transformers that are named
-below. Before a replay each router is tried once on random input, and one with another gate formula is refused.
+so the router keeps its gradient. Recording and replay use forward hooks on the routers of
+transformers that are named below. Before a replay each router is tried once on random input, and
+one with another gate formula is refused.
 
 Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E experts, N = B*S.
 """
@@ -30,12 +34,15 @@ from torch.func import functional_call
 from gspo.core.batch import NOT_RECORDED
 from gspo.model.gathered import whole
 
-# The routers that return (logits, weights, experts); those of other families are neither recorded nor replayed.
+# The routers that return (logits, weights, experts); those of other families are neither recorded
+# nor replayed.
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
 
 
 class Routing:
-    """Holds the hooks on a model's routers. For a dense model `layers` is 0 and nothing is recorded."""
+    """Holds the hooks on a model's routers. For a dense model `layers` is 0 and nothing is
+    recorded.
+    """
 
     def __init__(self, model: nn.Module):
         self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
@@ -64,20 +71,26 @@ class Routing:
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights of all routers. Raises ValueError if there is none."""
         if not self.routers:
-            raise ValueError(f"this model has no router that is known here; known are {', '.join(ROUTERS)}")
+            raise ValueError(
+                f"this model has no router that is known here; known are {', '.join(ROUTERS)}"
+            )
         return [parameter for router in self.routers for parameter in router.parameters()]
 
     def check_replay(self) -> None:
-        """Raise ValueError if there is no router to replay, or if a router's gate weights differ from our formula."""
+        """Raise ValueError if there is no router to replay, or if a router's gate weights differ
+        from our formula.
+        """
         if not self.routers:
-            raise ValueError(f"there is no router to replay; routing is known of {', '.join(ROUTERS)}")
+            raise ValueError(
+                f"there is no router to replay; routing is known of {', '.join(ROUTERS)}"
+            )
         for router in self.routers:
             _check_gate_formula(router)
 
     @contextmanager
     def recording(self, replay_BSLK: Tensor | None = None) -> Iterator[None]:
-        """Within this context every forward records the routers' own choice. If `replay_BSLK` is given, tokens go to
-        those experts instead."""
+        """Within this context every forward records the routers' own choice. If `replay_BSLK` is
+        given, tokens go to those experts instead."""
         self._own_LNK, self._replay_BSLK = [None] * self.layers, replay_BSLK
         try:
             yield
@@ -86,11 +99,12 @@ class Routing:
 
     @contextmanager
     def balancing(self, loads_LE: Tensor | None) -> Iterator[None]:
-        """Within this context every forward computes E sum_e load_e p_e of each token and MoE layer, where p is the
-        softmax of the router's logits and has a gradient. The loads lie on the model's device. Without them nothing is
-        computed.
+        """Within this context every forward computes E sum_e load_e p_e of each token and MoE
+        layer, where p is the softmax of the router's logits and has a gradient. The loads lie on
+        the model's device. Without them nothing is computed.
 
-        The backward pass belongs into the context too: with checkpointing it repeats the forward."""
+        The backward pass belongs into the context too: with checkpointing it repeats the forward.
+        """
         self._loads_LE = loads_LE
         try:
             yield
@@ -102,16 +116,22 @@ class Routing:
         self._balances = []
 
     def balance(self) -> Tensor | None:
-        """Return what the forward computed within `balancing`, mean over the layers, [N]; None if nothing."""
+        """Return what the forward computed within `balancing`, mean over the layers, [N]; None if
+        nothing.
+        """
         return torch.stack(self._balances).mean(0) if self._balances else None
 
     def recorded(self, rows: int) -> Tensor:
-        """Return the routers' own choice in the last forward within `recording`, also during a replay, as
-        [B, S, L, K]."""
-        return torch.stack([own.view(rows, -1, own.shape[-1]) for own in self._own_LNK], dim=2).to(torch.int16)
+        """Return the routers' own choice in the last forward within `recording`, also during a
+        replay, as [B, S, L, K]."""
+        return torch.stack([own.view(rows, -1, own.shape[-1]) for own in self._own_LNK], dim=2).to(
+            torch.int16
+        )
 
     def _hook(self, layer: int, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        """Record a router's choice; during a replay, return weights and experts that replace its output."""
+        """Record a router's choice; during a replay, return weights and experts that replace its
+        output.
+        """
         logits_NE, weights_NK, own_NK = output
         if self._loads_LE is not None:
             p_NE = logits_NE.softmax(-1, dtype=torch.float32)
@@ -122,21 +142,29 @@ class Routing:
         if self._replay_BSLK is None:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(own_NK.shape).to(own_NK.dtype)
-        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)  # padding keeps the router's own choice
-        return logits_NE, gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
+        # padding keeps the router's own choice
+        experts_NK = torch.where(replay_NK == NOT_RECORDED, own_NK, replay_NK)
+        return (
+            logits_NE,
+            gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype),
+            experts_NK,
+        )
 
 
 def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """Return the softmax over all experts at the chosen ones [N, K], normalised over these if the model does so."""
+    """Return the softmax over all experts at the chosen ones [N, K], normalised over these if the
+    model does so.
+    """
     weights_NK = logits_NE.softmax(-1, dtype=torch.float32).gather(-1, experts_NK)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such setting and always normalises
+    # Mixtral's router has no such setting and always normalises
+    if getattr(router, "norm_topk_prob", True):
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     return weights_NK
 
 
 def _check_gate_formula(router: nn.Module) -> None:
-    """Raise ValueError if our gate formula does not give the router's own weights on random input. All ranks must call
-    this if its weights are spread over them."""
+    """Raise ValueError if our gate formula does not give the router's own weights on random input.
+    All ranks must call this if its weights are spread over them."""
     parameters = {name: whole(parameter) for name, parameter in router.named_parameters()}
     weight = parameters["weight"]
     probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)

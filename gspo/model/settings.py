@@ -1,5 +1,6 @@
-"""The choices of a model and their settings. Building one imports PyTorch and transformers, which takes seconds. Those
-imports are inside the methods that build, so that settings can be read and refused at once.
+"""The choices of a model and their settings. Building one imports PyTorch and transformers, which
+takes seconds. Those imports are inside the methods that build, so that settings can be read and
+refused at once.
 
 Every choice gives a transformers AutoModelForCausalLM and its tokenizer.
 """
@@ -28,9 +29,11 @@ class ModelSettings(Ranged, key="model"):
     """The base class of the model choices. `name` is the choice's name."""
 
     name: str = ""
-    made_here: ClassVar[bool] = False  # it is made from its settings, with a known number of positions
+    # it is made from its settings, with a known number of positions
+    made_here: ClassVar[bool] = False
     is_dense: ClassVar[bool] = False  # it is known, before it is loaded, to have no routers
-    attention: ClassVar[str] = "sdpa"  # transformers' name of the attention that its own forward uses
+    # transformers' name of the attention that its own forward uses
+    attention: ClassVar[str] = "sdpa"
 
     def source(self) -> str:
         """Return the folder or hub name that it is loaded from, "" for a model that is made here."""
@@ -41,7 +44,9 @@ class ModelSettings(Ranged, key="model"):
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
 
     def outline(self) -> Loaded:
-        """Return the model with no regard to its weights, which may have no content, and its tokenizer."""
+        """Return the model with no regard to its weights, which may have no content, and its
+        tokenizer.
+        """
         return self.make()
 
     def open(self, folder: Path) -> Loaded:
@@ -53,7 +58,9 @@ class ModelSettings(Ranged, key="model"):
 
 @dataclass
 class Tiny(ModelSettings):
-    """The base class of the models that are made here, with random weights and one token per character."""
+    """The base class of the models that are made here, with random weights and one token per
+    character.
+    """
 
     hidden: int = ranged(64, least=1)
     layers: int = ranged(4, least=1)
@@ -70,7 +77,9 @@ class Tiny(ModelSettings):
 
 @dataclass
 class TinyMoE(Tiny):
-    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per character."""
+    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per
+    character.
+    """
 
     name: str = "tiny_moe"
     experts: int = ranged(16, least=1)
@@ -113,15 +122,17 @@ class TinyDense(Tiny):
     def make(self) -> Loaded:
         from gspo.model.tiny import random_qwen3
 
-        return random_qwen3(self.hidden, self.layers, self.heads, POSITIONS, self.width, seed=self.init_seed)
+        return random_qwen3(
+            self.hidden, self.layers, self.heads, POSITIONS, self.width, seed=self.init_seed
+        )
 
 
 @dataclass
 class HFModel(ModelSettings):
     """Any AutoModelForCausalLM, from a folder or by its name on the hub.
 
-    The tokenizer must have an end-of-sequence token. Weights are float32: an update of size 1e-6 would be lost in
-    bfloat16 weights of size 1e-2.
+    The tokenizer must have an end-of-sequence token. Weights are float32: an update of size 1e-6
+    would be lost in bfloat16 weights of size 1e-2.
     """
 
     name: str = "hf"
@@ -138,7 +149,9 @@ class HFModel(ModelSettings):
 
     def source(self) -> str:
         if not self.path:
-            raise ValueError("model.path='' is empty; say which folder or hub name to load, model.path=...")
+            raise ValueError(
+                "model.path='' is empty; say which folder or hub name to load, model.path=..."
+            )
         return os.path.expanduser(self.path)
 
     def make(self) -> Loaded:
@@ -159,7 +172,9 @@ class HFModel(ModelSettings):
 
 @dataclass
 class StandIn(ModelSettings):
-    """A random model of the architecture of `path`, a public model's name on the hub, with its chat format."""
+    """A random model of the architecture of `path`, a public model's name on the hub, with its chat
+    format.
+    """
 
     name: str = "stand_in"
     path: str = "Qwen/Qwen3-0.6B"
@@ -174,7 +189,9 @@ class StandIn(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path not in KNOWN:
-            raise ValueError(f"model.path={self.path!r} with model=stand_in: it can stand in for {', '.join(KNOWN)}")
+            raise ValueError(
+                f"model.path={self.path!r} with model=stand_in: it can stand in for {', '.join(KNOWN)}"
+            )
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ValueError(
                 f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
@@ -197,14 +214,19 @@ class StandIn(ModelSettings):
 
 @dataclass
 class LoraSettings(Ranged, key="policy.lora"):
-    """The settings of a LoRA adapter: h = W x + (alpha / rank) B A x, of which A and B alone are trained."""
+    """The settings of a LoRA adapter: h = W x + (alpha / rank) B A x, of which A and B alone are
+    trained.
+    """
 
     rank: int = ranged(0, least=0)  # 0: there is none, and all weights are trained
-    # attention: q, k, v and o | experts: those of MoE layers | all: both, and other linear layers but router and head
+    # attention: q, k, v and o | experts: those of MoE layers | all: both, and other linear layers
+    # but router and head
     targets: str = field(default="all")
     alpha: int = ranged(32, least=1)
 
     def __post_init__(self):
         super().__post_init__()
         if self.targets not in TARGETS:
-            raise ValueError(f"policy.lora.targets={self.targets!r}: choose one of {', '.join(TARGETS)}")
+            raise ValueError(
+                f"policy.lora.targets={self.targets!r}: choose one of {', '.join(TARGETS)}"
+            )

@@ -1,8 +1,10 @@
-"""Renders a chat template in a process with little memory and time, before it is rendered in the run's own.
+"""Renders a chat template in a process with little memory and time, before it is rendered in the
+run's own.
 
-A template is a program. That of a stranger's model may loop for years, or write gigabytes. This file is also the
-process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5} as JSON, and imports jinja2 alone:
-transformers takes seconds to import. What a template raises is no matter here: the run says that itself.
+A template is a program. That of a stranger's model may loop for years, or write gigabytes. This
+file is also the process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5}
+as JSON, and imports jinja2 alone: transformers takes seconds to import. What a template raises is
+no matter here: the run says that itself.
 """
 
 from __future__ import annotations
@@ -28,11 +30,20 @@ CHATS = (
         {"role": "user", "content": "e"},
     ],
 )
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "a", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "a", "parameters": {"type": "object"}},
+    }
+]
 
 
-def check_template(template: str | dict[str, str] | None, special_tokens: dict[str, Any], path: str) -> None:
-    """Raise ValueError if a tokenizer's chat template takes more time, memory or text for a few words than it may."""
+def check_template(
+    template: str | dict[str, str] | None, special_tokens: dict[str, Any], path: str
+) -> None:
+    """Raise ValueError if a tokenizer's chat template takes more time, memory or text for a few
+    words than it may.
+    """
     if not template:
         return
     templates = list(template.values()) if isinstance(template, dict) else [template]
@@ -41,9 +52,16 @@ def check_template(template: str | dict[str, str] | None, special_tokens: dict[s
     command = [sys.executable, "-P", "-B", __file__]
     try:
         done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, timeout=WALL_SECONDS, check=False, encoding="utf-8"
+            command,
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=WALL_SECONDS,
+            check=False,
+            encoding="utf-8",
         )
-        too_much = done.returncode == TOO_LARGE or done.returncode < 0  # ended by a signal, as the limits do it
+        # ended by a signal, as the limits do it
+        too_much = done.returncode == TOO_LARGE or done.returncode < 0
     except subprocess.TimeoutExpired:
         too_much = True
     if too_much:
@@ -75,7 +93,9 @@ def main() -> None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, default=str)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, default=str
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"]))
@@ -83,14 +103,18 @@ def main() -> None:
     for template in asked["templates"]:
         for chat in CHATS:
             for tools in (None, TOOLS):
-                render(environment, template, {"messages": chat, "tools": tools, **asked["variables"]})
+                render(
+                    environment, template, {"messages": chat, "tools": tools, **asked["variables"]}
+                )
 
 
 def render(environment: Any, template: str, variables: dict[str, Any]) -> None:
     """Render a template once. Ends the process if it writes too much."""
     size = 0
     try:
-        for piece in environment.from_string(template).generate(add_generation_prompt=True, **variables):
+        for piece in environment.from_string(template).generate(
+            add_generation_prompt=True, **variables
+        ):
             size += len(piece)
             if size > CHARACTERS:
                 sys.exit(TOO_LARGE)

@@ -45,7 +45,11 @@ def random_qwen3(
 
 
 def _shared_config(
-    hidden: int, layers: int, heads: int, positions: int, tokenizer: transformers.PreTrainedTokenizerBase
+    hidden: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Return the configuration that both kinds of tiny model share."""
     return {

@@ -1,4 +1,6 @@
-"""The tokenizer of the tiny models: one token per character, as a normal PreTrainedTokenizerFast that engines load."""
+"""The tokenizer of the tiny models: one token per character, as a normal PreTrainedTokenizerFast
+that engines load.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 
 
 def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable ASCII character and newline, and three special tokens.
+    """Return a tokenizer with one token per printable ASCII character and newline, and three
+    special tokens.
 
     The special tokens are padding, begin of sequence and end of sequence.
 

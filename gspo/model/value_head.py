@@ -1,9 +1,12 @@
-"""The critic: a linear value head on the policy's own network, which is the classic PPO set-up with a shared trunk.
+"""The critic: a linear value head on the policy's own network, which is the classic PPO set-up with
+a shared trunk.
 
-V(x, y_<t) is computed from the hidden state that predicts token t, so a value costs no forward pass of its own. The
-value loss trains the trunk too. The head starts at 0: every value is 0 before the first update, whatever the seed.
+V(x, y_<t) is computed from the hidden state that predicts token t, so a value costs no forward pass
+of its own. The value loss trains the trunk too. The head starts at 0: every value is 0 before the
+first update, whatever the seed.
 
-Shape suffixes: B responses, T response tokens, C tokens of which logits are computed, H hidden size.
+Shape suffixes: B responses, T response tokens, C tokens of which logits are computed, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class ValueHead(torch.nn.Module):
         return self.linear(hidden.float()).squeeze(-1)
 
     def hidden_of_last_forward(self) -> Tensor:
-        """Return the hidden states [B, C, H] that the last forward pass within `recording` made logits of."""
+        """Return the hidden states [B, C, H] that the last forward pass within `recording` made
+        logits of.
+        """
         hidden_BCH, self._hidden_BCH = self._hidden_BCH, None
         return hidden_BCH
 

@@ -1,7 +1,8 @@
 """What the planner knows of machines.
 
-Numbers are those of the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the bandwidth of links in
-one direction. `network` is what a GPU has to other machines; 50 GB/s is a 400 Gb/s adapter for each.
+Numbers are those of the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the
+bandwidth of links in one direction. `network` is what a GPU has to other machines; 50 GB/s is a 400
+Gb/s adapter for each.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ ARITHMETIC, MEMORY = 0.4, 0.6
 
 @dataclass(frozen=True)
 class Launches:
-    """The seconds that one layer takes beside its arithmetic: its kernels are launched one after the other, and most of
-    them are small. Measured on an H200 (docs/gpu.md)."""
+    """The seconds that one layer takes beside its arithmetic: its kernels are launched one after
+    the other, and most of them are small. Measured on an H200 (docs/gpu.md)."""
 
     learning: float  # forward and backward of one micro-batch
     scoring: float  # forward of one micro-batch
@@ -57,21 +58,26 @@ class Launches:
 
 OF_DENSE_LAYER = Launches(learning=3e-3, scoring=1e-3, token=1.2e-4)
 OF_MOE_LAYER = Launches(learning=6e-3, scoring=2e-3, token=2e-4)
-# GB of a GPU that neither PyTorch's tensors nor the engine's get: CUDA's context, NCCL's buffers, fragmentation.
+# GB of a GPU that neither PyTorch's tensors nor the engine's get: CUDA's context, NCCL's buffers,
+# fragmentation.
 RESERVE = 5.0
 
 
 def hardware(words: str) -> Hardware:
-    """Return a kind of GPU: `h100`, or with other numbers `h100,memory=94,network=25`. Raises ValueError for a name or
-    number that is not known."""
+    """Return a kind of GPU: `h100`, or with other numbers `h100,memory=94,network=25`. Raises
+    ValueError for a name or number that is not known."""
     name, *changes = words.split(",")
     if name not in KNOWN:
-        raise ValueError(f"--hardware {name}: choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}")
+        raise ValueError(
+            f"--hardware {name}: choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}"
+        )
     numbers, changed = [field.name for field in fields(Hardware) if field.name != "name"], {}
     for change in changes:
         key, _, value = change.partition("=")
         if key not in numbers:
-            raise ValueError(f"--hardware {words}: there is no {key}; a GPU has {', '.join(numbers)}")
+            raise ValueError(
+                f"--hardware {words}: there is no {key}; a GPU has {', '.join(numbers)}"
+            )
         try:
             changed[key] = int(value) if key == "per_machine" else float(value)
         except ValueError:

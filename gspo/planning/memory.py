@@ -1,12 +1,13 @@
-"""Measures the memory of a run on one of its GPUs without any GPU: its own forward and backward pass go through tensors
-that have shapes but no content (PyTorch's FakeTensorMode), between ranks that are not there, and every allocation is
-counted.
+"""Measures the memory of a run on one of its GPUs without any GPU: its own forward and backward
+pass go through tensors that have shapes but no content (PyTorch's FakeTensorMode), between ranks
+that are not there, and every allocation is counted.
 
-For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding does, passes two micro-batches
-of responses of the greatest length through the model, and reads from a counter how much was allocated at most.
+For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding does, passes
+two micro-batches of responses of the greatest length through the model, and reads from a counter
+how much was allocated at most.
 
-What it does not see: the caching allocator's fragmentation, CUDA's context, NCCL's buffers, and workspaces inside of
-kernels (gspo.planning.hardware.RESERVE stands for them).
+What it does not see: the caching allocator's fragmentation, CUDA's context, NCCL's buffers, and
+workspaces inside of kernels (gspo.planning.hardware.RESERVE stands for them).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Work:
 
     ranks: int
     shard_size: int  # how many ranks hold one copy of the weights; 1: each has all of them
-    experts: int  # to how many of them the experts of a layer are dealt; 1: they are gathered as the rest
+    # to how many of them the experts of a layer are dealt; 1: they are gathered as the rest
+    experts: int
     rows: int  # responses in a micro-batch that learns
     scored: int  # responses in a micro-batch that is passed without gradient
     prompt: int  # tokens of a prompt
@@ -72,8 +74,10 @@ class Measured:
     active: int | None  # parameters that a token passes through
     experts: int  # of a layer; 0 for a dense model
     weights: int  # this rank's float32 weights
-    trained: int  # those of them that are trained; gradients take as much, AdamW's state twice as much
-    update: int  # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
+    # those of them that are trained; gradients take as much, AdamW's state twice as much
+    trained: int
+    # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
+    update: int
     scoring: int  # the same for a pass without gradient
     gathered: int  # received by this rank for one micro-batch that learns
     gathered_scoring: int
@@ -86,7 +90,9 @@ class Measured:
 
 @dataclass
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside of it, while they are there, and what ranks exchange."""
+    """Counts the bytes of all tensors that are made inside of it, while they are there, and what
+    ranks exchange.
+    """
 
     now: int = 0
     peak: int = 0
@@ -94,7 +100,9 @@ class Allocations(TorchDispatchMode):
 
     def __post_init__(self):
         super().__init__()
-        self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
+        self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     __hash__ = object.__hash__
 
@@ -132,7 +140,9 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within this context it counts; FSDP frees what it has gathered by making storages smaller."""
+        """Within this context it counts; FSDP frees what it has gathered by making storages
+        smaller.
+        """
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int):
@@ -145,8 +155,8 @@ class Allocations(TorchDispatchMode):
 
 
 class Grouped(Function):
-    """A product of rows with their experts' matrices, of which the shapes alone matter: PyTorch's own has no shapes
-    for float32."""
+    """A product of rows with their experts' matrices, of which the shapes alone matter: PyTorch's
+    own has no shapes for float32."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor) -> Tensor:
@@ -168,7 +178,9 @@ class Absent(Ranks):
 
 @contextmanager
 def absent_ranks(count: int) -> Iterator[None]:
-    """Within this context there is a process group of so many ranks, whose exchanges return at once."""
+    """Within this context there is a process group of so many ranks, whose exchanges return at
+    once.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
@@ -177,10 +189,14 @@ def absent_ranks(count: int) -> Iterator[None]:
 
 
 def measure(config: PretrainedConfig, work: Work) -> Measured:
-    """Measure a run's memory on one rank. Raises ValueError for an architecture that is not known here."""
+    """Measure a run's memory on one rank. Raises ValueError for an architecture that is not known
+    here.
+    """
     kind = (config.architectures or [""])[0]
     if kind not in FAMILIES:
-        raise ValueError(f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}")
+        raise ValueError(
+            f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}"
+        )
     device = "cuda" if work.cuda else "cpu"
     with (
         absent_ranks(work.ranks),
@@ -190,11 +206,17 @@ def measure(config: PretrainedConfig, work: Work) -> Measured:
         patch.object(network, "_grouped", grouped),
         patch.object(ExpertRanks, "numbers", alike),
     ):
-        shards = Shards(Absent(work.ranks), work.shard_size, "cpu", work.experts) if work.shard_size > 1 else None
+        shards = (
+            Shards(Absent(work.ranks), work.shard_size, "cpu", work.experts)
+            if work.shard_size > 1
+            else None
+        )
         return _measure(config, work, shards)
 
 
-def alike(ranks: ExpertRanks, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+def alike(
+    ranks: ExpertRanks, rows: Tensor, counts_E: Tensor
+) -> tuple[Tensor, list[int], list[int]]:
     """Stand in for the numbers of rows that ranks send each other: all experts get equally many."""
     count = ranks.group.size()
     each = [len(part) for part in torch.arange(len(rows), device="cpu").tensor_split(count)]
@@ -207,7 +229,9 @@ def grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 
 def product_shape(a: Tensor, b: Tensor) -> Tensor:
-    """Stand in for a float32 product of bfloat16 matrices, of which a CPU would make float32 copies first."""
+    """Stand in for a float32 product of bfloat16 matrices, of which a CPU would make float32 copies
+    first.
+    """
     return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
 
 
@@ -223,7 +247,9 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
         forward = Network(model, work.checkpointing, work.head_dtype)
 
         def one_pass(sequences: Sequences) -> Tensor:
-            return run_in(model, through_network, forward, sequences, None, work.precision, 1.0, True)[0]
+            return run_in(
+                model, through_network, forward, sequences, None, work.precision, 1.0, True
+            )[0]
 
         allocations = Allocations()
         allocations.known(iter([*model.parameters(), *model.buffers()]))
@@ -256,13 +282,21 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
 def without_weights(
     config: PretrainedConfig, work: Work, shards: Shards | None
 ) -> tuple[torch.nn.Module, Adapter | None, tuple[int, int | None, int]]:
-    """Return the model with tensors that have no content, its adapter if it gets one, and its numbers of parameters, of
-    active ones and of experts."""
+    """Return the model with tensors that have no content, its adapter if it gets one, and its
+    numbers of parameters, of active ones and of experts."""
     plain = not shards and not work.lora.rank
-    # meshes of ranks are tensors with content, and peft moves its tensors to a device, which fake ones do not allow
-    with nullcontext() if plain else unset_fake_temporarily(), nullcontext() if plain else torch.device("meta"):
+    # meshes of ranks are tensors with content, and peft moves its tensors to a device, which fake
+    # ones do not allow
+    with (
+        nullcontext() if plain else unset_fake_temporarily(),
+        nullcontext() if plain else torch.device("meta"),
+    ):
         model = class_of(config)(config).eval()
-        counted = sum(p.numel() for p in model.parameters()), active_parameters(model), Routing(model).experts
+        counted = (
+            sum(p.numel() for p in model.parameters()),
+            active_parameters(model),
+            Routing(model).experts,
+        )
         if shards:
             shards.spread(model, work.precision)
         adapter = Adapter(model, work.lora, seed=0) if work.lora.rank else None
@@ -274,12 +308,16 @@ def without_weights(
 
 
 def without_content(tensor: Tensor) -> Tensor:
-    """Return a tensor like this one, as FakeTensorMode makes them; of what is spread over ranks this rank's part."""
+    """Return a tensor like this one, as FakeTensorMode makes them; of what is spread over ranks
+    this rank's part.
+    """
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)
     mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def locals_of(model: torch.nn.Module) -> list[Tensor]:

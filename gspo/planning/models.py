@@ -1,7 +1,7 @@
 """The configuration of the model that a run will load, of which the planner needs no weights.
 
-A folder is read, and a name on the hub is looked up there. For some public models the configuration is known here
-(gspo.model.public_models), so that a laptop without network can plan for them.
+A folder is read, and a name on the hub is looked up there. For some public models the configuration
+is known here (gspo.model.public_models), so that a laptop without network can plan for them.
 """
 
 from __future__ import annotations

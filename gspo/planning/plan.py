@@ -1,11 +1,12 @@
 """What a run needs on each of its GPUs, and how long a step takes, before anything loads.
 
-For example, Qwen3-30B-A3B on 16 GPUs: each holds a sixteenth of the weights, of their gradients and of AdamW's two
-moments (7.6 + 7.6 + 15.3 GB), gathers a layer's weights while it computes, and keeps the activations of one
-micro-batch. What is held is counted by gspo.planning.memory; times are those of a roofline: arithmetic at 40 % of the
-GPU's peak, memory at 60 % of its bandwidth, and what launching kernels took on an H200 (gspo.planning.hardware).
-Nothing happens at the same time as anything else, and every response has the greatest length. So a time is right to a
-factor of two, and its parts say what binds.
+For example, Qwen3-30B-A3B on 16 GPUs: each holds a sixteenth of the weights, of their gradients and
+of AdamW's two moments (7.6 + 7.6 + 15.3 GB), gathers a layer's weights while it computes, and keeps
+the activations of one micro-batch. What is held is counted by gspo.planning.memory; times are those
+of a roofline: arithmetic at 40 % of the GPU's peak, memory at 60 % of its bandwidth, and what
+launching kernels took on an H200 (gspo.planning.hardware). Nothing happens at the same time as
+anything else, and every response has the greatest length. So a time is right to a factor of two,
+and its parts say what binds.
 """
 
 from __future__ import annotations
@@ -36,18 +37,23 @@ BYTES = {"float32": 4, "bfloat16": 2}
 PROMPT = 512  # tokens of a prompt where neither the settings nor the user say how many it can have
 AROUND = 32  # tokens that a chat template puts around an observation, at most: Qwen3's puts 18
 MOST_RANKS = 1024
-OF_LOGIT = 24.0  # bytes for each logit of the next token while it is drawn: probabilities, their order, sums
-FLOAT32 = 8  # how many times as long a float32 product takes as one of bfloat16, without TF32 rather more
+# bytes for each logit of the next token while it is drawn: probabilities, their order, sums
+OF_LOGIT = 24.0
+# how many times as long a float32 product takes as one of bfloat16, without TF32 rather more
+FLOAT32 = 8
 ACROSS = "gradients between copies"
 TOKENS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
-EIGHT_BIT = 2 * (1 + 4 / 256) / 4  # bytes of two moments of 8 bits, with a scale for 256, for each of a weight's four
+# bytes of two moments of 8 bits, with a scale for 256, for each of a weight's four
+EIGHT_BIT = 2 * (1 + 4 / 256) / 4
 SPREAD = ("weights", "AdamW's moments", "reference policy", "gradients")
 
 
 @dataclass
 class Plan:
-    """What is planned for one GPU. `phases` and `traffic` are in bytes, `times` in seconds of a step."""
+    """What is planned for one GPU. `phases` and `traffic` are in bytes, `times` in seconds of a
+    step.
+    """
 
     settings: Settings
     hardware: Hardware
@@ -70,11 +76,15 @@ class Plan:
         return self.peak[1] <= self.hardware.memory * GB
 
 
-def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None) -> Plan:
-    """Plan a run. `prompt` is the number of a prompt's tokens; 0: rollout.max_prompt_tokens, or 512. A plan of the same
-    model that is `known` already saves measuring again what a rank computes at once, if that is the same.
+def plan(
+    settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None
+) -> Plan:
+    """Plan a run. `prompt` is the number of a prompt's tokens; 0: rollout.max_prompt_tokens, or
+    512. A plan of the same model that is `known` already saves measuring again what a rank computes
+    at once, if that is the same.
 
-    Raises ValueError, in one line, for settings that do not go together and for a model that is not known."""
+    Raises ValueError, in one line, for settings that do not go together and for a model that is not
+    known."""
     ranks, size = ranks_of(settings)
     config = config_of(settings.model)
     likely = settings.rollout.max_prompt_tokens or PROMPT
@@ -103,21 +113,38 @@ def plan(settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | 
     passes = passes_of(settings, work, each, engine)
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
-    times |= exchange_times(traffic, work, hardware) | rollout_times(measured, work, engine, hardware)
+    times |= exchange_times(traffic, work, hardware) | rollout_times(
+        measured, work, engine, hardware
+    )
     if settings.rollout.name == "local":
         waves = math.ceil(engine.rows / engine.at_once)
         tokens = waves * work.response
-        times["rollout: kernels launched"] = tokens * config.num_hidden_layers * launches_of(measured).token
-    return Plan(settings, hardware, work, measured, engine, phases(settings, measured, engine), traffic, times)
+        times["rollout: kernels launched"] = (
+            tokens * config.num_hidden_layers * launches_of(measured).token
+        )
+    return Plan(
+        settings,
+        hardware,
+        work,
+        measured,
+        engine,
+        phases(settings, measured, engine),
+        traffic,
+        times,
+    )
 
 
 def ranks_of(settings: Settings) -> tuple[int, int]:
     """Return how many GPUs the run has, and how many hold one copy of the weights."""
     ranks, mode = max(settings.parallel.ranks, 1), settings.parallel.mode
     if ranks > 1 and mode == "none":
-        raise ValueError(f"parallel.ranks={ranks} with parallel.mode=none: say parallel.mode=shard or replicate")
+        raise ValueError(
+            f"parallel.ranks={ranks} with parallel.mode=none: say parallel.mode=shard or replicate"
+        )
     if mode == "shard" and ranks == 1:
-        raise ValueError("parallel.mode=shard with one GPU: say how many there are, parallel.ranks=N")
+        raise ValueError(
+            "parallel.mode=shard with one GPU: say how many there are, parallel.ranks=N"
+        )
     if ranks > 1:
         check_processes(settings, ranks)
     return ranks, (settings.parallel.shard_size or ranks) if mode == "shard" else 1
@@ -134,10 +161,13 @@ def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
 
 
 def response_tokens(settings: Settings, config: PretrainedConfig, prompt: int) -> int:
-    """Return the most tokens that can follow a prompt: those of the policy, and in episodes what the environment and
-    the chat template write between its turns, as far as the model has positions."""
+    """Return the most tokens that can follow a prompt: those of the policy, and in episodes what
+    the environment and the chat template write between its turns, as far as the model has
+    positions."""
     limits = settings.task.environments().values()
-    said = max(((limit.turns - 1) * (limit.observation_tokens + AROUND) for limit in limits), default=0)
+    said = max(
+        ((limit.turns - 1) * (limit.observation_tokens + AROUND) for limit in limits), default=0
+    )
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     most = settings.rollout.longest_limit + said
     return min(most, positions - prompt) if positions else most
@@ -156,13 +186,21 @@ class Engine:
     rows: float  # responses that one engine samples in a step
     at_once: float
     read: float  # of weights for a token, on one GPU
-    merged: float = 0.0  # the trainer's weights with a LoRA adapter merged in, while it samples with them
+    # the trainer's weights with a LoRA adapter merged in, while it samples with them
+    merged: float = 0.0
 
     @staticmethod
     def of(
-        settings: Settings, config: PretrainedConfig, measured: Measured, work: Work, each: int, hardware: Hardware
+        settings: Settings,
+        config: PretrainedConfig,
+        measured: Measured,
+        work: Work,
+        each: int,
+        hardware: Hardware,
     ) -> Engine:
-        """Return the engine of these settings. Raises ValueError for a vLLM whose share of a GPU holds no response."""
+        """Return the engine of these settings. Raises ValueError for a vLLM whose share of a GPU
+        holds no response.
+        """
         rollout, text = settings.rollout, config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -180,10 +218,24 @@ class Engine:
                     f"engine's weights of {weights / GB:.1f} GB"
                 )
             at_once = int(min(at_once * shared, (share - weights) * shared / of_row))
-            if rollout.name == "vllm_server":  # on as many GPUs of the same kind, but on others than these
-                return Engine(0.0, 0.0, 0.0, 0.0, per_token, shared, each * shared, at_once, weights)
-            resident = 0.0 if rollout.sleep else share  # it takes its share at once, and keeps it unless it may sleep
-            return Engine(weights, share - weights, 0.0, resident, per_token, shared, each * shared, at_once, weights)
+            # on as many GPUs of the same kind, but on others than these
+            if rollout.name == "vllm_server":
+                return Engine(
+                    0.0, 0.0, 0.0, 0.0, per_token, shared, each * shared, at_once, weights
+                )
+            # it takes its share at once, and keeps it unless it may sleep
+            resident = 0.0 if rollout.sleep else share
+            return Engine(
+                weights,
+                share - weights,
+                0.0,
+                resident,
+                per_token,
+                shared,
+                each * shared,
+                at_once,
+                weights,
+            )
         shares = shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
         weights = 0.0 if shares else all_weights
         cache, logits = at_once * of_row, at_once * text.vocab_size * OF_LOGIT
@@ -191,7 +243,9 @@ class Engine:
             cache *= 2  # between two turns the rows are copied out of the cache and into a new one
         resident = weights + (cache + logits if rollout.overlap else 0.0)
         merged = float(measured.merged) if shares else 0.0
-        return Engine(weights, cache, logits, resident, per_token, 1, each, at_once, all_weights, merged)
+        return Engine(
+            weights, cache, logits, resident, per_token, 1, each, at_once, all_weights, merged
+        )
 
 
 @dataclass
@@ -204,13 +258,20 @@ class Passes:
 
 
 def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Passes:
-    """Count a step's passes: each epoch learns; the old policy's and the reference's log-probs are scored. The
-    former are spared where the engine has just computed them with the trainer's weights (Trainer.skips_old_pass)."""
+    """Count a step's passes: each epoch learns; the old policy's and the reference's log-probs are
+    scored. The former are spared where the engine has just computed them with the trainer's weights
+    (Trainer.skips_old_pass)."""
     policy = settings.policy
-    needed = settings.correction.name != "none" or policy.routing_replay == "r3" or settings.advantage.needs_values
+    needed = (
+        settings.correction.name != "none"
+        or policy.routing_replay == "r3"
+        or settings.advantage.needs_values
+    )
     here = settings.rollout.name == "local" and not engine.weights
     exact = here and policy.precision == "float32" and not samples_ahead(settings)
-    skipped = policy.old_pass == "auto" and policy.old_logprobs == "step_start" and exact and not needed
+    skipped = (
+        policy.old_pass == "auto" and policy.old_logprobs == "step_start" and exact and not needed
+    )
     scored = (not skipped) + settings.kl.needs_reference
     epochs, minibatches = settings.trainer.epochs, settings.trainer.minibatches
     learning = minibatches * math.ceil(each / minibatches / work.rows)
@@ -221,7 +282,8 @@ def phases(settings: Settings, measured: Measured, engine: Engine) -> dict[str, 
     """Return what a GPU holds while responses are sampled, while they are scored, and in an update."""
     moments = 2.0 if settings.optim.name == "adamw" else EIGHT_BIT
     held = {"weights": float(measured.weights), "AdamW's moments": moments * measured.trained}
-    if settings.kl.needs_reference and not settings.policy.lora.rank:  # with LoRA: the same weights, the adapter off
+    # with LoRA: the same weights, the adapter off
+    if settings.kl.needs_reference and not settings.policy.lora.rank:
         held["reference policy"] = float(measured.weights)
     beside = {"engine": engine.resident} if engine.resident else {}
     copied = engine.weights + engine.merged
@@ -229,11 +291,15 @@ def phases(settings: Settings, measured: Measured, engine: Engine) -> dict[str, 
     return {
         "rollout": held | sampled | {"keys and values": engine.cache, "logits": engine.logits},
         "old log-probs": held | beside | {ACTIVATIONS: float(measured.scoring)},
-        "update": held | beside | {"gradients": float(measured.trained), ACTIVATIONS: float(measured.update)},
+        "update": held
+        | beside
+        | {"gradients": float(measured.trained), ACTIVATIONS: float(measured.update)},
     }
 
 
-def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passes) -> dict[str, float]:
+def traffic_of(
+    settings: Settings, measured: Measured, work: Work, passes: Passes
+) -> dict[str, float]:
     """Return the bytes that a GPU exchanges with others in a step."""
     if work.ranks == 1:
         return {}
@@ -246,15 +312,21 @@ def traffic_of(settings: Settings, measured: Measured, work: Work, passes: Passe
         "weights for the engine": 4.0 * measured.parameters,  # gathered in float32, then rounded
     }
     if work.experts > 1:
-        found[TOKENS] = float(passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring)
-    return found | ({ACROSS: float(passes.learning * measured.reduced_between)} if work.shard_size < work.ranks else {})
+        found[TOKENS] = float(
+            passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring
+        )
+    return found | (
+        {ACROSS: float(passes.learning * measured.reduced_between)}
+        if work.shard_size < work.ranks
+        else {}
+    )
 
 
 def update_times(
     config: PretrainedConfig, measured: Measured, work: Work, passes: Passes, hardware: Hardware
 ) -> dict[str, float]:
-    """Return the seconds of a step's arithmetic in the trainer; nothing where it is not known how many parameters a
-    token passes through."""
+    """Return the seconds of a step's arithmetic in the trainer; nothing where it is not known how
+    many parameters a token passes through."""
     if not measured.active:
         return {}
     forward = forward_flops(config, measured.active, torch.tensor([work.prompt + work.response]))
@@ -279,23 +351,29 @@ def launches_of(measured: Measured) -> Launches:
 
 
 def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
-    """Return the seconds in which a GPU exchanges this with others: what crosses copies of the weights goes between all
-    ranks, tokens between those that share a layer's experts, the rest within a copy."""
+    """Return the seconds in which a GPU exchanges this with others: what crosses copies of the
+    weights goes between all ranks, tokens between those that share a layer's experts, the rest
+    within a copy."""
     if not traffic:
         return {}
     between = {ACROSS: work.ranks, TOKENS: work.experts}
     seconds = (
-        size / (hardware.bandwidth_between(between.get(name, work.shard_size)) * GB) for name, size in traffic.items()
+        size / (hardware.bandwidth_between(between.get(name, work.shard_size)) * GB)
+        for name, size in traffic.items()
     )
     return {"exchange between GPUs": sum(seconds)}
 
 
-def rollout_times(measured: Measured, work: Work, engine: Engine, hardware: Hardware) -> dict[str, float]:
-    """Return the seconds in which a step's responses are sampled: for every token the weights and the cache are read,
-    of experts those that the tokens of `at_once` responses can touch."""
+def rollout_times(
+    measured: Measured, work: Work, engine: Engine, hardware: Hardware
+) -> dict[str, float]:
+    """Return the seconds in which a step's responses are sampled: for every token the weights and
+    the cache are read, of experts those that the tokens of `at_once` responses can touch."""
     waves = math.ceil(engine.rows / engine.at_once)
     held = engine.at_once * (work.prompt + work.response / 2) * engine.per_token / engine.engines
-    share = min(1.0, engine.at_once * measured.active / measured.parameters) if measured.active else 1.0
+    share = (
+        min(1.0, engine.at_once * measured.active / measured.parameters) if measured.active else 1.0
+    )
     read = waves * work.response * (engine.read * share + held)
     found = {"rollout: weights and cache read": read / (hardware.bandwidth * GB * MEMORY)}
     if measured.active:
@@ -307,9 +385,10 @@ def rollout_times(measured: Measured, work: Work, engine: Engine, hardware: Hard
 def advice(made: Plan) -> list[str]:
     """Return in sentences what to change so that a run fits that does not; one sentence if it does.
 
-    Each change is tried, in this order, until one fits: an engine that sleeps, layers computed again in the backward
-    pass, smaller micro-batches, a smaller share of the memory for vLLM, fewer responses sampled at once, a rounded copy
-    to sample with, experts that are dealt to the GPUs of a machine, more GPUs."""
+    Each change is tried, in this order, until one fits: an engine that sleeps, layers computed
+    again in the backward pass, smaller micro-batches, a smaller share of the memory for vLLM, fewer
+    responses sampled at once, a rounded copy to sample with, experts that are dealt to the GPUs of
+    a machine, more GPUs."""
     phase, peak = made.peak
     gpus = f"{made.work.ranks} GPU" + "s" * (made.work.ranks > 1)
     size = f"{peak / GB:.0f} GB of {made.hardware.memory:g} in the phase `{phase}`"
@@ -323,7 +402,10 @@ def advice(made: Plan) -> list[str]:
         if made.fits:
             break
     if not changes:
-        return [*lines, "There is no setting that would help: take a smaller model, or a larger GPU."]
+        return [
+            *lines,
+            "There is no setting that would help: take a smaller model, or a larger GPU.",
+        ]
     words = " ".join(f"{key}={value}" for key, value in changes.items())
     phase, peak = made.peak
     start, end = ("It fits with", "") if made.fits else ("It does not fit with", " either")
@@ -331,7 +413,9 @@ def advice(made: Plan) -> list[str]:
 
 
 def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
-    """Return the next change to try, as overrides and as settings; None if there is none left that would help."""
+    """Return the next change to try, as overrides and as settings; None if there is none left that
+    would help.
+    """
     s, (phase, _) = made.settings, made.peak
     trains, room = phase != "rollout", (made.hardware.memory - RESERVE) * GB
     held = made.phases[phase]
@@ -339,25 +423,36 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
     if trains and s.rollout.name == "vllm" and not s.rollout.sleep and not s.rollout.overlap:
         return {"rollout.sleep": "true"}, replace(s, rollout=replace(s.rollout, sleep=True))
     if trains and not s.policy.checkpointing:
-        return {"policy.checkpointing": "true"}, replace(s, policy=replace(s.policy, checkpointing=True))
+        return {"policy.checkpointing": "true"}, replace(
+            s, policy=replace(s.policy, checkpointing=True)
+        )
     if trains and made.work.rows > 1 and (spread < room or sum(held.values()) - spread >= room):
         rows = max(made.work.rows // 4, 1)
         trainer = replace(s.trainer, micro_batch_size=rows)
         return {"trainer.micro_batch_size": f"{rows}"}, replace(s, trainer=trainer)
     if not trains and s.rollout.name == "vllm" and (share := share_left(made)):
-        return {"rollout.gpu_memory": f"{share:g}"}, replace(s, rollout=replace(s.rollout, gpu_memory=share))
+        return {"rollout.gpu_memory": f"{share:g}"}, replace(
+            s, rollout=replace(s.rollout, gpu_memory=share)
+        )
     if not trains and s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
         rows = max(s.rollout.batch_rows // 2, s.rollout.group_size)
-        return {"rollout.batch_rows": f"{rows}"}, replace(s, rollout=replace(s.rollout, batch_rows=rows))
+        return {"rollout.batch_rows": f"{rows}"}, replace(
+            s, rollout=replace(s.rollout, batch_rows=rows)
+        )
     copied = s.rollout.name == "local" and s.rollout.dtype == "float32" and made.work.shard_size > 1
     if copied:
-        return {"rollout.dtype": "bfloat16"}, replace(s, rollout=replace(s.rollout, dtype="bfloat16"))
+        return {"rollout.dtype": "bfloat16"}, replace(
+            s, rollout=replace(s.rollout, dtype="bfloat16")
+        )
     if trains and s.parallel.experts == 1 and (dealt := most_ranks_of_a_layer(made)) > 1:
-        return {"parallel.experts": f"{dealt}"}, replace(s, parallel=replace(s.parallel, experts=dealt))
+        return {"parallel.experts": f"{dealt}"}, replace(
+            s, parallel=replace(s.parallel, experts=dealt)
+        )
     if s.policy.lora.rank or sum(held.values()) - spread >= room:
         return None  # weights under an adapter are not spread, or more GPUs would not help
     ranks = made.work.ranks if s.parallel.mode == "replicate" else made.work.ranks * 2
-    while ranks < MOST_RANKS and spread * made.work.shard_size / ranks > room:  # more than one doubling is needed
+    # more than one doubling is needed
+    while ranks < MOST_RANKS and spread * made.work.shard_size / ranks > room:
         ranks *= 2
     if ranks > min(MOST_RANKS, s.rollout.prompts_per_step):
         return None
@@ -367,18 +462,24 @@ def next_change(made: Plan) -> tuple[dict[str, str], Settings] | None:
 
 
 def share_left(made: Plan) -> float | None:
-    """Return the share of a GPU's memory that the trainer leaves to vLLM while responses are sampled, in twentieths;
-    None if vLLM has no more than that, or if its weights and the cache of a group would not fit into it."""
+    """Return the share of a GPU's memory that the trainer leaves to vLLM while responses are
+    sampled, in twentieths; None if vLLM has no more than that, or if its weights and the cache of a
+    group would not fit into it."""
     gpu, engine, rollout = made.hardware.memory * GB, made.engine, made.settings.rollout
     beside = sum(made.phases["rollout"].values()) - engine.weights - engine.cache + RESERVE * GB
     share = math.floor(20 * (gpu - beside) / gpu) / 20
-    group = rollout.group_size * (made.work.prompt + made.work.response) * engine.per_token / engine.engines
+    group = (
+        rollout.group_size
+        * (made.work.prompt + made.work.response)
+        * engine.per_token
+        / engine.engines
+    )
     return share if (engine.weights + group) / gpu < share < rollout.gpu_memory else None
 
 
 def most_ranks_of_a_layer(made: Plan) -> int:
-    """Return to how many GPUs of one machine the experts of a layer can be dealt; 1 where there are none, or where no
-    weights are spread."""
+    """Return to how many GPUs of one machine the experts of a layer can be dealt; 1 where there are
+    none, or where no weights are spread."""
     experts, size = made.measured.experts, made.work.shard_size
     counts = range(1, min(made.hardware.per_machine, size) + 1)
     return max(n for n in counts if size % n == 0 and experts % n == 0) if experts else 1

@@ -1,8 +1,8 @@
 """How a run would scale: its plans for several numbers of GPUs side by side.
 
-Strong scaling keeps a step's responses as they are and shares them out; weak scaling keeps a GPU's share as it is, so
-that the step grows with the GPUs. An efficiency is what a GPU does in a second, over what it does with the fewest GPUs
-that hold the run.
+Strong scaling keeps a step's responses as they are and shares them out; weak scaling keeps a GPU's
+share as it is, so that the step grows with the GPUs. An efficiency is what a GPU does in a second,
+over what it does with the fewest GPUs that hold the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Point:
         return rollout.prompts_per_step * rollout.group_size / self.step / self.ranks
 
 
-def strong(settings: Settings, counts: list[int], hardware: Hardware, prompt: int = 0) -> list[Point]:
+def strong(
+    settings: Settings, counts: list[int], hardware: Hardware, prompt: int = 0
+) -> list[Point]:
     """Plan the run for each number of GPUs. Raises ValueError if there is a plan for none of them."""
     points = [point(settings, ranks, hardware, prompt) for ranks in counts]
     if not any(p.made for p in points):
@@ -48,9 +50,11 @@ def strong(settings: Settings, counts: list[int], hardware: Hardware, prompt: in
     return points
 
 
-def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: int = 0) -> list[Point]:
-    """Plan the run again for each number of GPUs, with as many prompts for each GPU as the smallest run that fits has.
-    Empty if none fits."""
+def weak(
+    settings: Settings, points: list[Point], hardware: Hardware, prompt: int = 0
+) -> list[Point]:
+    """Plan the run again for each number of GPUs, with as many prompts for each GPU as the smallest
+    run that fits has. Empty if none fits."""
     base = smallest(points)
     if base is None:
         return []
@@ -58,7 +62,10 @@ def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: in
     known = {p.ranks: p.made for p in points if p.made}
     return [
         point(
-            replace(settings, rollout=replace(settings.rollout, prompts_per_step=max(round(each * p.ranks), 1))),
+            replace(
+                settings,
+                rollout=replace(settings.rollout, prompts_per_step=max(round(each * p.ranks), 1)),
+            ),
             p.ranks,
             hardware,
             prompt,
@@ -69,7 +76,11 @@ def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: in
 
 
 def point(
-    settings: Settings, ranks: int, hardware: Hardware, prompt: int, known: Mapping[int, Plan] | None = None
+    settings: Settings,
+    ranks: int,
+    hardware: Hardware,
+    prompt: int,
+    known: Mapping[int, Plan] | None = None,
 ) -> Point:
     """Plan the run for a number of GPUs."""
     wanted = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
@@ -85,5 +96,7 @@ def smallest(points: list[Point]) -> Point | None:
 
 
 def efficiency(p: Point, base: Point | None) -> float | None:
-    """Return what a GPU does in a second over what it does in `base`; None where either does not fit."""
+    """Return what a GPU does in a second over what it does in `base`; None where either does not
+    fit.
+    """
     return p.speed / base.speed if base and p.fits else None

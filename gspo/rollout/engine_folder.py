@@ -1,7 +1,9 @@
-"""The folder through which the trainer passes weights to an engine, and where the engine puts its temporary files.
+"""The folder through which the trainer passes weights to an engine, and where the engine puts its
+temporary files.
 
-It lies in memory if there is room, and no other user may look into it. The trainer holds a lock on it as long as the
-trainer lives, so that a later start can recognise, and remove, a folder that a killed trainer left behind.
+It lies in memory if there is room, and no other user may look into it. The trainer holds a lock on
+it as long as the trainer lives, so that a later start can recognise, and remove, a folder that a
+killed trainer left behind.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class WeightsFolder:
     lock: int  # a file descriptor; -1 after `close`
 
     def save_weights(self, tensors: dict[str, Tensor]) -> Path:
-        """Write weights to a safetensors file, because messages to another process cannot carry tensors."""
+        """Write weights to a safetensors file, because messages to another process cannot carry
+        tensors.
+        """
         path = self.path / WEIGHTS
         with errors_of_the_disk(path):
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -51,13 +55,17 @@ class WeightsFolder:
 
 
 class ServersFolder(WeightsFolder):
-    """The folder that a vLLM server has made. A trainer holds a lock in it as long as it uses the server."""
+    """The folder that a vLLM server has made. A trainer holds a lock in it as long as it uses the
+    server.
+    """
 
     def __init__(self, path: Path, url: str):
         """Raises ValueError if another trainer holds the lock, or if files cannot be written there."""
         self.path, self.lock = path, -1
         try:
-            self.lock = os.open(self.path / "trainer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            self.lock = os.open(
+                self.path / "trainer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -82,11 +90,11 @@ class FoundServer:
 
 
 def found_servers(port: int, parent: str) -> Iterator[FoundServer]:
-    """Find the folders of this user's running servers that listen at a port, the newest first: in `parent`, or without
-    one where servers make them.
+    """Find the folders of this user's running servers that listen at a port, the newest first: in
+    `parent`, or without one where servers make them.
 
-    So it is the file system, and not what answers at an address, that says where weights are written. A folder that
-    another user owns or can look into is passed over."""
+    So it is the file system, and not what answers at an address, that says where weights are
+    written. A folder that another user owns or can look into is passed over."""
     places = [parent] if parent else sorted({MEMORY, tempfile.gettempdir()})
     candidates = [path for place in places for path in Path(place).glob(f"{PREFIX}*")]
     for path in sorted(candidates, key=age):
@@ -96,7 +104,12 @@ def found_servers(port: int, parent: str) -> Iterator[FoundServer]:
             key = untrusted.read_bytes(path / KEY).decode("ascii")
             description = untrusted.read_json(path / "description.json")
             listens_at = urlsplit(description["url"]).port
-        except (OSError, ValueError, KeyError, TypeError):  # the folder of a trainer's own engine, or one in the making
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # the folder of a trainer's own engine, or one in the making
             continue
         if listens_at == port:
             yield FoundServer(path, key, description)
@@ -111,12 +124,18 @@ def age(path: Path) -> float:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether this is a folder, and no link, that this user owns and nobody else can look into."""
+    """Return whether this is a folder, and no link, that this user owns and nobody else can look
+    into.
+    """
     try:
         about = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and about.st_mode & 0o777 == 0o700
+    return (
+        stat.S_ISDIR(about.st_mode)
+        and about.st_uid == os.geteuid()
+        and about.st_mode & 0o777 == 0o700
+    )
 
 
 def is_locked(path: Path) -> bool:
@@ -135,14 +154,15 @@ def is_locked(path: Path) -> bool:
 
 
 class EngineFolder(WeightsFolder):
-    """A new folder with room for files of `size` bytes; with `parent` in that folder. Folders that killed trainers left
-    behind are removed first."""
+    """A new folder with room for files of `size` bytes; with `parent` in that folder. Folders that
+    killed trainers left behind are removed first."""
 
     def __init__(self, size: float, parent: str = ""):
         for place in {parent} if parent else {MEMORY, tempfile.gettempdir()}:
             remove_left_behind(place)
         fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or (MEMORY if fits else None)))  # with mode 0700
+        # with mode 0700
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or (MEMORY if fits else None)))
         self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 

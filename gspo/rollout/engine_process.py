@@ -1,8 +1,9 @@
 """Runs an object in a process of its own and calls its methods over a pair of unnamed sockets.
 
-No other process can connect to such a pair, so pickles that arrive over it come from the other end. The process has a
-session of its own: a signal to the trainer's process group (Ctrl-C, `timeout`, a scheduler) does not reach it, and the
-trainer ends its whole group, with everything it has started. Each side notices at once when the other one ends.
+No other process can connect to such a pair, so pickles that arrive over it come from the other end.
+The process has a session of its own: a signal to the trainer's process group (Ctrl-C, `timeout`, a
+scheduler) does not reach it, and the trainer ends its whole group, with everything it has started.
+Each side notices at once when the other one ends.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ CLOSING_SECONDS = 10.0  # how long the object has to close before its process is
 
 
 class EngineEnded(RuntimeError):
-    """A process that samples has ended without being asked to. The message says which process, and how it ended."""
+    """A process that samples has ended without being asked to. The message says which process, and
+    how it ended.
+    """
 
 
 class EngineProcess:
-    """Makes `kind(**arguments)` in a new process and calls its methods there. It serves one thread at a time.
+    """Makes `kind(**arguments)` in a new process and calls its methods there. It serves one thread
+    at a time.
 
-    The process puts its temporary files into `folder`, and removes that folder if the trainer ends first.
+    The process puts its temporary files into `folder`, and removes that folder if the trainer ends
+    first.
     """
 
     def __init__(
@@ -46,11 +51,21 @@ class EngineProcess:
         folder: Path,
         environment: Mapping[str, str] = os.environ,
     ):
-        """Raises EngineEnded if the process ends, and RuntimeError with the message of an error that `kind` raised."""
+        """Raises EngineEnded if the process ends, and RuntimeError with the message of an error
+        that `kind` raised.
+        """
         self.name, self.answered, self.ended = name, True, ""
         self.socket, theirs = socket.socketpair()
         # With -P a file in the current folder cannot take the place of a library.
-        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid()), str(folder)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            __name__,
+            str(theirs.fileno()),
+            str(os.getpid()),
+            str(folder),
+        ]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -68,14 +83,16 @@ class EngineProcess:
             raise
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object and return its result. Raises RuntimeError with the message of an error that the
-        method raised, and EngineEnded if the process has ended."""
+        """Call a method of the object and return its result. Raises RuntimeError with the message
+        of an error that the method raised, and EngineEnded if the process has ended."""
         if self.ended:
             raise EngineEnded(self.ended)
         return self._exchange((method, arguments))
 
     def close(self) -> None:
-        """Let the object close, then end its process and everything that it started. May be called twice."""
+        """Let the object close, then end its process and everything that it started. May be called
+        twice.
+        """
         if self.process.returncode is None:
             self.socket.close()  # tells the process that there are no more calls
             if self.answered:
@@ -112,7 +129,9 @@ class EngineProcess:
                 self._notice()
 
     def _receive(self, size: int) -> bytes:
-        """Return the next `size` bytes, or raise EngineEnded. What the process sent before its end is still read."""
+        """Return the next `size` bytes, or raise EngineEnded. What the process sent before its end
+        is still read.
+        """
         data = bytearray()
         while len(data) < size:
             if self.socket.fileno() not in readable([self.socket.fileno(), self.end]):
@@ -128,14 +147,16 @@ class EngineProcess:
 
     def _notice(self) -> None:
         """Collect the process, which has ended, and raise EngineEnded."""
-        readable([self.end], CLOSING_SECONDS)  # its socket may close a moment before the process ends
+        # its socket may close a moment before the process ends
+        readable([self.end], CLOSING_SECONDS)
         code = self._collect()
         self.ended = f"{self.name} (process {self.process.pid}) {how_it_ended(code)}"
         raise EngineEnded(self.ended)
 
     def _collect(self) -> int:
         """End the process and all others of its group, and return its exit code."""
-        # This must come before `wait`: until a process is collected, its number cannot belong to another one.
+        # This must come before `wait`: until a process is collected, its number cannot belong to
+        # another one.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -155,7 +176,9 @@ def how_it_ended(code: int) -> str:
 
 
 def readable(files: list[int], seconds: float | None = None) -> list[int]:
-    """Wait until one of the files can be read or has ended, at most `seconds`, and return all such files."""
+    """Wait until one of the files can be read or has ended, at most `seconds`, and return all such
+    files.
+    """
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
@@ -185,8 +208,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def end_with(trainer: int, folder: str) -> None:
-    """Wait until the process `trainer` has ended in whatever way, then remove the folder and kill this process's
-    group."""
+    """Wait until the process `trainer` has ended in whatever way, then remove the folder and kill
+    this process's group."""
     handle = os.pidfd_open(trainer)
     if os.getppid() == trainer:
         readable([handle])
@@ -195,14 +218,17 @@ def end_with(trainer: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Serve one object; the command line holds the socket's number, the trainer's process number, and the folder."""
+    """Serve one object; the command line holds the socket's number, the trainer's process number,
+    and the folder.
+    """
     file, trainer, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(file, False)
     watcher = threading.Thread(target=end_with, args=(trainer, folder), daemon=True)
     watcher.start()
     with socket.socket(fileno=file) as connection, contextlib.suppress(ConnectionError):
         serve(connection)
-    # The trainer has closed its end or was killed. If it was killed, the watcher may end this group first.
+    # The trainer has closed its end or was killed. If it was killed, the watcher may end this group
+    # first.
     shutil.rmtree(folder, ignore_errors=True)
     watcher.join(0.2)
 

@@ -24,17 +24,20 @@ class NoRoom(EnvironmentFailed):
 
     def __init__(self, length: str, positions: int):
         where = f"in the {positions} positions of model and engine"
-        super().__init__(CUT["context"], f"its prompt of {length} leaves no room for a response {where}")
+        super().__init__(
+            CUT["context"], f"its prompt of {length} leaves no room for a response {where}"
+        )
 
 
 @dataclass
 class Seconds:
-    """Where the time of sampling and scoring went. Scoring cost nothing beyond `waited`, because it ran while the
-    engine sampled."""
+    """Where the time of sampling and scoring went. Scoring cost nothing beyond `waited`, because it
+    ran while the engine sampled."""
 
     sampling: float = 0.0  # seconds that the engine sampled
     scoring: float = 0.0  # seconds that the verifiers worked
-    waited: float = 0.0  # seconds spent waiting for verifiers, and for other ranks, with nothing left to sample
+    # seconds spent waiting for verifiers, and for other ranks, with nothing left to sample
+    waited: float = 0.0
     environments: float = 0.0  # seconds spent waiting for environments, a part of `sampling`
 
 
@@ -60,7 +63,9 @@ class Episode:
 
     def new_player(self) -> Player:
         """Return a player of its environment, which is made with the first call."""
-        return Player(lambda: self.task.environment(self.problem, self.position), self.task.step_seconds)
+        return Player(
+            lambda: self.task.environment(self.problem, self.position), self.task.step_seconds
+        )
 
     @property
     def own_turns(self) -> list[Turn]:
@@ -76,7 +81,8 @@ class Episode:
     def end(self, reason: str, verdict: str, answer: str = "") -> None:
         """End the episode with the rewards of its turns."""
         self.finish_reason = reason
-        total = math.fsum(turn.reward for turn in self.turns)  # ten times .1 is 1, which counts as solved
+        # ten times .1 is 1, which counts as solved
+        total = math.fsum(turn.reward for turn in self.turns)
         self.score = Score(total, verdict, answer)
 
     def add(self, name: str, value: float) -> None:
@@ -84,12 +90,13 @@ class Episode:
         self.measures[name] = self.measures.get(name, 0.0) + value
 
     def repeats(self, closing: list[Call]) -> bool:
-        """Play the episode a second time with the policy's words, and return whether its environment answers alike.
-        The closing of that environment is added to `closing`."""
+        """Play the episode a second time with the policy's words, and return whether its
+        environment answers alike. The closing of that environment is added to `closing`."""
         player = self.new_player()
         try:
             calls = [("reset", self.problem), *(("step", turn.text) for turn in self.own_turns)]
-            for call, before in zip(calls, self.player.answers, strict=False):  # the last turn may have no answer
+            # the last turn may have no answer
+            for call, before in zip(calls, self.player.answers, strict=False):
                 player.finish(player.begin(*call))
                 if player.answers[-1] != before:
                     return False
@@ -101,8 +108,8 @@ class Episode:
 
 
 def asked(episodes: list[Episode]) -> list[tuple[Episode, Call]]:
-    """Let the environments begin to answer to the last turns: as many of a task at the same time as it allows. The time
-    of a call that has to wait until others have ended begins after that."""
+    """Let the environments begin to answer to the last turns: as many of a task at the same time as
+    it allows. The time of a call that has to wait until others have ended begins after that."""
     running: dict[str, list[Call]] = defaultdict(list)
     begun = []
     for episode in episodes:

@@ -1,11 +1,13 @@
-"""Plays problems in their environments: samples the policy's turns, and lets the environments answer between them.
+"""Plays problems in their environments: samples the policy's turns, and lets the environments
+answer between them.
 
-A chunk of episodes goes through its turns together. All episodes sample their turn; all environments answer at the same
-time; those that go on sample the next turn, with the tokens of the answer behind their own. What is sampled so does not
-depend on how fast an environment is, and a run that is resumed samples its episodes again to the bit.
+A chunk of episodes goes through its turns together. All episodes sample their turn; all
+environments answer at the same time; those that go on sample the next turn, with the tokens of the
+answer behind their own. What is sampled so does not depend on how fast an environment is, and a run
+that is resumed samples its episodes again to the bit.
 
-Problems without an environment may be among them: they have one turn, and their responses are those that
-`Engine.generate` returns, to the bit.
+Problems without an environment may be among them: they have one turn, and their responses are those
+that `Engine.generate` returns, to the bit.
 """
 
 from __future__ import annotations
@@ -43,43 +45,72 @@ class Play:
         seed: tuple[int | str, ...],
         seconds: Seconds,
     ):
-        self.engine, self.policy, self.sampling, self.samples = engine, engine.policy, sampling, samples
+        self.engine, self.policy, self.sampling, self.samples = (
+            engine,
+            engine.policy,
+            sampling,
+            samples,
+        )
         self.seconds = seconds
-        tasks, every = task.environments(), [(problem, i) for problem in problems for i in range(samples)]
+        tasks, every = (
+            task.environments(),
+            [(problem, i) for problem in problems for i in range(samples)],
+        )
         self.episodes = [
-            Episode(place, p, i, (*seed, p.task, p.index, i), tasks.get(p.task)) for place, (p, i) in enumerate(every)
+            Episode(place, p, i, (*seed, p.task, p.index, i), tasks.get(p.task))
+            for place, (p, i) in enumerate(every)
         ]
-        self.positions = engine.positions  # reading it goes through all of the model's configuration
+        # reading it goes through all of the model's configuration
+        self.positions = engine.positions
         self.conversations: dict[str, Conversation] = {}
         self.closing: list[Call] = []  # the environments of second plays
 
-    def run(self, seed: tuple[int | str, ...], record_experts: bool, ended: Callable[[list[Episode]], None]) -> None:
-        """Play all episodes to their ends; `ended` is called with those that have ended, once for each. Environments
-        are closed when it returns, unless that takes them longer than `step_seconds`."""
+    def run(
+        self,
+        seed: tuple[int | str, ...],
+        record_experts: bool,
+        ended: Callable[[list[Episode]], None],
+    ) -> None:
+        """Play all episodes to their ends; `ended` is called with those that have ended, once for
+        each. Environments are closed when it returns, unless that takes them longer than
+        `step_seconds`."""
         try:
             self._begin()
             alive = [episode for episode in self.episodes if not episode.finish_reason]
             ended([episode for episode in self.episodes if episode.finish_reason])
             rows = [self._row(episode) for episode in alive]
-            whole_groups = len(alive) == len(self.episodes)  # else some have no row beside those of their group
+            # else some have no row beside those of their group
+            whole_groups = len(alive) == len(self.episodes)
             answer = partial(self._answer, ended)
-            self.engine.converse(rows, self.samples if whole_groups else 1, self.sampling, seed, record_experts, answer)
+            self.engine.converse(
+                rows,
+                self.samples if whole_groups else 1,
+                self.sampling,
+                seed,
+                record_experts,
+                answer,
+            )
             self._replay()
         finally:
             self._close()
 
     def _close(self) -> None:
-        """Close all environments at the same time, and wait for them: what they hold outside of this process, such as
-        containers, would outlive it otherwise."""
+        """Close all environments at the same time, and wait for them: what they hold outside of
+        this process, such as containers, would outlive it otherwise."""
         started = time.perf_counter()
-        closing = self.closing + [episode.player.close() for episode in self.episodes if episode.player]
+        closing = self.closing + [
+            episode.player.close() for episode in self.episodes if episode.player
+        ]
         if left := all_closed(closing):
-            log.warning("%d environments were not closed in time: what they hold may be left over", left)
+            log.warning(
+                "%d environments were not closed in time: what they hold may be left over", left
+            )
         self.seconds.environments += time.perf_counter() - started
 
     def _begin(self) -> None:
-        """Begin all episodes, and encode their prompts. Raises ValueError where the samples of a problem do not begin
-        alike, and for a prompt that leaves no room for a response where there is no environment."""
+        """Begin all episodes, and encode their prompts. Raises ValueError where the samples of a
+        problem do not begin alike, and for a prompt that leaves no room for a response where there
+        is no environment."""
         played = [episode for episode in self.episodes if episode.task]
         calls = []
         for episode in played:
@@ -97,7 +128,12 @@ class Play:
         self.seconds.environments += time.perf_counter() - started
         for group in grouped(self.episodes, self.samples):
             if begun := [episode for episode in group if not episode.finish_reason]:
-                encode(self.policy, begun, [texts.get(episode.place) for episode in begun], self.positions)
+                encode(
+                    self.policy,
+                    begun,
+                    [texts.get(episode.place) for episode in begun],
+                    self.positions,
+                )
 
     def _limit(self, episode: Episode) -> int:
         """Return how many tokens the policy may still write in an episode."""
@@ -126,8 +162,8 @@ class Play:
         )
 
     def _answer(self, ended: Callable[[list[Episode]], None], rows: list[Row]) -> list[Row]:
-        """Take the turns that the policy has sampled, let the environments answer, and return the rows of the episodes
-        that go on."""
+        """Take the turns that the policy has sampled, let the environments answer, and return the
+        rows of the episodes that go on."""
         waiting = []
         for row in rows:
             episode = self.episodes[row.place]
@@ -146,7 +182,9 @@ class Play:
         return [self._row(episode) for episode in episodes if not episode.finish_reason]
 
     def _take(self, episode: Episode, row: Row) -> None:
-        """Add the turn that the policy has sampled. The episode ends if it is cut off, or has no environment."""
+        """Add the turn that the policy has sampled. The episode ends if it is cut off, or has no
+        environment.
+        """
         reason = "length" if self._limit(episode) == self._left(episode) else "context"
         text = self._text(row.token_ids)
         episode.token_ids += row.token_ids
@@ -175,13 +213,17 @@ class Play:
             self._observe(episode, outcome.observation)
 
     def _observe(self, episode: Episode, text: str) -> None:
-        """Put the environment's turn behind the policy's. The episode ends if it leaves no room for another."""
+        """Put the environment's turn behind the policy's. The episode ends if it leaves no room for
+        another.
+        """
         role = episode.role
         if role not in self.conversations:
             self.conversations[role] = Conversation(
                 self.policy.tokenizer, self.policy.prompts, self.policy.stop_ids, role
             )
-        reply = self.conversations[role].reply(text, episode.token_ids[-1], episode.task.observation_tokens)
+        reply = self.conversations[role].reply(
+            text, episode.token_ids[-1], episode.task.observation_tokens
+        )
         episode.add("escaped", reply.escaped)
         episode.add("cut", reply.cut)
         added = len(reply.token_ids)
@@ -198,11 +240,17 @@ class Play:
         return self.policy.text(token_ids)
 
     def _replay(self) -> None:
-        """Play some episodes a second time with the policy's words, and note whether the environment answers alike."""
+        """Play some episodes a second time with the policy's words, and note whether the
+        environment answers alike.
+        """
         left: dict[str, int] = {}
         for episode in self.episodes:
             name = episode.problem.task
-            if episode.finish_reason == ENVIRONMENT or not episode.player or len(episode.player.answers) < 2:
+            if (
+                episode.finish_reason == ENVIRONMENT
+                or not episode.player
+                or len(episode.player.answers) < 2
+            ):
                 continue  # there is nothing to compare
             if left.setdefault(name, episode.task.replays):
                 left[name] -= 1
@@ -248,18 +296,21 @@ def play(
     finished: Callable[[list[Response]], None] | None = None,
     seconds: Seconds | None = None,
 ) -> list[list[Response]]:
-    """Play `samples` episodes of each problem, and return them group by group. The arguments are those of
-    `Engine.generate`. Episodes of environments have their scores; other responses have none yet.
+    """Play `samples` episodes of each problem, and return them group by group. The arguments are
+    those of `Engine.generate`. Episodes of environments have their scores; other responses have
+    none yet.
 
-    An episode whose environment failed, or began with more tokens than there is room for, has a score without reward.
-    Raises ValueError where the samples of a problem begin with different messages, and for a prompt that leaves no room
-    for a response where there is no environment."""
+    An episode whose environment failed, or began with more tokens than there is room for, has a
+    score without reward. Raises ValueError where the samples of a problem begin with different
+    messages, and for a prompt that leaves no room for a response where there is no environment."""
     responses: list[Response] = []
     for chunk in engine.chunks(problems, samples):
         playing = Play(engine, task, chunk, samples, sampling, seed, seconds or Seconds())
         made: dict[int, Response] = {}
 
-        def ended(episodes: list[Episode], playing: Play = playing, made: dict[int, Response] = made) -> None:
+        def ended(
+            episodes: list[Episode], playing: Play = playing, made: dict[int, Response] = made
+        ) -> None:
             new = {id(episode): playing.response(episode, policy_step) for episode in episodes}
             made |= new
             if finished and new:

@@ -1,7 +1,8 @@
-"""Rollout sources whose responses are older than the trainer's weights: partial rollouts, and stale batches.
+"""Rollout sources whose responses are older than the trainer's weights: partial rollouts, and stale
+batches.
 
-Which weights sample which token is a function of the settings and the seed. It does not depend on how fast anything
-runs, so a run can be repeated exactly.
+Which weights sample which token is a function of the settings and the seed. It does not depend on
+how fast anything runs, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from gspo.tasks.base import Task
 
 
 class PartialSource(OnPolicySource):
-    """Partial rollouts: no step waits for its longest responses (Kimi k1.5, arXiv:2501.12599, section 2.6.2).
+    """Partial rollouts: no step waits for its longest responses (Kimi k1.5, arXiv:2501.12599,
+    section 2.6.2).
 
-    The source keeps `rollout.in_flight` groups under way. At each step it begins new problems until there are so many;
-    then every unfinished response gets up to `rollout.token_budget` further tokens under the current weights; then the
-    P oldest groups in which every response has ended are trained on. While fewer than P groups have ended, further
-    rounds follow under the same weights. A response so consists of segments, each sampled by the policy of one step.
+    The source keeps `rollout.in_flight` groups under way. At each step it begins new problems until
+    there are so many; then every unfinished response gets up to `rollout.token_budget` further
+    tokens under the current weights; then the P oldest groups in which every response has ended are
+    trained on. While fewer than P groups have ended, further rounds follow under the same weights.
+    A response so consists of segments, each sampled by the policy of one step.
     """
 
     def __init__(
@@ -46,7 +49,8 @@ class PartialSource(OnPolicySource):
         behaviour_logprobs: BehaviourLogprobs | None = None,
     ):
         super().__init__(engine, task, settings, seed, sampler, behaviour_logprobs)
-        # groups under way, the oldest first, each with the number of the draw that its problem comes from
+        # groups under way, the oldest first, each with the number of the draw that its problem
+        # comes from
         self.unfinished: list[tuple[int, list[Response]]] = []
         self.drawn = 0  # how many batches of problems were drawn from the sampler
         self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
@@ -72,7 +76,9 @@ class PartialSource(OnPolicySource):
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
         rollout.filtered["ungraded"] = len(rollout.ungraded)
-        rollout.in_flight = sum(r.finish_reason == "budget" for _, group in self.unfinished for r in group)
+        rollout.in_flight = sum(
+            r.finish_reason == "budget" for _, group in self.unfinished for r in group
+        )
         self.problems.record(rollout.groups)
         return rollout
 
@@ -85,20 +91,30 @@ class PartialSource(OnPolicySource):
                 self.not_begun = self.problems.take(self.drawn)
                 if self.problems.max_prompt_tokens is not None:
                     skipped = self.problems.skipped(self.not_begun)
-                    rollout.filtered["prompt_too_long"] = rollout.filtered.get("prompt_too_long", 0) + skipped
+                    rollout.filtered["prompt_too_long"] = (
+                        rollout.filtered.get("prompt_too_long", 0) + skipped
+                    )
             begun.append((self.drawn, self.not_begun.pop(0)))
         return begun
 
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
-        """Sample up to `token_budget` tokens for every unfinished response, and for the groups that begin now."""
+        """Sample up to `token_budget` tokens for every unfinished response, and for the groups that
+        begin now.
+        """
         started = time.perf_counter()
         settings, ranks = self.settings, self.engine.ranks
         sampling = settings.sampling(step)
         touched: list[Response] = []
-        # One draw at a time, because the random numbers of a query set's problem depend on the visit.
+        # One draw at a time, because the random numbers of a query set's problem depend on the
+        # visit.
         for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
             mine = [g for d, g in self.unfinished if d == draw]
-            cut = [(group, i) for group in mine for i, r in enumerate(group) if r.finish_reason == "budget"]
+            cut = [
+                (group, i)
+                for group in mine
+                for i, r in enumerate(group)
+                if r.finish_reason == "budget"
+            ]
             further = self.engine.extend(
                 ranks.own([group[i] for group, i in cut]),
                 sampling,
@@ -130,7 +146,9 @@ class PartialSource(OnPolicySource):
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
-        """Return the sampler's state, the number of draws, and the drawn problems that were not begun yet."""
+        """Return the sampler's state, the number of draws, and the drawn problems that were not
+        begun yet.
+        """
         waiting = [problem.index for problem in self.not_begun]
         return {"problems": super().state(), "drawn": self.drawn, "waiting": waiting}
 
@@ -138,7 +156,9 @@ class PartialSource(OnPolicySource):
         """Restore what `state` returned after `step`."""
         super().load_state(state["problems"], step)
         self.drawn = state["drawn"]
-        self.not_begun = [self.task.problem(self.seed, "train", index) for index in state["waiting"]]
+        self.not_begun = [
+            self.task.problem(self.seed, "train", index) for index in state["waiting"]
+        ]
 
     def pending(self) -> PendingRollouts:
         """Return the groups under way."""
@@ -155,26 +175,32 @@ def ended(group: list[Response]) -> bool:
 
 
 class StaleSource:
-    """Hands over batches that the policy of k = `staleness` steps ago sampled, as in asynchronous training.
+    """Hands over batches that the policy of k = `staleness` steps ago sampled, as in asynchronous
+    training.
 
-    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7: in general from those after
-    step s - 1 - k, and for the first k + 1 steps from those at the start. So k batches wait between two steps. With
-    `overlap` a thread of its own samples the next batch while the trainer works, from a copy of the weights (engines
-    release Python's lock while they compute). That changes no number.
+    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7: in
+    general from those after step s - 1 - k, and for the first k + 1 steps from those at the start.
+    So k batches wait between two steps. With `overlap` a thread of its own samples the next batch
+    while the trainer works, from a copy of the weights (engines release Python's lock while they
+    compute). That changes no number.
 
-    `inner` is the source that samples; `trained` is the trainer's policy. With `overlap` the engine of `inner` must
-    sample from a copy of it.
+    `inner` is the source that samples; `trained` is the trainer's policy. With `overlap` the engine
+    of `inner` must sample from a copy of it.
     """
 
     def __init__(self, inner: OnPolicySource, trained: Policy, staleness: int, overlap: bool):
         if overlap and inner.engine.policy is trained:
-            raise ValueError("an engine that samples beside the training needs a copy of the policy")
+            raise ValueError(
+                "an engine that samples beside the training needs a copy of the policy"
+            )
         self.inner, self.trained, self.staleness = inner, trained, staleness
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
         self.stream = OwnStream(trained.device) if overlap else None
-        self.batches: dict[int, Rollout | Future[Rollout]] = {}  # by the step that will train on them
+        # by the step that will train on them
+        self.batches: dict[int, Rollout | Future[Rollout]] = {}
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
-        self.waited = 0.0  # seconds that a checkpoint waited for batches: counted with the next rollout
+        # seconds that a checkpoint waited for batches: counted with the next rollout
+        self.waited = 0.0
 
     exact = False  # the weights that sample are older than those of the step
     record_experts = False  # the trainer turns this on for an exact source only
@@ -195,8 +221,11 @@ class StaleSource:
         return self.inner.settings
 
     def next(self, step: int) -> Rollout:
-        """Return the scored groups of a step. An exception that sampling them raised is raised here."""
-        for due in range(self.sampled + 1, step + self.staleness + 1):  # those that `update` has not begun already
+        """Return the scored groups of a step. An exception that sampling them raised is raised
+        here.
+        """
+        # those that `update` has not begun already
+        for due in range(self.sampled + 1, step + self.staleness + 1):
             self._begin(due, None)
         started = time.perf_counter()
         rollout = _result(self.batches.pop(step))
@@ -206,7 +235,9 @@ class StaleSource:
         return rollout
 
     def update(self, step: int) -> None:
-        """Take over the weights after a step: at once, or with `overlap` for the next batch that the thread samples."""
+        """Take over the weights after a step: at once, or with `overlap` for the next batch that
+        the thread samples.
+        """
         if not self.thread:
             self.inner.update(step)
             return
@@ -214,13 +245,19 @@ class StaleSource:
         self._begin(step + self.staleness + 1, (step, weights))
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if the engine's weights are not the trainer's; called before anything is sampled."""
+        """Raise RuntimeError if the engine's weights are not the trainer's; called before anything
+        is sampled.
+        """
         self.inner.check(step)
 
     def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
-        """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the weights after it."""
+        """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the
+        weights after it.
+        """
         if self.thread:
-            self.batches[due] = self.thread.submit(self._sample_beside, due, new, self.stream.queued())
+            self.batches[due] = self.thread.submit(
+                self._sample_beside, due, new, self.stream.queued()
+            )
         else:
             self.batches[due] = self.inner.next(due)
         self.sampled = due
@@ -228,9 +265,11 @@ class StaleSource:
     def _sample_beside(
         self, due: int, new: tuple[int, dict[str, Tensor]] | None, queued: torch.cuda.Event | None
     ) -> Rollout:
-        """Load new weights into the engine, if there are any, and sample the batch of step `due`. The thread calls it.
+        """Load new weights into the engine, if there are any, and sample the batch of step `due`.
+        The thread calls it.
 
-        Both begin once the trainer's work up to `queued` is done, which includes the copies of the weights."""
+        Both begin once the trainer's work up to `queued` is done, which includes the copies of the
+        weights."""
         step, weights = new or (0, {})
         with self.stream.after(queued, weights.values()):
             if new:
@@ -259,8 +298,9 @@ class StaleSource:
         self.inner.restore_pending(pending)
 
     def _finished_batches(self) -> dict[int, Rollout]:
-        """Wait for the batch that is being sampled, and return all batches. Raises what sampling one of them raised: a
-        checkpoint without that batch would have it sampled again from newer weights."""
+        """Wait for the batch that is being sampled, and return all batches. Raises what sampling
+        one of them raised: a checkpoint without that batch would have it sampled again from newer
+        weights."""
         started = time.perf_counter()
         finished = {step: _result(rollout) for step, rollout in sorted(self.batches.items())}
         self.waited += time.perf_counter() - started
@@ -287,8 +327,8 @@ def make_source(
     behaviour_logprobs: BehaviourLogprobs | None = None,
     trained: Policy | None = None,
 ) -> RolloutSource:
-    """Return the source that the settings ask for. `trained` is the trainer's policy where the engine samples from a
-    copy of it."""
+    """Return the source that the settings ask for. `trained` is the trainer's policy where the
+    engine samples from a copy of it."""
     if settings.token_budget:
         kind = PartialSource
     else:

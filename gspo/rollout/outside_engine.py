@@ -1,13 +1,13 @@
-"""The base class of engines outside the trainer's process: how rows go to them and weights are handed over, by one rank
-or several.
+"""The base class of engines outside the trainer's process: how rows go to them and weights are
+handed over, by one rank or several.
 
-For example, two ranks each have a vLLM of their own. Both go through the trainer's weights tensor by tensor, because
-weights that are spread over ranks are whole for a moment only, and each writes them, piece by piece, to a folder from
-which its vLLM loads them. Where two ranks share an engine, the first of them alone speaks to it: it samples both ranks'
-rows, and deals out what was sampled.
+For example, two ranks each have a vLLM of their own. Both go through the trainer's weights tensor
+by tensor, because weights that are spread over ranks are whole for a moment only, and each writes
+them, piece by piece, to a folder from which its vLLM loads them. Where two ranks share an engine,
+the first of them alone speaks to it: it samples both ranks' rows, and deals out what was sampled.
 
-Every rank goes through every call, and in step with the others: if the engine of one has ended, all raise the same
-EngineEnded.
+Every rank goes through every call, and in step with the others: if the engine of one has ended, all
+raise the same EngineEnded.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class Calls:
 class OutsideEngine(Engine):
     """Samples in another process, and hands weights over to it.
 
-    `sharers` are the neighbouring ranks that sample with the same engine, the first of them for all. A rank that hands
-    weights over has a `folder` to do so, the others have none.
+    `sharers` are the neighbouring ranks that sample with the same engine, the first of them for
+    all. A rank that hands weights over has a `folder` to do so, the others have none.
     """
 
     shares_weights = False
-    knows_text = False  # whether the engine has a tokenizer, by which it can end a response at a stop string itself
+    # whether the engine has a tokenizer, by which it can end a response at a stop string itself
+    knows_text = False
     in_chunks = False
     folder: WeightsFolder | None = None
 
@@ -72,19 +73,23 @@ class OutsideEngine(Engine):
         self.batch_rows = settings.batch_rows
         self.shapes = policy.shapes()
         self.tied = tied_names(policy.model)
-        self.stored: torch.dtype | None = None  # the precision that the engine stores all weights in, if it is one
+        # the precision that the engine stores all weights in, if it is one
+        self.stored: torch.dtype | None = None
 
     @abstractmethod
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine and return its result. Raises EngineEnded if the engine has ended."""
+        """Call a method of the engine and return its result. Raises EngineEnded if the engine has
+        ended.
+        """
 
     def wake(self) -> None:
         """Take back what `rest` gave away."""
 
-    # ------------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------------------------
+    # weights
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample from these weights from now on. Raises ValueError for names or shapes that are not those of the
-        policy's model, about which vLLM would only warn.
+        """Sample from these weights from now on. Raises ValueError for names or shapes that are not
+        those of the policy's model, about which vLLM would only warn.
 
         All ranks must go through the tensors together. None holds more than a piece of them."""
         self.wake()
@@ -99,11 +104,16 @@ class OutsideEngine(Engine):
             calls(self._forget_prefixes)
         self._agree(calls)
         if wrong:
-            raise ValueError(f"weights do not belong to this model, or are missing: {', '.join(sorted(wrong))}")
+            raise ValueError(
+                f"weights do not belong to this model, or are missing: {', '.join(sorted(wrong))}"
+            )
 
-    def _own(self, named_tensors: Iterable[tuple[str, Tensor]], wrong: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that belong to the model, without those tied to an earlier one. What is `wrong`, at first
-        every name of the model, is at the end the names that were missing, unknown or of another shape."""
+    def _own(
+        self, named_tensors: Iterable[tuple[str, Tensor]], wrong: set[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that belong to the model, without those tied to an earlier one. What is
+        `wrong`, at first every name of the model, is at the end the names that were missing,
+        unknown or of another shape."""
         for name, tensor in named_tensors:
             if self.shapes.get(name) != tensor.shape:
                 wrong.add(name)
@@ -114,7 +124,10 @@ class OutsideEngine(Engine):
 
     def _hand_over(self, piece: dict[str, Tensor]) -> None:
         """Let the engine load a piece of the weights, in the precision that it stores."""
-        on_cpu = {name: tensor.detach().to("cpu", self.stored or tensor.dtype) for name, tensor in piece.items()}
+        on_cpu = {
+            name: tensor.detach().to("cpu", self.stored or tensor.dtype)
+            for name, tensor in piece.items()
+        }
         path = self.folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()
@@ -134,7 +147,8 @@ class OutsideEngine(Engine):
         if ended := next((text for text in self.ranks.gathered(calls.ended) if text), ""):
             raise EngineEnded(ended)
 
-    # ------------------------------------------------------------------------------------------------------ sampling
+    # ------------------------------------------------------------------------------------------------------
+    # sampling
     def _most(self, count: int) -> int:
         return max(self.ranks.gathered(count))
 
@@ -149,7 +163,9 @@ class OutsideEngine(Engine):
     ) -> None:
         """Sample all rows, each as a request of its own: vLLM finds equal prefixes by itself."""
         if record_experts and not self.settings.routes:
-            raise ValueError("rollout.routes=false: this engine keeps no experts; set rollout.routes=true")
+            raise ValueError(
+                "rollout.routes=false: this engine keeps no experts; set rollout.routes=true"
+            )
         self.wake()
         calls = Calls()
         requests = [(row.prefix_ids, self._params(row, sampling, seed)) for row in rows]
@@ -170,15 +186,18 @@ class OutsideEngine(Engine):
         policy_step: int = 0,
         finished: Callable[[list[Response]], None] | None = None,
     ) -> Iterator[list[list[Response]]]:
-        """Yield groups as they become whole, in any order. The engine always holds more requests than it samples at
-        once, until there are no more, so that none of its places is empty while a long response ends.
+        """Yield groups as they become whole, in any order. The engine always holds more requests
+        than it samples at once, until there are no more, so that none of its places is empty while
+        a long response ends.
 
         This is for one process. An engine whose stream was broken off must be closed."""
         if self.ranks.count > 1:
             raise ValueError("an engine that several ranks share does not stream: use generate")
         self.wake()
         waiting = deque(problems)
-        requests = UnderWay(self.policy, self._ask, lambda row: self._params(row, sampling, seed), self._check_room)
+        requests = UnderWay(
+            self.policy, self._ask, lambda row: self._params(row, sampling, seed), self._check_room
+        )
         while waiting or requests.rows:
             while waiting and len(requests.rows) < HELD * self.batch_rows:
                 requests.add(waiting.popleft(), group_size, sampling)
@@ -189,14 +208,21 @@ class OutsideEngine(Engine):
                 yield whole
 
     def _sample_for_all(self, asked: list[list[Request]]) -> list[list]:
-        """Sample the requests of all sharers together, and return what was sampled for each of them."""
+        """Sample the requests of all sharers together, and return what was sampled for each of
+        them.
+        """
         requests = [request for own in asked for request in own]
-        sampled = iter(self._ask("generate", [r[0] for r in requests], [r[1] for r in requests]) if requests else ())
+        sampled = iter(
+            self._ask("generate", [r[0] for r in requests], [r[1] for r in requests])
+            if requests
+            else ()
+        )
         return [[next(sampled) for _ in own] for own in asked]
 
     def _params(self, row: Row, sampling: Sampling, seed: tuple[int | str, ...]) -> dict[str, Any]:
         """Return the arguments of vLLM's SamplingParams for a row."""
-        # vLLM takes signed 64-bit numbers and reads -1 as "no seed": the shift leaves non-negative ones.
+        # vLLM takes signed 64-bit numbers and reads -1 as "no seed": the shift leaves non-negative
+        # ones.
         own_seed = seed_for(*seed, row.problem.task, row.problem.index, row.sample, row.done) >> 1
         params = {
             "temperature": sampling.temperature,
@@ -211,8 +237,12 @@ class OutsideEngine(Engine):
         return params | sampling.rules
 
 
-def in_pieces(named_tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
-    """Cut a stream of tensors into pieces of at most `most` bytes each, or of a single larger tensor."""
+def in_pieces(
+    named_tensors: Iterable[tuple[str, Tensor]], most: float
+) -> Iterator[dict[str, Tensor]]:
+    """Cut a stream of tensors into pieces of at most `most` bytes each, or of a single larger
+    tensor.
+    """
     piece, size = {}, 0
     for name, tensor in named_tensors:
         bytes_ = tensor.numel() * tensor.element_size()
@@ -226,8 +256,8 @@ def in_pieces(named_tensors: Iterable[tuple[str, Tensor]], most: float) -> Itera
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are the same as one with an earlier name. An engine loads these once, under
-    the first name."""
+    """Return the names of parameters that are the same as one with an earlier name. An engine loads
+    these once, under the first name."""
     first: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in names if first.setdefault(id(parameter), name) != name}

@@ -1,4 +1,5 @@
-"""Reads and writes the part of a checkpoint that holds pending rollouts: what was sampled and not yet trained on.
+"""Reads and writes the part of a checkpoint that holds pending rollouts: what was sampled and not
+yet trained on.
 
 <checkpoint>/held.json   texts and numbers
 <checkpoint>/held.npz    log-probs and experts of all responses, end to end
@@ -19,7 +20,8 @@ from gspo.core.types import Problem, Response, Score, Turn
 from gspo.core.untrusted import LONG, parse_json, read_bytes
 from gspo.rollout.source import PendingRollouts, Rollout
 
-ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")  # fields of Response that are arrays
+# fields of Response that are arrays
+ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")
 NUMBERS = (  # fields of Rollout beside its responses
     "rollout_s",
     "score_s",
@@ -47,7 +49,11 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
                 arrays[name].append(array)
                 lengths[name] = len(array)
         score = asdict(response.score) if response.score else None
-        plain = {key: value for key, value in vars(response).items() if key not in (*ARRAYS, "problem", "score")}
+        plain = {
+            key: value
+            for key, value in vars(response).items()
+            if key not in (*ARRAYS, "problem", "score")
+        }
         plain["turns"] = [asdict(turn) for turn in response.turns]
         return plain | {"problem": response.problem.index, "score": score, "lengths": lengths}
 
@@ -61,12 +67,16 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
         },
         "groups": [[draw, [kept(r) for r in group]] for draw, group in pending.groups],
     }
-    np.savez(folder / "held.npz", **{name: np.concatenate(pieces) for name, pieces in arrays.items() if pieces})
+    np.savez(
+        folder / "held.npz",
+        **{name: np.concatenate(pieces) for name, pieces in arrays.items() if pieces},
+    )
     (folder / "held.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRollouts:
-    """Read what `save_pending` wrote, equal to the bit; `problem` returns the training problem of an index.
+    """Read what `save_pending` wrote, equal to the bit; `problem` returns the training problem of
+    an index.
 
     Raises ValueError for files that `save_pending` does not write."""
     if not (folder / "held.json").exists():
@@ -75,7 +85,9 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
     with np.load(folder / "held.npz", allow_pickle=False) as file:
         # A compressed file of a megabyte could unpack to gigabytes.
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):
-            raise ValueError(f"{folder / 'held.npz'} is compressed, which is never written: it is damaged")
+            raise ValueError(
+                f"{folder / 'held.npz'} is compressed, which is never written: it is damaged"
+            )
         arrays = {name: file[name] for name in file.files}
     read = dict.fromkeys(ARRAYS, 0)  # how many rows of each array the responses so far have used
 
@@ -91,9 +103,12 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
         return Response(**{"logprobs": None} | kept | own, score=Score(**score) if score else None)
 
     rollouts = {}
-    for step, rollout in content["rollouts"].items():  # in the order in which the arrays were written
+    # in the order in which the arrays were written
+    for step, rollout in content["rollouts"].items():
         groups = [[response(r) for r in group] for group in rollout.pop("groups")]
         dropped = [[response(r) for r in group] for group in rollout.pop("dropped")]
         ungraded = [response(r) for r in rollout.pop("ungraded")]
         rollouts[int(step)] = Rollout(groups, dropped=dropped, ungraded=ungraded, **rollout)
-    return PendingRollouts(rollouts, [(draw, [response(r) for r in group]) for draw, group in content["groups"]])
+    return PendingRollouts(
+        rollouts, [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
+    )

@@ -1,4 +1,5 @@
-"""Responses while they are being sampled: how tokens are drawn, what a row is conditioned on, and how it ends.
+"""Responses while they are being sampled: how tokens are drawn, what a row is conditioned on, and
+how it ends.
 
 Shape suffixes: L MoE layers, K experts per token.
 """
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sampling(Truncation):
-    """How responses are sampled. Temperature 0 means greedy. Log-probs are those at the sampling temperature, and those
-    at temperature 1 for greedy responses; they are of the whole distribution, whatever tokens are left out in drawing
-    (gspo.rollout.truncation)."""
+    """How responses are sampled. Temperature 0 means greedy. Log-probs are those at the sampling
+    temperature, and those at temperature 1 for greedy responses; they are of the whole
+    distribution, whatever tokens are left out in drawing (gspo.rollout.truncation)."""
 
     temperature: float = 1.0
     max_new_tokens: int = 80
-    budget: int = 0  # the largest number of tokens sampled in one call, the rest in later ones; 0: no such limit
+    # the largest number of tokens sampled in one call, the rest in later ones; 0: no such limit
+    budget: int = 0
     stop: tuple[str, ...] = ()  # strings that end a response: gspo.rollout.stop_strings
 
     def __post_init__(self):
@@ -45,7 +47,9 @@ class Sampling(Truncation):
 
 @dataclass
 class Row:
-    """One response that is being sampled: what it is conditioned on, and the tokens sampled in this call."""
+    """One response that is being sampled: what it is conditioned on, and the tokens sampled in this
+    call.
+    """
 
     problem: Problem
     sample: int
@@ -54,20 +58,24 @@ class Row:
     limit: int  # tokens that this call may add
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)  # pieces [positions fed, L, K], to be put end to end
+    # pieces [positions fed, L, K], to be put end to end
+    experts: list[np.ndarray] = field(default_factory=list)
     place: int = 0  # the number of its episode in a conversation
     rendered: str = ""  # the prompt of a new response as the policy sees it
-    begins_turn: bool = False  # whether what it samples is a turn of its own, in which a stop string must be whole
+    # whether what it samples is a turn of its own, in which a stop string must be whole
+    begins_turn: bool = False
 
     def watch(self, policy: Policy, sampling: Sampling) -> StopWatch:
-        """Return what finds the stop strings in this row's response; it has read what earlier calls sampled."""
+        """Return what finds the stop strings in this row's response; it has read what earlier calls
+        sampled.
+        """
         before = 0 if self.begins_turn else self.done
         earlier = self.prefix_ids[len(self.prefix_ids) - before :]
         return StopWatch(policy.tokenizer, policy.textless_ids, sampling.stop, earlier)
 
     def ends_turn(self, policy: Policy, sampling: Sampling) -> bool:
-        """Return whether the last token ends the response, or the policy's turn: an end-of-sequence token, or one that
-        completes a stop string."""
+        """Return whether the last token ends the response, or the policy's turn: an end-of-sequence
+        token, or one that completes a stop string."""
         *others, last = self.token_ids
         if last in policy.stop_ids or not sampling.stop:
             return last in policy.stop_ids
@@ -84,16 +92,23 @@ class Row:
                 return
 
 
-def new_rows(policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling) -> list[Row]:
-    """Return rows for new responses, group by group. Raises ValueError for a problem with an empty prompt."""
+def new_rows(
+    policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling
+) -> list[Row]:
+    """Return rows for new responses, group by group. Raises ValueError for a problem with an empty
+    prompt.
+    """
     rows = []
     for problem in problems:
         prompt_ids = policy.encode_prompt(problem.prompt)
         if not prompt_ids:
-            raise ValueError(f"problem {problem.index} of task {problem.task!r} has an empty prompt")
+            raise ValueError(
+                f"problem {problem.index} of task {problem.task!r} has an empty prompt"
+            )
         rendered = policy.rendered(prompt_ids)
         rows += [
-            Row(problem, sample, prompt_ids, 0, sampling.limit(), rendered=rendered) for sample in range(group_size)
+            Row(problem, sample, prompt_ids, 0, sampling.limit(), rendered=rendered)
+            for sample in range(group_size)
         ]
     return rows
 
@@ -102,16 +117,26 @@ def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
     """Return rows that continue responses. Raises ValueError for a response that has ended."""
     for r in responses:
         if r.finish_reason != "budget":
-            raise ValueError(f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})")
+            raise ValueError(
+                f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})"
+            )
     return [
-        Row(r.problem, r.sample, r.prompt_ids + r.token_ids, len(r.token_ids), sampling.limit(len(r.token_ids)))
+        Row(
+            r.problem,
+            r.sample,
+            r.prompt_ids + r.token_ids,
+            len(r.token_ids),
+            sampling.limit(len(r.token_ids)),
+        )
         for r in responses
     ]
 
 
-def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None) -> Response:
-    """Turn a row into a response; `before` is the response that it continues, None for a new one. Each position keeps
-    the experts of the pass that predicted its next token."""
+def to_response(
+    policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None
+) -> Response:
+    """Turn a row into a response; `before` is the response that it continues, None for a new one.
+    Each position keeps the experts of the pass that predicted its next token."""
     token_ids = (before.token_ids if before else []) + row.token_ids
     logprobs = np.array(row.logprobs, dtype=np.float32)
     experts = np.concatenate(row.experts) if row.experts else None
@@ -122,7 +147,9 @@ def to_response(policy: Policy, row: Row, sampling: Sampling, policy_step: int, 
         segments = [*segments, (policy_step, len(row.token_ids))]
         if experts is not None:
             if before.experts is None:
-                raise ValueError(f"response {row.sample} to problem {row.problem.index} began without record_experts")
+                raise ValueError(
+                    f"response {row.sample} to problem {row.problem.index} began without record_experts"
+                )
             experts = np.concatenate([before.experts, experts[len(before.experts) :]])
     ended = "stop" if row.ends_turn(policy, sampling) else "budget"
     if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:

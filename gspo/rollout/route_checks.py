@@ -1,7 +1,8 @@
 """Checks whether the experts that an engine returned can be what its routers chose.
 
-Engines have returned arrays of the right shape that were filled with zeros, or that held one layer's choice for all
-layers. A run that trains on such routes only gets worse without any error, so they are checked before they are used.
+Engines have returned arrays of the right shape that were filled with zeros, or that held one
+layer's choice for all layers. A run that trains on such routes only gets worse without any error,
+so they are checked before they are used.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ UNKNOWN = -1  # stands in place of an expert where the engine recorded none
 def check_routes(responses: list[Response], layers: int, top_k: int, experts: int) -> None:
     """Raise RuntimeError, in one line, for experts that no router can have chosen.
 
-    Every response's `experts` must be an array [prompt + T - 1, layers, top_k] of whole numbers in 0..experts-1 that
-    differ at each position and layer. Taken over all responses, the routes must vary between positions, and between
-    layers if there are several.
+    Every response's `experts` must be an array [prompt + T - 1, layers, top_k] of whole numbers in
+    0..experts-1 that differ at each position and layer. Taken over all responses, the routes must
+    vary between positions, and between layers if there are several.
     """
     for r in responses:
         where = f"response {r.sample} to problem {r.problem.index} of task {r.problem.task!r}"

@@ -1,7 +1,9 @@
-"""Sampling and scoring at the same time: while the engine samples, the verifiers score responses that have ended.
+"""Sampling and scoring at the same time: while the engine samples, the verifiers score responses
+that have ended.
 
-Verifiers that run programs wait for other processes, and the engine's arithmetic releases Python's lock, so the two
-overlap on a machine with a core to spare. The scores are the same as if all sampling came first.
+Verifiers that run programs wait for other processes, and the engine's arithmetic releases Python's
+lock, so the two overlap on a machine with a core to spare. The scores are the same as if all
+sampling came first.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from gspo.rollout.requests import Sampling
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
-Waiting = deque[tuple[Groups, list[Future[None]]]]  # groups, and what has to be done before they are scored
+# groups, and what has to be done before they are scored
+Waiting = deque[tuple[Groups, list[Future[None]]]]
 
 
 def scored_chunks(
@@ -39,11 +42,13 @@ def scored_chunks(
     seconds: Seconds | None = None,
     record_experts: bool = False,
 ) -> Iterator[Groups]:
-    """Sample and score groups of `samples` responses to each problem, and yield them chunk by chunk, in order.
+    """Sample and score groups of `samples` responses to each problem, and yield them chunk by
+    chunk, in order.
 
-    `chunk` is a number of problems; by default it is as many as the engines of all ranks sample at once, which changes
-    neither what they compute nor how fast. Every rank samples and scores its share, and gets the groups of all. Times
-    are added to `seconds`. An exception of a verifier is raised here."""
+    `chunk` is a number of problems; by default it is as many as the engines of all ranks sample at
+    once, which changes neither what they compute nor how fast. Every rank samples and scores its
+    share, and gets the groups of all. Times are added to `seconds`. An exception of a verifier is
+    raised here."""
     ranks = engine.ranks
     chunk, seconds = chunk or at_once(engine, samples) * ranks.count, seconds or Seconds()
     before, waiting = None, []
@@ -53,7 +58,16 @@ def scored_chunks(
             started, grading = time.perf_counter(), Grading(thread, task, seconds)
             some = ranks.own(problems[start : start + chunk])
             groups = sample(
-                engine, task, some, samples, sampling, seed, policy_step, record_experts, grading.add, seconds
+                engine,
+                task,
+                some,
+                samples,
+                sampling,
+                seed,
+                policy_step,
+                record_experts,
+                grading.add,
+                seconds,
             )
             seconds.sampling += time.perf_counter() - started
             if before:
@@ -77,7 +91,9 @@ def sample(
     finished: Callable[[list[Response]], None] | None = None,
     seconds: Seconds | None = None,
 ) -> Groups:
-    """Sample groups of `samples` responses to each problem: episodes where a problem is played in an environment."""
+    """Sample groups of `samples` responses to each problem: episodes where a problem is played in
+    an environment.
+    """
     if task.environments():
         return play(
             engine,
@@ -92,7 +108,13 @@ def sample(
             seconds=seconds,
         )
     return engine.generate(
-        problems, samples, sampling, seed, policy_step, record_experts=record_experts, finished=finished
+        problems,
+        samples,
+        sampling,
+        seed,
+        policy_step,
+        record_experts=record_experts,
+        finished=finished,
     )
 
 
@@ -124,19 +146,24 @@ def scored_stream(
     *,
     policy_step: int = 0,
 ) -> Iterator[Groups]:
-    """Sample and score as `scored_chunks` does, and yield scored groups as soon as the engine's stream gives them. The
-    engine waits for the verifiers only if they are a whole batch behind it.
+    """Sample and score as `scored_chunks` does, and yield scored groups as soon as the engine's
+    stream gives them. The engine waits for the verifiers only if they are a whole batch behind it.
 
-    Where Ctrl-C or the end of the engine ends the sampling, groups that are whole are still scored and yielded before
-    KeyboardInterrupt or EngineEnded is raised. An exception of a verifier is raised here."""
+    Where Ctrl-C or the end of the engine ends the sampling, groups that are whole are still scored
+    and yielded before KeyboardInterrupt or EngineEnded is raised. An exception of a verifier is
+    raised here."""
     thread, ended = ThreadPoolExecutor(1, thread_name_prefix="scoring"), None
     grading = Grading(thread, task, Seconds())
     waiting: Waiting = deque()
     try:
         try:
-            for groups in stream(engine, task, problems, samples, sampling, seed, policy_step, grading.add):
+            for groups in stream(
+                engine, task, problems, samples, sampling, seed, policy_step, grading.add
+            ):
                 waiting.append((groups, grading.taken()))
-                while waiting and (all(f.done() for f in waiting[0][1]) or count(waiting) > engine.batch_rows):
+                while waiting and (
+                    all(f.done() for f in waiting[0][1]) or count(waiting) > engine.batch_rows
+                ):
                     yield first_scored(waiting)
         except (KeyboardInterrupt, EngineEnded) as error:
             ended = error
@@ -163,8 +190,8 @@ def first_scored(waiting: Waiting) -> Groups:
 
 
 class Grading:
-    """Scores the responses of one chunk in a thread. Those that end while the verifiers are busy are their next
-    batch."""
+    """Scores the responses of one chunk in a thread. Those that end while the verifiers are busy
+    are their next batch."""
 
     def __init__(self, thread: ThreadPoolExecutor, task: Task, seconds: Seconds):
         self.thread, self.task, self.seconds = thread, task, seconds
@@ -193,8 +220,8 @@ class Grading:
         return taken
 
     def groups(self, own: Groups, ranks: Ranks) -> Groups:
-        """Wait until all responses of this rank's groups are scored, and of the other ranks; return the groups of all.
-        Raises what a verifier raised."""
+        """Wait until all responses of this rank's groups are scored, and of the other ranks; return
+        the groups of all. Raises what a verifier raised."""
         started = time.perf_counter()
         try:
             for future in self.futures:
@@ -210,11 +237,13 @@ def at_once(engine: Engine, samples: int) -> int:
 
 
 def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
-    """Give every response its verifier's score; episodes have theirs from their environments. With `ranks` all of them
-    have these responses, and each scores its share."""
+    """Give every response its verifier's score; episodes have theirs from their environments. With
+    `ranks` all of them have these responses, and each scores its share."""
     ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
     is_asked = task.truncated_reward is None
-    scores = task.score([(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.own(responses)])
+    scores = task.score(
+        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.own(responses)]
+    )
     for response, verdict in zip(responses, ranks.merged(scores), strict=True):
         if verdict.verdict == "truncated" and not is_asked:
             verdict = replace(verdict, reward=task.truncated_reward)

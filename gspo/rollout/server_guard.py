@@ -1,9 +1,11 @@
-"""Lets only its owner's trainers use a vLLM server: the key, and the layer of the server that asks for it.
+"""Lets only its owner's trainers use a vLLM server: the key, and the layer of the server that asks
+for it.
 
-`gspo serve` writes a random key into the server's folder, which no other user can read. The key is never sent. On each
-connection the server first proves to the trainer that it knows the key, for a random number of the trainer's. Then the
-trainer signs its request. Both sign the address at which the server has the connection, so that nobody in between can
-pass proofs on. So neither prompts nor requests go to whoever else listens at an address, or takes a port over.
+`gspo serve` writes a random key into the server's folder, which no other user can read. The key is
+never sent. On each connection the server first proves to the trainer that it knows the key, for a
+random number of the trainer's. Then the trainer signs its request. Both sign the address at which
+the server has the connection, so that nobody in between can pass proofs on. So neither prompts nor
+requests go to whoever else listens at an address, or takes a port over.
 
 vLLM imports `Guard` by its name (`vllm serve --middleware`). This module needs no vLLM.
 """
@@ -20,8 +22,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-DESCRIPTION = "GSPO_SERVER"  # the environment variable that names the file in which a server describes itself
-SERVERS_PROCESS = "GSPO_SERVERS_PROCESS"  # the environment variable with the number of the server's process
+# the environment variable that names the file in which a server describes itself
+DESCRIPTION = "GSPO_SERVER"
+# the environment variable with the number of the server's process
+SERVERS_PROCESS = "GSPO_SERVERS_PROCESS"
 KEY = "key"  # the file with the key, in the server's folder
 WEIGHTS = "weights.safetensors"  # the file through which weights go, in the server's folder
 PROOF = "/gspo/proof"
@@ -48,7 +52,9 @@ def write_key(folder: Path) -> None:
 
 
 def proof(key: str, address: str, nonce: str) -> str:
-    """Return what a server answers that knows the key: HMAC-SHA256 of its address and the trainer's number."""
+    """Return what a server answers that knows the key: HMAC-SHA256 of its address and the trainer's
+    number.
+    """
     return signed(key, "server", address, nonce)
 
 
@@ -69,7 +75,8 @@ def place(address: Any) -> str:
 
 
 class Guard:
-    """An ASGI layer that answers 403 to requests of web pages and of other names, and 401 to unsigned ones.
+    """An ASGI layer that answers 403 to requests of web pages and of other names, and 401 to
+    unsigned ones.
 
     `/health` needs no key, since it says nothing but that the server answers."""
 
@@ -104,14 +111,21 @@ class Guard:
     async def signed_request(
         self, scope: Scope, headers: dict[str, list[str]], path: str, receive: Receive, send: Send
     ) -> None:
-        """Hand a request on if it is signed with the key. It is read as a whole before, since its body is signed."""
+        """Hand a request on if it is signed with the key. It is read as a whole before, since its
+        body is signed.
+        """
         body, nonce = await whole_body(receive), only(headers, NONCE)
         if body is None:
             await answer(send, 413, f"this server reads requests of at most {MOST_BODY:,} bytes")
             return
-        target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else "")
+        target = scope["path"] + (
+            f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else ""
+        )
         expected = signature(self.key, place(scope["server"]), nonce, scope["method"], target, body)
-        if not hmac.compare_digest(only(headers, SIGNATURE).encode(), expected.encode()) or nonce in self.nonces:
+        if (
+            not hmac.compare_digest(only(headers, SIGNATURE).encode(), expected.encode())
+            or nonce in self.nonces
+        ):
             await answer(send, 401, "this server answers to trainers that know its key")
             return
         self.nonces[nonce] = None
@@ -123,8 +137,9 @@ class Guard:
             await self.hand_on(scope, body, receive, send)
 
     def why_not_from_here(self, headers: dict[str, list[str]]) -> str:
-        """Say why a request is refused whatever it asks; "" if it is not. Browsers name the page that sends a request,
-        and trainers are no pages. A page whose own name leads to this machine gives that name as the host."""
+        """Say why a request is refused whatever it asks; "" if it is not. Browsers name the page
+        that sends a request, and trainers are no pages. A page whose own name leads to this machine
+        gives that name as the host."""
         if "origin" in headers:
             return "this server does not answer to web pages"
         if self.hosts and only(headers, "host").lower() not in self.hosts:
@@ -132,7 +147,9 @@ class Guard:
         return ""
 
     async def call(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Hand a call of a worker's method on if it is one of METHODS, and loads no other file than the trainer's."""
+        """Hand a call of a worker's method on if it is one of METHODS, and loads no other file than
+        the trainer's.
+        """
         try:
             asked = json.loads(body)
             method, arguments = asked["method"], asked.get("args", [])
@@ -143,10 +160,14 @@ class Guard:
             await answer(send, 403, f"this server calls {', '.join(METHODS)} and no other method")
             return
         if method == "load_piece" and arguments != [WEIGHTS]:
-            await answer(send, 403, f"this server loads {WEIGHTS} in its own folder and no other file")
+            await answer(
+                send, 403, f"this server loads {WEIGHTS} in its own folder and no other file"
+            )
             return
         # Written anew, so that vLLM cannot read the same bytes in another way.
-        await self.hand_on(scope, json.dumps({"method": method, "args": arguments}).encode(), receive, send)
+        await self.hand_on(
+            scope, json.dumps({"method": method, "args": arguments}).encode(), receive, send
+        )
 
     async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Hand a request with this body on to vLLM."""
@@ -159,8 +180,8 @@ class Guard:
 
 
 def names_of(url: str) -> set[str]:
-    """Return the values of a request's Host header that are a server's own; an empty set, which stands for any, if it
-    listens at all addresses of the machine."""
+    """Return the values of a request's Host header that are a server's own; an empty set, which
+    stands for any, if it listens at all addresses of the machine."""
     address = urlsplit(url)
     host = address.netloc.rpartition(":")[0].lower()
     if host in EVERYWHERE:
@@ -190,7 +211,10 @@ async def whole_body(receive: Receive) -> bytes | None:
 async def answer(send: Send, status: int, text: str) -> None:
     """Answer a request with a line of plain text."""
     body = text.encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"x-content-type-options", b"nosniff"),
+    ]
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,11 +1,13 @@
 """Decoding on a GPU with tensors whose shapes and places do not change from token to token.
 
-A token is then the same list of kernels each time. It is recorded once as a CUDA graph and replayed, which hands the
-GPU one order in place of some fifty for each layer. The cache has its full length from the start, and counts on the
-device say how many columns of each row are filled. What is recorded holds for a number of rows. Where attention needs
-a mask it also holds for a window of columns. With others it is recorded anew.
+A token is then the same list of kernels each time. It is recorded once as a CUDA graph and
+replayed, which hands the GPU one order in place of some fifty for each layer. The cache has its
+full length from the start, and counts on the device say how many columns of each row are filled.
+What is recorded holds for a number of rows. Where attention needs a mask it also holds for a window
+of columns. With others it is recorded anew.
 
-Shape suffixes: R live rows, S columns of the cache, H query heads, J key/value heads, D head dimension.
+Shape suffixes: R live rows, S columns of the cache, H query heads, J key/value heads, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ _reported: set[str] = set()  # why tokens could not be recorded, as far as this 
 
 
 class StaticDecoder(Decoder):
-    """Decodes at most `new_tokens` tokens after the prompts. With `records` a token is recorded as a CUDA graph."""
+    """Decodes at most `new_tokens` tokens after the prompts. With `records` a token is recorded as
+    a CUDA graph.
+    """
 
-    # Rows that have ended are dropped once so few are left: another number of rows must be recorded again, which takes
-    # as long as some ten tokens, and an ended row costs little beside the weights that are read for all rows.
+    # Rows that have ended are dropped once so few are left: another number of rows must be recorded
+    # again, which takes as long as some ten tokens, and an ended row costs little beside the
+    # weights that are read for all rows.
     live_share = 0.5
 
     def __init__(self, policy: Policy, new_tokens: int, records: bool):
@@ -37,10 +42,13 @@ class StaticDecoder(Decoder):
         self.spare = new_tokens
         self.records = records
         self.recorded: tuple[torch.cuda.CUDAGraph, Step] | None = None
-        self.recorded_for = (0, 0)  # rows and window; a token of this shape was computed at least once
+        # rows and window; a token of this shape was computed at least once
+        self.recorded_for = (0, 0)
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
-        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits and experts."""
+        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
+        and experts.
+        """
         step = super().prefill(prompts, group_size)
         self.mask_RS = None  # counts take its place
         self.tokens_R = torch.zeros_like(self.lengths_R)
@@ -69,7 +77,9 @@ class StaticDecoder(Decoder):
         self.begins_R = torch.arange(len(self.lengths_R), device=self.lengths_R.device) * self.room
 
     def step(self, tokens_R: Tensor) -> Step:
-        """Feed one token per row, and return the next step's logits and experts, which the next call overwrites."""
+        """Feed one token per row, and return the next step's logits and experts, which the next
+        call overwrites.
+        """
         self.filled += 1
         window = math.ceil(self.filled / WINDOW) * WINDOW
         self.window = self.room if self.uses_counts else min(self.room, window)
@@ -88,7 +98,9 @@ class StaticDecoder(Decoder):
         return step
 
     def _record(self) -> None:
-        """Record one token. What cannot be recorded is said once, and computed kernel by kernel from then on."""
+        """Record one token. What cannot be recorded is said once, and computed kernel by kernel
+        from then on.
+        """
         try:
             graph = torch.cuda.CUDAGraph()
             # Another thread, in which the trainer works, may allocate memory meanwhile.
@@ -100,23 +112,32 @@ class StaticDecoder(Decoder):
             reason = str(error).splitlines()[0]
             if reason not in _reported:
                 _reported.add(reason)
-                print(f"warning: decoding without CUDA graphs, which is slower: {reason}", file=sys.stderr)
+                print(
+                    f"warning: decoding without CUDA graphs, which is slower: {reason}",
+                    file=sys.stderr,
+                )
             return
         self.recorded = graph, step
 
     def _advance(self) -> Step:
-        """Compute one token from `tokens_R`, and move on by a column. Everything that changes is changed in place."""
+        """Compute one token from `tokens_R`, and move on by a column. Everything that changes is
+        changed in place.
+        """
         self.places_R = self.begins_R + self.lengths_R
         self.filled_columns.counts_R.add_(1)
         if not self.uses_counts:
             empty_RS = self.columns_S[: self.window] > self.lengths_R[:, None]
             self.mask_RS = masked(empty_RS, self.keys[0].dtype)
-        hidden_RW, own_RLK = self.network(self.tokens_R, self.lengths_R, self.room, self._attend_cache)
+        hidden_RW, own_RLK = self.network(
+            self.tokens_R, self.lengths_R, self.room, self._attend_cache
+        )
         self.lengths_R.add_(1)
         return self.network.logits(hidden_RW), None if own_RLK is None else own_RLK.unsqueeze(1)
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
-        """Write one token's keys and values per row into the cache, and attend over the filled columns."""
+        """Write one token's keys and values per row into the cache, and attend over the filled
+        columns.
+        """
         keys, values = self.keys[layer], self.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.places_R, k_RJD)
         values.flatten(0, 1).index_copy_(0, self.places_R, v_RJD)

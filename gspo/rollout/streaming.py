@@ -1,4 +1,6 @@
-"""The requests of a stream: what an engine outside the trainer's process holds, and which groups wait for what."""
+"""The requests of a stream: what an engine outside the trainer's process holds, and which groups
+wait for what.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ Ended, Whole = list[Response], list[list[Response]]
 
 
 class UnderWay:
-    """Holds the requests that an engine was given and has not answered yet, and the groups that are not whole.
+    """Holds the requests that an engine was given and has not answered yet, and the groups that are
+    not whole.
 
-    `ask` calls a method of the engine, `params` gives the arguments of vLLM's SamplingParams for a row, and `check`
-    raises for rows that the engine has no room for.
+    `ask` calls a method of the engine, `params` gives the arguments of vLLM's SamplingParams for a
+    row, and `check` raises for rows that the engine has no room for.
     """
 
     def __init__(
@@ -28,7 +31,8 @@ class UnderWay:
         check: Callable[[list[Row]], None],
     ):
         self.policy, self.ask, self.params, self.check = policy, ask, params, check
-        self.rows: dict[str, tuple[int, Row]] = {}  # by the request's name: the number of its group, and the row
+        # by the request's name: the number of its group, and the row
+        self.rows: dict[str, tuple[int, Row]] = {}
         self.groups: dict[int, list[Response | None]] = {}  # None for a response that has not ended
         self.given = 0  # how many problems the engine was given
 
@@ -43,7 +47,9 @@ class UnderWay:
         self.given += 1
 
     def collect(self, sampling: Sampling, policy_step: int) -> tuple[Ended, Whole]:
-        """Wait until a response has ended. Return those that have, and the groups that are whole by that."""
+        """Wait until a response has ended. Return those that have, and the groups that are whole by
+        that.
+        """
         ended, whole = [], []
         for name, sampled in self.ask("ended").items():
             number, row = self.rows.pop(name)
@@ -59,7 +65,9 @@ class UnderWay:
 def fill(row: Row, sampled: Sampled, policy: Policy, sampling: Sampling) -> None:
     """Give a row the tokens and log-probs that were sampled for it, up to the first stop string."""
     if not sampled.token_ids:
-        raise RuntimeError(f"vLLM returned no token for problem {row.problem.index} ({sampled.finish_reason})")
+        raise RuntimeError(
+            f"vLLM returned no token for problem {row.problem.index} ({sampled.finish_reason})"
+        )
     row.token_ids, row.logprobs = sampled.token_ids, sampled.logprobs
     if sampling.stop:  # vLLM knows no earlier tokens of the response, and its server knows no text
         row.cut_at_stop(policy, sampling)

@@ -1,10 +1,12 @@
-"""The engine that samples with vLLM, on the CPU or on CUDA, in a process of its own or in the trainer's.
+"""The engine that samples with vLLM, on the CPU or on CUDA, in a process of its own or in the
+trainer's.
 
-It is written for vLLM 0.32; gspo.rollout.vllm_worker and gspo.rollout.vllm_host use private parts of that version. Each
-response is a request of its own with a seed of its own. So it depends neither on the size of its group nor on what else
-is sampled at the same time, up to the rounding of sums, whose order changes with the batch's shape. Asking vLLM for n
-samples of a prompt would save nothing: vLLM turns n into single requests, and its prefix cache lets all requests of a
-group share the prompt's full blocks.
+It is written for vLLM 0.32; gspo.rollout.vllm_worker and gspo.rollout.vllm_host use private parts
+of that version. Each response is a request of its own with a seed of its own. So it depends neither
+on the size of its group nor on what else is sampled at the same time, up to the rounding of sums,
+whose order changes with the batch's shape. Asking vLLM for n samples of a prompt would save
+nothing: vLLM turns n into single requests, and its prefix cache lets all requests of a group share
+the prompt's full blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ TESTED_VERSION = "0.32"
 WORKER = "gspo.rollout.vllm_worker.WorkerExtension"
 PREFILL_TOKENS = 16384  # the most prompt tokens per step on the CPU, unless one prompt is longer
 GIB = 2**30
-# Network interfaces and addresses of this machine alone; without them ports would be opened on its public address.
+# Network interfaces and addresses of this machine alone; without them ports would be opened on its
+# public address.
 LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -52,15 +55,17 @@ LAUNCHED_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
 class VLLMEngine(OutsideEngine):
     """Samples with vLLM.
 
-    By default vLLM runs in a process of its own. In the trainer's process it also seeds the global random generators of
-    Python, numpy and torch; nothing in this package draws from those.
+    By default vLLM runs in a process of its own. In the trainer's process it also seeds the global
+    random generators of Python, numpy and torch; nothing in this package draws from those.
 
-    Of several ranks each has a vLLM of its own, or with rollout.tensor_parallel_size=k every k neighbours share one,
-    which computes on the GPUs of all k.
+    Of several ranks each has a vLLM of its own, or with rollout.tensor_parallel_size=k every k
+    neighbours share one, which computes on the GPUs of all k.
     """
 
     def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
-        """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
+        """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it
+        cannot start.
+        """
         super().__init__(policy, settings, ranks or Ranks())
         self.knows_text = bool(settings.stop)
         self.max_model_len = settings.max_model_len or policy.positions
@@ -91,7 +96,9 @@ class VLLMEngine(OutsideEngine):
         return self.max_model_len
 
     def rest(self) -> None:
-        """Give the GPU's memory to the trainer if rollout.sleep=true; the weights then wait in the host's memory."""
+        """Give the GPU's memory to the trainer if rollout.sleep=true; the weights then wait in the
+        host's memory.
+        """
         if self.settings.sleep:
             self._tell("sleep")
             self.asleep = True
@@ -118,19 +125,23 @@ class VLLMEngine(OutsideEngine):
             self.folder.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `Host` and return its result. Raises EngineEnded if vLLM's process has ended."""
+        """Call a method of `Host` and return its result. Raises EngineEnded if vLLM's process has
+        ended.
+        """
         if isinstance(self.host, EngineProcess):
             return self.host.ask(method, *arguments)
         return getattr(self.host, method)(*arguments)
 
     def _check(self, size: int) -> None:
-        """Raise ValueError if routes are asked of a model without routers, or if memory is too small for its weights of
-        `size` bytes in each vLLM of this machine."""
+        """Raise ValueError if routes are asked of a model without routers, or if memory is too
+        small for its weights of `size` bytes in each vLLM of this machine."""
         from psutil import virtual_memory
 
         cache = self.settings.kv_cache_gib
         if self.settings.routes and not self.policy.routing.layers:
-            raise ValueError("rollout.routes=true: this model has no router; set rollout.routes=false")
+            raise ValueError(
+                "rollout.routes=true: this model has no router; set rollout.routes=false"
+            )
         weights = size / GIB
         free = virtual_memory().available / GIB
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.ranks.count > 1 else 1
@@ -142,19 +153,28 @@ class VLLMEngine(OutsideEngine):
             )
 
     def _start(self) -> None:
-        """Start vLLM, with the policy's weights if there is one rank: else they are handed over afterwards, because no
-        rank may have all of them. Raises ValueError if vLLM refuses, EngineEnded if its process ends."""
+        """Start vLLM, with the policy's weights if there is one rank: else they are handed over
+        afterwards, because no rank may have all of them. Raises ValueError if vLLM refuses,
+        EngineEnded if its process ends."""
         model = self.folder.path / "model"
         if self.ranks.count > 1:
             save_configuration(self.policy.model, self.policy.tokenizer, model)
         else:
             merged = dict(self.policy.named_tensors()) if self.policy.adapter else None
             save(self.policy.model, self.policy.tokenizer, model, merged)
-        arguments = {"model": str(model), "options": self._options(), "routes": self.settings.routes}
+        arguments = {
+            "model": str(model),
+            "options": self._options(),
+            "routes": self.settings.routes,
+        }
         try:
             if self.settings.own_process:
-                name = "vLLM's process" + (f" of rank {self.ranks.index}" if self.ranks.count > 1 else "")
-                self.host = EngineProcess(name, Host, arguments, self.folder.path, own_environment(self.gpus))
+                name = "vLLM's process" + (
+                    f" of rank {self.ranks.index}" if self.ranks.count > 1 else ""
+                )
+                self.host = EngineProcess(
+                    name, Host, arguments, self.folder.path, own_environment(self.gpus)
+                )
             else:
                 self.host = Host(**arguments)
             self._note_precision()
@@ -177,13 +197,16 @@ class VLLMEngine(OutsideEngine):
         return options if self.on_cpu else options | {"enable_sleep_mode": self.settings.sleep}
 
 
-def vllm_options(settings: OutsideRollout, head_dtype: str, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
-    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share. `head_dtype` is
-    policy.head_dtype."""
+def vllm_options(
+    settings: OutsideRollout, head_dtype: str, max_model_len: int, on_cpu: bool
+) -> dict[str, Any]:
+    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share.
+    `head_dtype` is policy.head_dtype."""
     options = {
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
-        "generation_config": "vllm",  # the model's own generation config could change how tokens are drawn
+        # the model's own generation config could change how tokens are drawn
+        "generation_config": "vllm",
         "dtype": settings.dtype,
         "seed": 0,
         "max_model_len": max_model_len,
@@ -204,7 +227,8 @@ def vllm_options(settings: OutsideRollout, head_dtype: str, max_model_len: int, 
     return options | {
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
         "enforce_eager": True,
-        # A prompt that is split over several steps would raise: torch's CPU generators cannot step back.
+        # A prompt that is split over several steps would raise: torch's CPU generators cannot step
+        # back.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(PREFILL_TOKENS, max_model_len),
         # Positions that are found in the cache are not fed, so their experts would not be recorded.
@@ -213,31 +237,39 @@ def vllm_options(settings: OutsideRollout, head_dtype: str, max_model_len: int, 
 
 
 def logprobs_mode(settings: OutsideRollout) -> str:
-    """Return which log-probs vLLM reports: after the division by the temperature, and after truncation; or where tokens
-    are left out, and the temperature is 1, those before both. Either way they are of the whole distribution."""
+    """Return which log-probs vLLM reports: after the division by the temperature, and after
+    truncation; or where tokens are left out, and the temperature is 1, those before both. Either
+    way they are of the whole distribution."""
     return "raw_logprobs" if settings.rules else "processed_logprobs"
 
 
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
-    """Set vLLM's environment variables, and raise ValueError for what is wrong whatever the weights are.
+    """Set vLLM's environment variables, and raise ValueError for what is wrong whatever the weights
+    are.
 
-    That is: vLLM is not installed or has another version; rollout.sleep is on without a GPU; or vLLM's CPU attention
-    does not support heads of `head_dim` dimensions (None: not known yet)."""
+    That is: vLLM is not installed or has another version; rollout.sleep is on without a GPU; or
+    vLLM's CPU attention does not support heads of `head_dim` dimensions (None: not known yet)."""
     check_installed()
     on_cpu = not torch.cuda.is_available()
     if settings.sleep and on_cpu:
-        raise ValueError("rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false")
+        raise ValueError(
+            "rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false"
+        )
     set_environment(settings.routes, on_cpu, in_process=not settings.own_process)
     check_heads(head_dim, on_cpu)
 
 
 def installed_version() -> str:
-    """Return the version of vLLM that is installed, "" if none is. Its package may have another name."""
+    """Return the version of vLLM that is installed, "" if none is. Its package may have another
+    name.
+    """
     return next((version(name) for name in packages_distributions().get("vllm", ())), "")
 
 
 def check_installed() -> None:
-    """Raise ValueError if vLLM is not installed or has another version than this engine was tested with."""
+    """Raise ValueError if vLLM is not installed or has another version than this engine was tested
+    with.
+    """
     installed = installed_version()
     if not installed:
         raise ValueError(
@@ -257,8 +289,8 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 def check_heads(head_dim: int | None, on_cpu: bool) -> None:
-    """Raise ValueError if vLLM's CPU attention does not support heads of `head_dim` dimensions (None: not known yet).
-    The environment must have been set."""
+    """Raise ValueError if vLLM's CPU attention does not support heads of `head_dim` dimensions
+    (None: not known yet). The environment must have been set."""
     if on_cpu and head_dim:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -271,35 +303,40 @@ def check_heads(head_dim: int | None, on_cpu: bool) -> None:
 
 
 def set_environment(routes: bool, on_cpu: bool, in_process: bool = False) -> None:
-    """Set the environment variables that vLLM reads, for this process and those that it starts. This must happen before
-    vLLM is imported.
+    """Set the environment variables that vLLM reads, for this process and those that it starts.
+    This must happen before vLLM is imported.
 
-    Unless the user has set the variables otherwise, nothing uses the network, and vLLM in this process opens no port
-    that another machine could reach. Those of its own process are the business of `own_environment`: ranks on several
-    machines have to reach each other."""
+    Unless the user has set the variables otherwise, nothing uses the network, and vLLM in this
+    process opens no port that another machine could reach. Those of its own process are the
+    business of `own_environment`: ranks on several machines have to reach each other."""
     if in_process:
         os.environ.update(LOOPBACK | os.environ)
     values = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's client would wait for ever for a core that was killed
+        # else vLLM's client would wait for ever for a core that was killed
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     if on_cpu:
         values["TORCHDYNAMO_DISABLE"] = "1"  # else the first request would wait for a compiler
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it takes whole GiB only and overrides kv_cache_memory_bytes
+        # it takes whole GiB only and overrides kv_cache_memory_bytes
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         values["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        # By default vLLM binds its threads to the first cores, so two runs would share those and leave others idle.
+        # By default vLLM binds its threads to the first cores, so two runs would share those and
+        # leave others idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     elif routes:
         values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
     os.environ.update(values)
-    # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of their own. The one
-    # fault that such a warning could hide, stale output weights, is prevented and tested (vllm_worker.pack_head).
+    # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of
+    # their own. The one fault that such a warning could hide, stale output weights, is prevented
+    # and tested (vllm_worker.pack_head).
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def own_environment(gpus: list[str]) -> dict[str, str]:
-    """Return the environment of vLLM's own process: ours, without what a launcher has told this rank; with ports on the
-    loopback address alone, unless the user has set the variables otherwise; and with these GPUs if there are any."""
+    """Return the environment of vLLM's own process: ours, without what a launcher has told this
+    rank; with ports on the loopback address alone, unless the user has set the variables otherwise;
+    and with these GPUs if there are any."""
     ours = {
         name: value
         for name, value in os.environ.items()
@@ -309,8 +346,8 @@ def own_environment(gpus: list[str]) -> dict[str, str]:
 
 
 def gpus_of(sharers: Ranks) -> list[str]:
-    """Return the GPUs of the ranks that share a vLLM, none on the CPU. Raises ValueError if they are on several
-    machines."""
+    """Return the GPUs of the ranks that share a vLLM, none on the CPU. Raises ValueError if they
+    are on several machines."""
     place = int(os.environ.get("LOCAL_RANK", "0"))
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     places = sharers.gathered((platform.node(), given[place] if place < len(given) else str(place)))

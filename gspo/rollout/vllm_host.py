@@ -35,30 +35,39 @@ class Host:
     def __init__(self, model: str, options: dict[str, Any], routes: bool):
         from vllm import LLM, envs
 
-        envs.disable_envs_cache()  # an engine in this process may have cached the environment as it was before
+        # an engine in this process may have cached the environment as it was before
+        envs.disable_envs_cache()
         self.closing = False
         self.routes, self.on_cpu = routes, not torch.cuda.is_available()
         threads = torch.set_num_threads
         with temporary_files_in(str(Path(model).parent)):
             self.llm = LLM(model, trust_remote_code=False, **options)
-        torch.set_num_threads = threads  # vLLM on the CPU replaces it by a function that does nothing
+        # vLLM on the CPU replaces it by a function that does nothing
+        torch.set_num_threads = threads
         if routes and self.on_cpu:
             self.llm.collective_rpc("install_capture")
         if options["tensor_parallel_size"] > 1:
-            threading.Thread(target=self._watch, args=(multiprocessing.active_children(),), daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(multiprocessing.active_children(),), daemon=True
+            ).start()
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
         """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(requests, [SamplingParams(**own) for own in params], use_tqdm=False)
+        outputs = self.llm.generate(
+            requests, [SamplingParams(**own) for own in params], use_tqdm=False
+        )
         routes = self._routes(outputs) if self.routes else [None] * len(outputs)
-        return [what_was_sampled(output, experts) for output, experts in zip(outputs, routes, strict=True)]
+        return [
+            what_was_sampled(output, experts)
+            for output, experts in zip(outputs, routes, strict=True)
+        ]
 
     def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
-        """Take requests without waiting for them. Their responses come from `ended`, under these names, and without
-        experts."""
+        """Take requests without waiting for them. Their responses come from `ended`, under these
+        names, and without experts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -67,7 +76,9 @@ class Host:
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
 
     def ended(self) -> dict[str, Sampled]:
-        """Sample until at least one of the requests that were added has ended, and return those that have, by name."""
+        """Sample until at least one of the requests that were added has ended, and return those
+        that have, by name.
+        """
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             if done := [output for output in engine.step() if output.finished]:
@@ -78,7 +89,8 @@ class Host:
         """Return the experts of every output, int16 [positions fed, L, K]."""
         if not self.on_cpu:
             return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
-        # Inside the engine a request's name is its name outside, followed by a hyphen and random letters.
+        # Inside the engine a request's name is its name outside, followed by a hyphen and random
+        # letters.
         inside = self.llm.collective_rpc("pop_routes")[0]
         by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
         return [by_name[output.request_id] for output in outputs]
@@ -96,7 +108,9 @@ class Host:
         self.llm.collective_rpc("end_load")
 
     def stored_dtype(self) -> str:
-        """Return the precision that all weights are stored in, such as "bfloat16"; "" if there are several."""
+        """Return the precision that all weights are stored in, such as "bfloat16"; "" if there are
+        several.
+        """
         return self.llm.collective_rpc("stored_dtype")[0]
 
     def forget_prefixes(self) -> bool:
@@ -112,13 +126,20 @@ class Host:
         self.llm.wake_up()
 
     def _watch(self, workers: list[multiprocessing.Process]) -> None:
-        """Wait until one of vLLM's workers ends, then end this process too: the trainer notices that."""
-        # vLLM collects its workers' exit codes, so this thread cannot wait for them in the usual way.
+        """Wait until one of vLLM's workers ends, then end this process too: the trainer notices
+        that.
+        """
+        # vLLM collects its workers' exit codes, so this thread cannot wait for them in the usual
+        # way.
         handles = {os.pidfd_open(worker.pid): worker for worker in workers}
         ended = [handles[handle] for handle in readable(list(handles))]
         if not self.closing:
             for worker in ended:
-                print(f"vLLM's {worker.name} (process {worker.pid}) has ended", file=sys.stderr, flush=True)
+                print(
+                    f"vLLM's {worker.name} (process {worker.pid}) has ended",
+                    file=sys.stderr,
+                    flush=True,
+                )
             os._exit(1)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Runs `vllm serve` with the arguments of the command line, for `gspo serve`, whose folder it removes at its end.
+"""Runs `vllm serve` with the arguments of the command line, for `gspo serve`, whose folder it
+removes at its end.
 
-The console script `vllm` asks for the version of an installed package of the name "vllm". The builds for the CPU have
-another name, so there it does not start.
+The console script `vllm` asks for the version of an installed package of the name "vllm". The
+builds for the CPU have another name, so there it does not start.
 """
 
 from __future__ import annotations

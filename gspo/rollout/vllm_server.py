@@ -1,9 +1,11 @@
-"""The engine that samples with a vLLM server, which `gspo serve` has started, perhaps on other machines.
+"""The engine that samples with a vLLM server, which `gspo serve` has started, perhaps on other
+machines.
 
-Every rank sends its rows to the server, each as a request of its own with a seed of its own. Rank 0 hands the weights
-over: it writes them, piece by piece, to a folder that the server has made and both can see, and the server loads them.
-As long as a trainer uses a server it holds a lock in that folder, so that a second one is refused. The folder is found
-in the file system. It holds a key by which server and trainer recognise each other, and what the server is.
+Every rank sends its rows to the server, each as a request of its own with a seed of its own. Rank 0
+hands the weights over: it writes them, piece by piece, to a folder that the server has made and
+both can see, and the server loads them. As long as a trainer uses a server it holds a lock in that
+folder, so that a second one is refused. The folder is found in the file system. It holds a key by
+which server and trainer recognise each other, and what the server is.
 
 This module speaks HTTP, and needs no vLLM.
 """
@@ -39,12 +41,13 @@ from gspo.rollout.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.vllm_host import Sampled
 
 CONNECT_SECONDS = 30.0
-# A machine that is gone says nothing. After so many seconds of silence the kernel asks whether it is there, again after
-# so many, and gives up after so many questions.
+# A machine that is gone says nothing. After so many seconds of silence the kernel asks whether it
+# is there, again after so many, and gives up after so many questions.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
-MOST_REQUESTS = 4096  # as many can be under way at a time, if as many files may be open; further ones wait here
-# The most bytes of an answer: the experts of some million positions, in base64. That of a server which has not proved
-# what it is may have a few.
+# as many can be under way at a time, if as many files may be open; further ones wait here
+MOST_REQUESTS = 4096
+# The most bytes of an answer: the experts of some million positions, in base64. That of a server
+# which has not proved what it is may have a few.
 MOST_ANSWER, FEW = 512 << 20, 64 << 10
 START = "start one by `gspo serve`, with the words of this run"
 
@@ -54,27 +57,35 @@ class Refused(RuntimeError):
 
 
 class Server:
-    """A vLLM server at an address such as http://127.0.0.1:8000, with the methods that a `Host` has."""
+    """A vLLM server at an address such as http://127.0.0.1:8000, with the methods that a `Host`
+    has.
+    """
 
     def __init__(self, url: str, routes: bool, key: str = ""):
         self.name, self.routes, self.key = f"the vLLM server at {url}", routes, key
         self.host, self.port = urlsplit(url).hostname, urlsplit(url).port
-        self.label, self.numbers = secrets.token_hex(8), count()  # the names of requests, which no other trainer has
-        self.threads: ThreadPoolExecutor | None = None  # each waits for one of the requests that were added
+        # the names of requests, which no other trainer has
+        self.label, self.numbers = secrets.token_hex(8), count()
+        # each waits for one of the requests that were added
+        self.threads: ThreadPoolExecutor | None = None
         self.added: dict[Future[Sampled], str] = {}  # with their names
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the server does not answer
-        or has failed, Refused if it refuses or is another one."""
-        said = self.send("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the
+        server does not answer or has failed, Refused if it refuses or is another one."""
+        said = self.send(
+            "GET" if body is None else "POST", path, None if body is None else json.dumps(body)
+        )
         try:
             return json.loads(said) if said else None
         except (ValueError, RecursionError):
-            raise EngineEnded(f"{self.name} answers {path} with something that is no JSON: {said[:200]!r}") from None
+            raise EngineEnded(
+                f"{self.name} answers {path} with something that is no JSON: {said[:200]!r}"
+            ) from None
 
     def send(self, method: str, path: str, text: str | None = None) -> str:
-        """Send a request and return the answer, on a connection on which the server has proved that it knows the key.
-        Without a key only HEALTH can be asked for."""
+        """Send a request and return the answer, on a connection on which the server has proved that
+        it knows the key. Without a key only HEALTH can be asked for."""
         connection = HTTPConnection(self.host, self.port, timeout=CONNECT_SECONDS)
         try:
             connection.connect()
@@ -86,16 +97,25 @@ class Server:
                 connection.request("GET", PROOF, headers={NONCE: nonce})
                 said = self._read(connection, PROOF, FEW)
                 if not hmac.compare_digest(said.encode(), proof(self.key, address, nonce).encode()):
-                    raise Refused(f"{self.name} is another one than `gspo serve` has started: it does not know the key")
+                    raise Refused(
+                        f"{self.name} is another one than `gspo serve` has started: it does not know the key"
+                    )
                 nonce, body = secrets.token_hex(16), (text or "").encode()
-                headers |= {NONCE: nonce, SIGNATURE: signature(self.key, address, nonce, method, path, body)}
+                headers |= {
+                    NONCE: nonce,
+                    SIGNATURE: signature(self.key, address, nonce, method, path, body),
+                }
                 if connection.sock is None:
-                    raise EngineEnded(f"{self.name} has ended a connection on which it was to be asked")
+                    raise EngineEnded(
+                        f"{self.name} has ended a connection on which it was to be asked"
+                    )
                 keep_alive(connection.sock)
             connection.request(method, path, text, headers)
             return self._read(connection, path, MOST_ANSWER if self.key else FEW)
         except (OSError, HTTPException) as error:
-            raise EngineEnded(f"{self.name} does not answer: {error or type(error).__name__}") from None
+            raise EngineEnded(
+                f"{self.name} does not answer: {error or type(error).__name__}"
+            ) from None
         finally:
             connection.close()
 
@@ -120,24 +140,31 @@ class Server:
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
         """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         names = [f"{self.label}n{next(self.numbers)}" for _ in prompts]
-        with ThreadPoolExecutor(min(len(prompts), most_requests()), thread_name_prefix="request") as threads:
+        with ThreadPoolExecutor(
+            min(len(prompts), most_requests()), thread_name_prefix="request"
+        ) as threads:
             sampled = list(threads.map(self._generate_one, names, prompts, params))
-        if self.routes and any(one.experts is None for one in sampled):  # the CPU's way: WorkerExtension records them
+        # the CPU's way: WorkerExtension records them
+        if self.routes and any(one.experts is None for one in sampled):
             experts = self.on_workers("routes_of", names)
             for name, one in zip(names, sampled, strict=True):
                 one.experts = array(experts[name])
         return sampled
 
     def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
-        """Send requests without waiting for them. Their responses come from `ended`, under these names, and without
-        experts."""
-        self.threads = self.threads or ThreadPoolExecutor(most_requests(), thread_name_prefix="request")
+        """Send requests without waiting for them. Their responses come from `ended`, under these
+        names, and without experts."""
+        self.threads = self.threads or ThreadPoolExecutor(
+            most_requests(), thread_name_prefix="request"
+        )
         for name, prompt, own in zip(names, prompts, params, strict=True):
             there = f"{self.label}n{next(self.numbers)}"
             self.added[self.threads.submit(self._generate_one, there, prompt, own)] = name
 
     def ended(self) -> dict[str, Sampled]:
-        """Wait until at least one of the requests that were added has ended, and return those that have, by name."""
+        """Wait until at least one of the requests that were added has ended, and return those that
+        have, by name.
+        """
         done = wait(self.added, return_when=FIRST_COMPLETED).done if self.added else ()
         return {self.added.pop(future): future.result() for future in done}
 
@@ -160,7 +187,9 @@ class Server:
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             experts = array(choice["routed_experts"]) if choice["routed_experts"] else None
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineEnded(f"{self.name} answers otherwise than vLLM does: {type(error).__name__} {error}") from None
+            raise EngineEnded(
+                f"{self.name} answers otherwise than vLLM does: {type(error).__name__} {error}"
+            ) from None
         if finish_reason not in ("stop", "length"):
             raise EngineEnded(f"{self.name} has broken off a response: {finish_reason}")
         return Sampled(token_ids, logprobs, experts, finish_reason)
@@ -190,12 +219,15 @@ class VLLMServerEngine(OutsideEngine):
     """Samples with a vLLM server. All ranks send requests, and rank 0 hands the weights over."""
 
     def __init__(self, policy: Policy, settings: VLLMServerRollout, ranks: Ranks | None = None):
-        """Take the server and give it the policy's weights. Raises ValueError, in one line, if there is no server, if
-        it does not fit the policy or the settings, or if another trainer uses it."""
+        """Take the server and give it the policy's weights. Raises ValueError, in one line, if
+        there is no server, if it does not fit the policy or the settings, or if another trainer
+        uses it."""
         super().__init__(policy, settings, ranks or Ranks())
         found = check_server(settings)
         description = found.description
-        check_model(settings, description, {name: list(shape) for name, shape in self.shapes.items()})
+        check_model(
+            settings, description, {name: list(shape) for name, shape in self.shapes.items()}
+        )
         check_head(settings, description, str(policy.head_dtype).removeprefix("torch."))
         self.max_model_len = description["max_model_len"]
         self.server = Server(settings.url, settings.routes, found.key)
@@ -232,8 +264,9 @@ class VLLMServerEngine(OutsideEngine):
 
 
 def check_server(settings: VLLMServerRollout) -> FoundServer:
-    """Return the folder, key and description of the server at the settings' address. Raises ValueError if there is
-    none, if it is not this user's, or if it was started with another vLLM or other settings."""
+    """Return the folder, key and description of the server at the settings' address. Raises
+    ValueError if there is none, if it is not this user's, or if it was started with another vLLM or
+    other settings."""
     found, version = find_server(settings)
     description = found.description
     if not version.startswith(f"{TESTED_VERSION}."):
@@ -261,14 +294,16 @@ def check_server(settings: VLLMServerRollout) -> FoundServer:
 
 
 def find_server(settings: VLLMServerRollout) -> tuple[FoundServer, str]:
-    """Return the folder whose key the server at the settings' address knows, and the server's version of vLLM. Raises
-    ValueError if there is none."""
+    """Return the folder whose key the server at the settings' address knows, and the server's
+    version of vLLM. Raises ValueError if there is none."""
     unknown = Server(settings.url, settings.routes)
     folders = list(found_servers(unknown.port, settings.folder))
     try:
         for found in folders:
             with contextlib.suppress(Refused):
-                return found, Server(settings.url, settings.routes, found.key).call("/version")["version"]
+                return found, Server(settings.url, settings.routes, found.key).call("/version")[
+                    "version"
+                ]
         if not folders:
             with contextlib.suppress(Refused):
                 unknown.send("GET", HEALTH)
@@ -284,13 +319,19 @@ def find_server(settings: VLLMServerRollout) -> tuple[FoundServer, str]:
 
 
 def most_requests() -> int:
-    """Return how many requests can be under way: each is an open file, and half of those that this process may open are
-    left to everything else."""
+    """Return how many requests can be under way: each is an open file, and half of those that this
+    process may open are left to everything else."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_REQUESTS if allowed == resource.RLIM_INFINITY else max(1, min(MOST_REQUESTS, allowed // 2))
+    return (
+        MOST_REQUESTS
+        if allowed == resource.RLIM_INFINITY
+        else max(1, min(MOST_REQUESTS, allowed // 2))
+    )
 
 
-def check_model(settings: VLLMServerRollout, description: dict[str, Any], shapes: dict[str, Sequence[int]]) -> None:
+def check_model(
+    settings: VLLMServerRollout, description: dict[str, Any], shapes: dict[str, Sequence[int]]
+) -> None:
     """Raise ValueError if the server's model has other weights, by their names and shapes."""
     for name in sorted(shapes.keys() | description["shapes"].keys()):
         ours, theirs = shapes.get(name), description["shapes"].get(name)
@@ -302,7 +343,9 @@ def check_model(settings: VLLMServerRollout, description: dict[str, Any], shapes
 
 
 def check_head(settings: VLLMServerRollout, description: dict[str, Any], head_dtype: str) -> None:
-    """Raise ValueError if the server multiplies by its output head in another precision than the trainer."""
+    """Raise ValueError if the server multiplies by its output head in another precision than the
+    trainer.
+    """
     theirs = description.get("head_dtype", "bfloat16")
     if settings.dtype == "bfloat16" and theirs != head_dtype:
         raise ValueError(

@@ -1,6 +1,8 @@
-"""Builds the trainer of a run: opens policy and reference, starts the engine, and puts source and trainer on top.
+"""Builds the trainer of a run: opens policy and reference, starts the engine, and puts source and
+trainer on top.
 
-`build_trainer` does it all; the other functions are its steps, some of which evaluation and benchmarks use alone.
+`build_trainer` does it all; the other functions are its steps, some of which evaluation and
+benchmarks use alone.
 """
 
 from __future__ import annotations
@@ -48,19 +50,23 @@ if TYPE_CHECKING:
     from gspo.model.sharding import Shards
 
 COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's cold start
-ColdStartProgress = Callable[[int, int, float], None]  # called with (step, steps, loss) after each step of a cold start
+# called with (step, steps, loss) after each step of a cold start
+ColdStartProgress = Callable[[int, int, float], None]
 
 
 @ranks_lost_in_passes()
 def build_trainer(
-    settings: Settings, checkpoint: Path | None = None, alone: bool = False, ranks: Ranks | None = None
+    settings: Settings,
+    checkpoint: Path | None = None,
+    alone: bool = False,
+    ranks: Ranks | None = None,
 ) -> Trainer:
     """Build the trainer of a run, from a checkpoint if there is one.
 
-    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress bar; `ranks` are the
-    processes that train together, of which rank 0 makes the cold start. Raises
-    ValueError for settings that cannot work on this machine or with this model, EngineEnded if the engine's process
-    ends, and Stopped if the user asks to stop during a cold start.
+    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress
+    bar; `ranks` are the processes that train together, of which rank 0 makes the cold start. Raises
+    ValueError for settings that cannot work on this machine or with this model, EngineEnded if the
+    engine's process ends, and Stopped if the user asks to stop during a cold start.
     """
     ranks = ranks or Ranks()
     check_training_set(settings)
@@ -75,7 +81,11 @@ def build_trainer(
             stop_signal().raise_if_requested()
             if not bars:
                 pause = PAUSE if alone else PAUSE_OF_SWEEP
-                bars.append(stack.enter_context(closing(Progress("cold start", steps, step - 1, alone, pause))))
+                bars.append(
+                    stack.enter_context(
+                        closing(Progress("cold start", steps, step - 1, alone, pause))
+                    )
+                )
             bars[0](step, loss=loss)
 
         check_optimizer(settings.optim, training_device(settings))
@@ -93,8 +103,11 @@ def build_trainer(
         check_inputs(settings, inputs_of(settings, policy, reference))
         check_routing(settings, policy)
         sampled = policy.copy() if settings.rollout.overlap else policy
-        # with overlap the engine samples in a thread of its own, beside the exchanges of the trainer
-        engine = make_engine(sampled, settings.rollout, ranks.another() if settings.rollout.overlap else ranks)
+        # with overlap the engine samples in a thread of its own, beside the exchanges of the
+        # trainer
+        engine = make_engine(
+            sampled, settings.rollout, ranks.another() if settings.rollout.overlap else ranks
+        )
         try:
             return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
         except BaseException:
@@ -110,8 +123,8 @@ def trainer_on_engine(
     engine: Engine,
     ranks: Ranks,
 ) -> Trainer:
-    """Put source and trainer on top of an engine that has started, restore the checkpoint, and check that the engine
-    has the trainer's weights and room for the held-out problems."""
+    """Put source and trainer on top of an engine that has started, restore the checkpoint, and
+    check that the engine has the trainer's weights and room for the held-out problems."""
     task = settings.task
     source = make_source(
         engine,
@@ -137,14 +150,20 @@ def trainer_on_engine(
     check_same_weights(policy, ranks)
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer, policy))
-        source.restore_pending(load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index)))
+        source.restore_pending(
+            load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index))
+        )
     check_engine_weights(source, trainer.state.step)
-    for evaluation_set in load_evaluation_sets(task, settings.evaluation.sets, settings.evaluation.problems):
-        with_room(evaluation_set, engine, settings.rollout.longest_limit)  # raises before anything is written
+    for evaluation_set in load_evaluation_sets(
+        task, settings.evaluation.sets, settings.evaluation.problems
+    ):
+        # raises before anything is written
+        with_room(evaluation_set, engine, settings.rollout.longest_limit)
     return trainer
 
 
-# ------------------------------------------------------------------------------------------- policy and reference
+# ------------------------------------------------------------------------------------------- policy
+# and reference
 def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
     """Return the ranks over which the weights are to be spread, None where each has all of them."""
     if settings.parallel.mode != "shard":
@@ -152,15 +171,20 @@ def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
     from gspo.model.sharding import Shards  # PyTorch's part of it takes a second to import
 
     parallel = settings.parallel
-    return Shards(ranks, parallel.shard_size or ranks.count, training_device(settings), parallel.experts)
+    return Shards(
+        ranks, parallel.shard_size or ranks.count, training_device(settings), parallel.experts
+    )
 
 
 def open_policy(
-    settings: Settings, checkpoint: Path | None, on_cold_start_step: ColdStartProgress, shards: Shards | None = None
+    settings: Settings,
+    checkpoint: Path | None,
+    on_cold_start_step: ColdStartProgress,
+    shards: Shards | None = None,
 ) -> Policy:
-    """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a critic if the
-    advantage estimator needs values. Makes the cold start if it is not there yet. With LoRA a checkpoint is an adapter
-    of the model that the run started from."""
+    """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a
+    critic if the advantage estimator needs values. Makes the cold start if it is not there yet.
+    With LoRA a checkpoint is an adapter of the model that the run started from."""
     if settings.model.made_here:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
     lora = settings.policy.lora
@@ -170,7 +194,9 @@ def open_policy(
     check_positions(settings, positions(model))
     if folder and not checkpoint:
         reward = recorded_reward(folder)
-        print(f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems")
+        print(
+            f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems"
+        )
     policy = Policy(
         model,
         tokenizer,
@@ -193,8 +219,8 @@ def open_policy(
 
 
 def base_of(settings: Settings, folder: Path | None) -> str:
-    """Return where others find the model under an adapter: a folder with its whole path, a name on the hub, or "" for a
-    model that is made from its settings."""
+    """Return where others find the model under an adapter: a folder with its whole path, a name on
+    the hub, or "" for a model that is made from its settings."""
     source = str(folder or settings.model.source())
     return str(Path(source).resolve()) if source and Path(source).is_dir() else source
 
@@ -206,8 +232,9 @@ def open_reference(
     on_cold_start_step: ColdStartProgress,
     shards: Shards | None = None,
 ) -> Policy | None:
-    """Open the reference policy, None if there is no KL term: the policy that the run started from, or the one that it
-    was last refreshed to. With LoRA it is the trained `policy` without its adapter, on the same tensors."""
+    """Open the reference policy, None if there is no KL term: the policy that the run started from,
+    or the one that it was last refreshed to. With LoRA it is the trained `policy` without its
+    adapter, on the same tensors."""
     if settings.kl.name == "none":
         return None
     if policy.adapter:
@@ -230,8 +257,8 @@ def open_reference(
 
 
 def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
-    """Return the folder of the cold-started model, and make it if it is not there yet; None for a run without cold
-    start."""
+    """Return the folder of the cold-started model, and make it if it is not there yet; None for a
+    run without cold start."""
     if not settings.cold_start.steps:
         return None
     return cold_start(
@@ -246,7 +273,9 @@ def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgr
 
 
 def cold_start_folder(settings: Settings) -> Path | None:
-    """Return the folder of the cold-started model, which is not made here; None for a run without cold start."""
+    """Return the folder of the cold-started model, which is not made here; None for a run without
+    cold start.
+    """
     if not settings.cold_start.steps:
         return None
     cache = Path(settings.runs) / "cold_starts"
@@ -254,14 +283,16 @@ def cold_start_folder(settings: Settings) -> Path | None:
 
 
 def load_model(settings: Settings, folder: Path | None, shards: Shards | None = None) -> Loaded:
-    """Return model and tokenizer on the run's device: from a folder, or without one as the model's settings make
-    them. With `shards` each rank reads its own part of the weights."""
+    """Return model and tokenizer on the run's device: from a folder, or without one as the model's
+    settings make them. With `shards` each rank reads its own part of the weights."""
     device = training_device(settings)
     source = str(folder) if folder else settings.model.source()
     if shards and source:
         from gspo.model.sharded_files import load_spread
 
-        return load_spread(source, settings.model.attention, shards, device, training_precision(settings))
+        return load_spread(
+            source, settings.model.attention, shards, device, training_precision(settings)
+        )
     model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
     model.to(device)
     if shards:
@@ -270,8 +301,9 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
 
 
 def check_positions(settings: Settings, available: int | None) -> None:
-    """Raise ValueError if the longest response leaves no room for any prompt in the model's positions. Of a model that
-    was not made here the positions are not known when the settings are chosen: then responses are bounded to half."""
+    """Raise ValueError if the longest response leaves no room for any prompt in the model's
+    positions. Of a model that was not made here the positions are not known when the settings are
+    chosen: then responses are bounded to half."""
     limit = settings.rollout.longest_limit
     if not available or limit < available:
         return
@@ -281,8 +313,14 @@ def check_positions(settings: Settings, available: int | None) -> None:
             f"example to {available // 2}"
         )
     half, rollout = available // 2, settings.rollout
-    by_length = [settings.trainer.aggregation, *([settings.kl.aggregation] if settings.kl.in_loss else [])]
-    if any(aggregation.length == limit for aggregation in by_length) or half <= rollout.token_budget:
+    by_length = [
+        settings.trainer.aggregation,
+        *([settings.kl.aggregation] if settings.kl.in_loss else []),
+    ]
+    if (
+        any(aggregation.length == limit for aggregation in by_length)
+        or half <= rollout.token_budget
+    ):
         raise ValueError(
             f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions, and other settings "
             f"depend on it (a loss that is divided by the longest response, or rollout.token_budget): set it to {half}"
@@ -301,9 +339,10 @@ def head_precision(settings: Settings) -> torch.dtype:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let this process compute every sum in the same order each time, or raise RuntimeError where an operation has no
-    such order. A CPU does so anyway."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    """Let this process compute every sum in the same order each time, or raise RuntimeError where
+    an operation has no such order. A CPU does so anyway."""
+    # cuBLAS reads it when it is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
@@ -315,48 +354,63 @@ def training_device(settings: Settings) -> str:
 def usable_device(wanted: str, key: str) -> str:
     """Return the wanted device; for "auto" the GPU if there is one, else the CPU.
 
-    On a GPU cuDNN's attention is switched off, because it plans anew for every shape, and shapes change with every
-    token. Raises ValueError, naming the setting `key`, for a device that cannot be used here."""
+    On a GPU cuDNN's attention is switched off, because it plans anew for every shape, and shapes
+    change with every token. Raises ValueError, naming the setting `key`, for a device that cannot
+    be used here."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=wanted).item()
-    except (RuntimeError, AssertionError) as error:  # unknown to torch; no such hardware; a build without it; no memory
-        raise ValueError(f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # unknown to torch; no such hardware; a build without it; no memory
+        raise ValueError(
+            f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}"
+        ) from None
     return wanted
 
 
 def print_sandbox_layers(layers: dict[str, str]) -> None:
-    """Print in one line what confines the programs that a task runs; nothing for a task that runs none."""
+    """Print in one line what confines the programs that a task runs; nothing for a task that runs
+    none.
+    """
     if layers:
         print("sandbox: " + "; ".join(f"{name}: {state}" for name, state in layers.items()))
 
 
-# ---------------------------------------------------------------------------------------------- engine and source
+# ----------------------------------------------------------------------------------------------
+# engine and source
 def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
-    """Raise ValueError if vLLM is asked for and cannot start here, or if there is no server of it. This comes before a
-    cold start that would be in vain."""
+    """Raise ValueError if vLLM is asked for and cannot start here, or if there is no server of it.
+    This comes before a cold start that would be in vain."""
     if rollout.name == "vllm_server":
         check_server(rollout)
     if rollout.name != "vllm":
         return
-    from gspo.rollout.vllm import check_start  # vLLM is an installation of its own: imported only where it is used
+    # vLLM is an installation of its own: imported only where it is used
+    from gspo.rollout.vllm import check_start
 
     check_start(rollout, model.hidden // model.heads if model.made_here else None)
 
 
 def check_routing(settings: Settings, policy: Policy) -> None:
-    """Raise ValueError if routing is to be recorded or replayed and the model's routers do not allow it."""
+    """Raise ValueError if routing is to be recorded or replayed and the model's routers do not
+    allow it.
+    """
     if settings.policy.routing_replay != "none":
         policy.routing.check_replay()
     if settings.rollout.routes and not policy.routing.layers:
-        raise ValueError("rollout.routes=true with a model that has no known routers; set rollout.routes=false")
+        raise ValueError(
+            "rollout.routes=true with a model that has no known routers; set rollout.routes=false"
+        )
 
 
 def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = None) -> Engine:
-    """Start the engine that samples from `policy`, of several ranks this one's: for training, for evaluation, and to
-    look at samples. Raises ValueError if it cannot start, EngineEnded if its process ends."""
+    """Start the engine that samples from `policy`, of several ranks this one's: for training, for
+    evaluation, and to look at samples. Raises ValueError if it cannot start, EngineEnded if its
+    process ends."""
     ranks = ranks or Ranks()
     if rollout.name == "vllm":
         from gspo.rollout.vllm import VLLMEngine
@@ -370,17 +424,22 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
 
 
 def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
-    """Return an in-process engine in the precision of a run's rollouts. It also samples held-out problems, during
-    training and afterwards. With `batch_rows` 0 it has the run's."""
+    """Return an in-process engine in the precision of a run's rollouts. It also samples held-out
+    problems, during training and afterwards. With `batch_rows` 0 it has the run's."""
     dtype = getattr(torch, rollout.dtype)
     return LocalEngine(
-        policy, batch_rows or rollout.batch_rows, dtype, rollout.quantization, cuda_graphs=rollout.cuda_graphs
+        policy,
+        batch_rows or rollout.batch_rows,
+        dtype,
+        rollout.quantization,
+        cuda_graphs=rollout.cuda_graphs,
     )
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
-    """Return the engine that samples held-out problems: the run's own, or with rollout.overlap, where that one is busy,
-    an in-process engine of the same precision. The latter must load the current weights before each use."""
+    """Return the engine that samples held-out problems: the run's own, or with rollout.overlap,
+    where that one is busy, an in-process engine of the same precision. The latter must load the
+    current weights before each use."""
     if not settings.rollout.overlap:
         return trainer.source.engine
     return in_process_engine(trainer, settings)
@@ -394,20 +453,27 @@ def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
 
 
 def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
-    """Return what keeps log-probs under the weights that sampled, None where the settings do not use those: where
-    responses are trained on at the step that sampled them, or with policy.old_logprobs=step_start."""
+    """Return what keeps log-probs under the weights that sampled, None where the settings do not
+    use those: where responses are trained on at the step that sampled them, or with
+    policy.old_logprobs=step_start."""
     later = settings.rollout.staleness or settings.rollout.token_budget
     if not later or settings.policy.old_logprobs == "step_start":
         return None
-    return BehaviourLogprobs(sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3")
+    return BehaviourLogprobs(
+        sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3"
+    )
 
 
 def check_same_weights(policy: Policy, ranks: Ranks) -> None:
-    """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from another folder of
-    the same name on another machine. Of weights that are spread over ranks, each has some: then the files are
-    compared before they are read."""
+    """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from
+    another folder of the same name on another machine. Of weights that are spread over ranks, each
+    has some: then the files are compared before they are read."""
     alone = ranks.count == 1 or policy.shards
-    sums = {} if alone else {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
+    sums = (
+        {}
+        if alone
+        else {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
+    )
     first, *others = ranks.gathered(sums)
     for index, found in enumerate(others, start=1):
         if wrong := [name for name in first if found.get(name) != first[name]]:
@@ -419,7 +485,8 @@ def check_same_weights(policy: Policy, ranks: Ranks) -> None:
 def check_engine_weights(source: RolloutSource, step: int) -> None:
     """Raise ValueError if the engine's weights are not the trainer's.
 
-    At the start nothing is lost yet, so the RuntimeError of this check becomes an error of one line."""
+    At the start nothing is lost yet, so the RuntimeError of this check becomes an error of one
+    line."""
     try:
         source.check(step)
     except EngineEnded:

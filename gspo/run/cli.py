@@ -1,8 +1,9 @@
-"""The process of an entry point: how signals stop it, its exit codes, and how errors become one line.
+"""The process of an entry point: how signals stop it, its exit codes, and how errors become one
+line.
 
-Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the monitor ended the run;
-128 + n the process was stopped by signal n, with everything saved, so that a scheduler may start the same command again
-(130 after Ctrl-C, 143 after SIGTERM).
+Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the
+monitor ended the run; 128 + n the process was stopped by signal n, with everything saved, so that a
+scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
 """
 
 from __future__ import annotations
@@ -39,17 +40,19 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
-    """A run failed after it had begun. The settings were right, so the traceback is shown and the exit code is 1."""
+    """A run failed after it had begun. The settings were right, so the traceback is shown and the
+    exit code is 1.
+    """
 
 
 class Broken(RuntimeError):
-    """Something outside a run failed after the run had begun: in most cases a file could not be written or read. The
-    message says how to go on; the exit code is 1."""
+    """Something outside a run failed after the run had begun: in most cases a file could not be
+    written or read. The message says how to go on; the exit code is 1."""
 
 
 class Ended(Broken):
-    """Something else than the disk does not work that a run needs: a process has ended, or no response can be graded.
-    The other jobs of a sweep may run."""
+    """Something else than the disk does not work that a run needs: a process has ended, or no
+    response can be graded. The other jobs of a sweep may run."""
 
 
 class SaidByRankZero(Ended):
@@ -65,18 +68,22 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop after the current step; a second signal stops at once.
+    """Turns SIGINT and SIGTERM into a request to stop after the current step; a second signal stops
+    at once.
 
-    There is one object per process: a process that was asked to stop runs no further jobs of its sweep.
+    There is one object per process: a process that was asked to stop runs no further jobs of its
+    sweep.
     """
 
     def __init__(self):
         self.number = 0  # the signal that asked for a stop; 0: none did
         self.repeats = 0  # how many further signals are taken for the first one again
-        self.loud = False  # whether this process tells the user; a sweep's workers leave that to their parent
+        # whether this process tells the user; a sweep's workers leave that to their parent
+        self.loud = False
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
-        self._requeue: Callable[[int, None], None] | None = None  # submitit's own signal handler, if there is one
+        # submitit's own signal handler, if there is one
+        self._requeue: Callable[[int, None], None] | None = None
 
     def install(self, *numbers: int) -> None:
         """Listen to these signals."""
@@ -84,27 +91,32 @@ class StopSignal:
             signal.signal(number, self._note)
 
     def install_scheduler(self) -> None:
-        """Inside a job of submitit, listen to SIGUSR2, which says that the job's time is up. The current step is then
-        finished and saved before `requeue` lets submitit queue the job again."""
+        """Inside a job of submitit, listen to SIGUSR2, which says that the job's time is up. The
+        current step is then finished and saved before `requeue` lets submitit queue the job again.
+        """
         handler = signal.getsignal(signal.SIGUSR2)
         if callable(handler) and handler != self._note:
             self._requeue = handler
             signal.signal(signal.SIGUSR2, self._note)
 
     def requeue(self) -> None:
-        """Let submitit queue the job again if it asked for the stop, and in that case do not return. Call this once
-        everything is saved."""
+        """Let submitit queue the job again if it asked for the stop, and in that case do not
+        return. Call this once everything is saved."""
         if self.number == signal.SIGUSR2 and self._requeue:
             self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
-        """Make a worker of a sweep finish its step, save and exit when its parent process has ended."""
+        """Make a worker of a sweep finish its step, save and exit when its parent process has
+        ended.
+        """
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
             self._watcher.start()
 
     def _watch(self, parent: int) -> None:
-        """Wait for the end of the parent process, ask for a stop, and exit when the run has stopped."""
+        """Wait for the end of the parent process, ask for a stop, and exit when the run has
+        stopped.
+        """
         while os.getppid() == parent:
             time.sleep(0.5)
         self.number = self.number or signal.SIGTERM
@@ -134,14 +146,17 @@ class StopSignal:
         self.number = number
         if self.loud:
             print(
-                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)", flush=True
+                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)",
+                flush=True,
             )
 
     def _note_scheduler(self, number: int) -> None:
-        """Handle a signal of a scheduler, which may send several in any order. SIGTERM after SIGUSR2 means that SIGKILL
-        is near: the job is queued again at once, and will go on from its last checkpoint."""
+        """Handle a signal of a scheduler, which may send several in any order. SIGTERM after
+        SIGUSR2 means that SIGKILL is near: the job is queued again at once, and will go on from its
+        last checkpoint."""
         if self.number == signal.SIGUSR2 and number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # queueing the job again sends another SIGTERM
+            # queueing the job again sends another SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.requeue()
         self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
 
@@ -155,9 +170,11 @@ def stop_signal() -> StopSignal:
 
 
 class Outcome(float):
-    """What a job returns to Hydra: its score, which sweepers optimise (NaN if it has none), and why it did not finish.
+    """What a job returns to Hydra: its score, which sweepers optimise (NaN if it has none), and why
+    it did not finish.
 
-    `unfinished` is {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished."""
+    `unfinished` is {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished.
+    """
 
     def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
         made = super().__new__(cls, math.nan if score is None else score)
@@ -169,10 +186,11 @@ USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
 def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
-    """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of its own.
+    """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of
+    its own.
 
-    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job returns with its score
-    why it did not finish."""
+    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job
+    returns with its score why it did not finish."""
 
     @functools.wraps(job)
     def wrapped(config: DictConfig) -> Outcome:
@@ -195,8 +213,9 @@ _DISK: list[Exception] = []  # the failure of the disk that ended a job of the s
 def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
     """Run one job of a sweep and return its score and why it did not finish.
 
-    Errors do not leave this function, because Hydra would start no further jobs after one. Only a failure of the disk
-    does: the other jobs would fail as well, and their reasons could not be written down."""
+    Errors do not leave this function, because Hydra would start no further jobs after one. Only a
+    failure of the disk does: the other jobs would fail as well, and their reasons could not be
+    written down."""
     if _DISK:
         raise _DISK[0]
     try:
@@ -210,25 +229,33 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
             traceback.print_exc()
         return Outcome(reason=explain(error) or type(error).__name__)
     if _STOP.number:
-        return Outcome(stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it")
+        return Outcome(
+            stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it"
+        )
     return Outcome(score)
 
 
 UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
-REASONS: list[Callable[[], None]] = []  # what fills UNFINISHED_JOBS, also if the sweep ends by an error
+# what fills UNFINISHED_JOBS, also if the sweep ends by an error
+REASONS: list[Callable[[], None]] = []
 
 
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, print its error in one line if there is one, and exit with its exit code."""
     interrupt.end()
     guard()
-    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")  # for the processes of a sweep's jobs
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise composition errors instead of printing them over several lines
+    # for the processes of a sweep's jobs
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
+    # raise composition errors instead of printing them over several lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.raiseExceptions = False  # on a full disk train.log cannot grow either; the error below says so once
+    # on a full disk train.log cannot grow either; the error below says so once
+    logging.raiseExceptions = False
     try:
         if HALVES.search(folder := os.environ.get("TMPDIR", "")):
-            raise ValueError(f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder")
+            raise ValueError(
+                f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder"
+            )
         main()
     except BrokenPipeError:
         raise  # what read the output, such as `head`, has ended; gspo.commands.main knows
@@ -238,13 +265,18 @@ def command_line(main: Callable[[], None]) -> None:
         if not UNFINISHED_JOBS:
             sys.exit(print_error(error))  # else a sweeper could not go on without a job's score
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues each run from its last checkpoint", file=sys.stderr)
+        print(
+            "\nstopped; the same command continues each run from its last checkpoint",
+            file=sys.stderr,
+        )
         sys.exit(128 + signal.SIGINT)
     if _STOP.number:
         sys.exit(128 + _STOP.number)
     if UNFINISHED_JOBS:
         lines = [f"  {run}: {reason}" for run, reason in UNFINISHED_JOBS.items()]
-        print("\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr)
+        print(
+            "\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr
+        )
         sys.exit(1)
 
 
@@ -267,18 +299,32 @@ def run_of(file: object) -> Path | None:
     """Return the run directory that a file lies in, None if it lies in none."""
     if not isinstance(file, str | bytes | os.PathLike):
         return None
-    return next((folder for folder in Path(os.fsdecode(file)).parents if (folder / "settings.yaml").is_file()), None)
+    return next(
+        (
+            folder
+            for folder in Path(os.fsdecode(file)).parents
+            if (folder / "settings.yaml").is_file()
+        ),
+        None,
+    )
 
 
 def explain(error: BaseException) -> str:
-    """Return the messages of an error and of its causes in one line, without Hydra's advice to its own developers."""
+    """Return the messages of an error and of its causes in one line, without Hydra's advice to its
+    own developers.
+    """
     if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
         return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
     if plain := plain_words(error):
         return plain
     messages = []
-    while error is not None and type(error).__name__ != "_RemoteTraceback":  # loky's, of what a worker raised
+    # loky's, of what a worker raised
+    while error is not None and type(error).__name__ != "_RemoteTraceback":
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        messages += [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
+        messages += [
+            line
+            for line in lines
+            if not line.startswith(("full_key", "object_type", "reference_type"))
+        ]
         error = error.__cause__
     return " ".join(dict.fromkeys(messages))

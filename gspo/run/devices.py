@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 
 from gspo.core.lazy_torch import torch
 
-DEVICES = "GSPO_DEVICES"  # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
+# CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
+DEVICES = "GSPO_DEVICES"
 
 
 def keep_devices() -> None:
@@ -22,12 +23,16 @@ def keep_devices() -> None:
 def take_share(job: DictConfig, threads: int) -> None:
     """Set this process's number of threads, and its GPUs if its launcher has left those open.
 
-    `job` is Hydra's own configuration of the job. `threads` is the run's setting; with 0 the cores are divided by the
-    number of jobs that run at once. Call this before CUDA is first used. Raises ValueError as `jobs_at_once` does, and
-    for GPUs that are not there.
+    `job` is Hydra's own configuration of the job. `threads` is the run's setting; with 0 the cores
+    are divided by the number of jobs that run at once. Call this before CUDA is first used. Raises
+    ValueError as `jobs_at_once` does, and for GPUs that are not there.
     """
     jobs = jobs_at_once(job)
-    tasks = job.launcher.tasks_per_node if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher" else 1
+    tasks = (
+        job.launcher.tasks_per_node
+        if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher"
+        else 1
+    )
     if threads or jobs * tasks > 1:
         torch.set_num_threads(threads or max(1, cores() // (jobs * tasks)))
     if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher":
@@ -35,13 +40,15 @@ def take_share(job: DictConfig, threads: int) -> None:
 
 
 def _take_devices(place: int, count: int | None) -> None:
-    """Let the job see its own `count` GPUs. Without a count it sees all that the user gave, as under other launchers:
-    submitit would hide them all."""
+    """Let the job see its own `count` GPUs. Without a count it sees all that the user gave, as
+    under other launchers: submitit would hide them all."""
     if count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices(place, count))
         if not torch.cuda.is_available():
             shown = os.environ["CUDA_VISIBLE_DEVICES"]
-            raise ValueError(f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {shown} for the job")
+            raise ValueError(
+                f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {shown} for the job"
+            )
     elif DEVICES in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[DEVICES]
     else:
@@ -51,12 +58,17 @@ def _take_devices(place: int, count: int | None) -> None:
 def jobs_at_once(job: DictConfig) -> int:
     """Return how many jobs of the sweep run on this machine at the same time.
 
-    Raises ValueError for submitit_local without hydra.sweeper.max_batch_size: it starts all jobs of a batch."""
+    Raises ValueError for submitit_local without hydra.sweeper.max_batch_size: it starts all jobs of
+    a batch."""
     if job.mode != RunMode.MULTIRUN:
         return 1
     kind = _launcher(job)
     if kind == "JoblibLauncher":  # -1 means as many jobs as cores, -2 one fewer
-        return job.launcher.n_jobs if job.launcher.n_jobs > 0 else max(1, cores() + 1 + job.launcher.n_jobs)
+        return (
+            job.launcher.n_jobs
+            if job.launcher.n_jobs > 0
+            else max(1, cores() + 1 + job.launcher.n_jobs)
+        )
     if kind == "LocalLauncher":
         size = job.sweeper.get("max_batch_size")
         if not size:
@@ -83,7 +95,9 @@ def devices(place: int, count: int) -> list[str]:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; where the system does not tell, those of the machine."""
+    """Return the number of cores that this process may use; where the system does not tell, those
+    of the machine.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

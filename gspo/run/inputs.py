@@ -1,7 +1,9 @@
-"""What a run is made from, the problems and the weights that it starts from, and whether they are still the same.
+"""What a run is made from, the problems and the weights that it starts from, and whether they are
+still the same.
 
-A run that is resumed with other problems, or with other weights for its reference policy, would go on as if nothing had
-happened. Digests of both are in the run's settings, so that `resume` compares them and `gspo compare` shows them.
+A run that is resumed with other problems, or with other weights for its reference policy, would go
+on as if nothing had happened. Digests of both are in the run's settings, so that `resume` compares
+them and `gspo compare` shows them.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from gspo.model.policy import Policy
 
 
 def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
-    """Return what a run is made from, as far as this process has read it: the task's data, and a digest of the weights
-    that the run starts from, if one of the policies was loaded with them."""
+    """Return what a run is made from, as far as this process has read it: the task's data, and a
+    digest of the weights that the run starts from, if one of the policies was loaded with them."""
     found: dict[str, Any] = {}
     if data := settings.task.data():
         found["data"] = data
@@ -25,7 +27,8 @@ def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
 
 
 def check_inputs(settings: Settings, found: dict[str, Any]) -> None:
-    """Compare what was found with what the settings recorded at the run's first start, and record what is new.
+    """Compare what was found with what the settings recorded at the run's first start, and record
+    what is new.
 
     Raises ValueError if they differ."""
     for kind, now in found.items():
@@ -55,4 +58,6 @@ def left_out_in_words(inputs: dict[str, Any]) -> str:
         return ""
     named = " and ".join(f"{count:,} are {why}" for why, count in reasons.items())
     total = training["problems"] + sum(reasons.values())
-    return f"of {total:,} training problems {training['problems']:,} are trained on, because {named}"
+    return (
+        f"of {total:,} training problems {training['problems']:,} are trained on, because {named}"
+    )

@@ -1,4 +1,6 @@
-"""The life of one run: it trains from its newest checkpoint, again after each rollback, and its end is recorded."""
+"""The life of one run: it trains from its newest checkpoint, again after each rollback, and its end
+is recorded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from gspo.model.policy import Policy
 from gspo.rollout.engine_process import EngineEnded
 from gspo.rollout.source import NothingGraded
 from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
-from gspo.run.cli import Broken, Collapsed, Ended, Failed, SaidByRankZero, Stopped, explain, stop_signal
+from gspo.run.cli import (
+    Broken,
+    Collapsed,
+    Ended,
+    Failed,
+    SaidByRankZero,
+    Stopped,
+    explain,
+    stop_signal,
+)
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.event_files import EventFiles
 from gspo.run.inputs import left_out_in_words
@@ -32,15 +43,17 @@ W_AND_B = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "fai
 
 
 def run(settings: Settings, alone: bool, peers: Peers) -> float:
-    """Make one run, from its directory to its last checkpoint. `alone` says that it has the terminal to itself.
+    """Make one run, from its directory to its last checkpoint. `alone` says that it has the
+    terminal to itself.
 
-    Of several processes rank 0 does this, and the others train along with it. Returns the run's score, also if it had
-    ended before; NaN if it was stopped, and on the other ranks."""
+    Of several processes rank 0 does this, and the others train along with it. Returns the run's
+    score, also if it had ended before; NaN if it was stopped, and on the other ranks."""
     if peers.ranks.index:
         train_along(settings, peers)
         return math.nan
     if settings.tracking.wandb != "disabled":
-        check_installed(f"tracking.wandb={settings.tracking.wandb}")  # before a cold start that would be in vain
+        # before a cold start that would be in vain
+        check_installed(f"tracking.wandb={settings.tracking.wandb}")
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
@@ -50,19 +63,27 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
                     break
             peers.dismiss()
     except EngineEnded as error:
-        raise Ended(f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
+        raise Ended(
+            f"{error}; {directory.saved_up_to()}; go on with resume={directory.path}"
+        ) from None
     except NothingGraded as error:
-        raise Ended(f"{directory.path}: {error}; mend that, and type the same command again") from None
+        raise Ended(
+            f"{directory.path}: {error}; mend that, and type the same command again"
+        ) from None
     except RankLost:
         lost = peers.lost[1]
-        raise Ended(f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}") from None
+        raise Ended(
+            f"{lost}; {directory.saved_up_to()}; go on with resume={directory.path}"
+        ) from None
     if how == "collapsed" and alone:  # in a sweep a collapse is a result
         raise Collapsed
     return directory.score(how)
 
 
 def train_along(settings: Settings, peers: Peers) -> None:
-    """Train as one of the ranks that are not 0: what it says, from the checkpoint it names, until it has no more."""
+    """Train as one of the ranks that are not 0: what it says, from the checkpoint it names, until
+    it has no more.
+    """
     ranks = peers.ranks
     try:
         with closing(settings.task):
@@ -81,8 +102,12 @@ def train_along(settings: Settings, peers: Peers) -> None:
         raise SaidByRankZero from None
 
 
-def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers) -> str:
-    """Train from the newest checkpoint, or from the beginning, until the run ends or is rolled back; return which."""
+def attempt(
+    settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers
+) -> str:
+    """Train from the newest checkpoint, or from the beginning, until the run ends or is rolled
+    back; return which.
+    """
     folder, rollbacks = directory.path, directory.rollbacks()
     warn(rollbacks.move())
     checkpoint = directory.newest_checkpoint(settings)
@@ -115,14 +140,18 @@ def attempt(settings: Settings, directory: RunDirectory, alone: bool, made: Crea
     except Exception as error:
         reason = peers.lost[1] if isinstance(error, RankLost) else explain(error)
         if isinstance(error, OSError):
-            raise Broken(f"{reason}; what was written is kept: mend this and go on with resume={folder}") from error
-        if isinstance(error, ValueError):  # not a mistake of the user's: those were found before the first step
+            raise Broken(
+                f"{reason}; what was written is kept: mend this and go on with resume={folder}"
+            ) from error
+        # not a mistake of the user's: those were found before the first step
+        if isinstance(error, ValueError):
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         raise
     finally:
         sync = leave(directory, how, trainer.state.step, reason, tracker)
     if how != "rolled back":
-        upload = f"; to upload it: {sync}" if sync and alone else ""  # a sweep prints one command for all of its runs
+        # a sweep prints one command for all of its runs
+        upload = f"; to upload it: {sync}" if sync and alone else ""
         again = "; the same command goes on with it" if how == "stopped" else ""
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{again}{upload}")
         print(directory.stability_report(), end="")
@@ -138,12 +167,15 @@ def open_tracker(settings: Settings, folder: Path) -> Tracker:
     return Tracker(folder, tracking, *about, start=cold_start_folder(settings), elsewhere=events)
 
 
-def ended_before(settings: Settings, directory: RunDirectory, checkpoint: Path | None, alone: bool) -> str:
+def ended_before(
+    settings: Settings, directory: RunDirectory, checkpoint: Path | None, alone: bool
+) -> str:
     """Return how the run has ended already, "" if there is something left to do."""
     folder = directory.path
     if has_reached(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        if directory.status().get("how") not in ENDED:  # it was killed between its last checkpoint and its end
+        # it was killed between its last checkpoint and its end
+        if directory.status().get("how") not in ENDED:
             directory.write_stability_report("finished")
             directory.write_status("finished", settings.steps)
         return "finished"
@@ -153,11 +185,16 @@ def ended_before(settings: Settings, directory: RunDirectory, checkpoint: Path |
     return ""
 
 
-def leave(directory: RunDirectory, how: str, step: int, reason: str, tracker: Tracker) -> str | None:
-    """Record how the run ended, and close its tracker; return the command that uploads it to W&B, if one is needed."""
+def leave(
+    directory: RunDirectory, how: str, step: int, reason: str, tracker: Tracker
+) -> str | None:
+    """Record how the run ended, and close its tracker; return the command that uploads it to W&B,
+    if one is needed.
+    """
     try:
         directory.write_status(how, step, reason)
-        with suppress(OSError):  # a full disk was reported already; `gspo report` can make the page later
+        # a full disk was reported already; `gspo report` can make the page later
+        with suppress(OSError):
             directory.write_page()
     finally:
         sync = tracker.finish(W_AND_B[how])
@@ -168,7 +205,9 @@ def model_warnings(policy: Policy) -> list[str]:
     """Return the warnings that the model's architecture calls for."""
     kind, found = architecture(policy.model), []
     if policy.active_parameters is None:
-        found.append(f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops")
+        found.append(
+            f"{kind}: how many parameters a token passes through cannot be told: there is no compute/flops"
+        )
     if policy.found_turn_end is not None:
         token = policy.tokenizer.decode([policy.found_turn_end])
         found.append(
@@ -176,12 +215,16 @@ def model_warnings(policy: Policy) -> list[str]:
             "tokenizer's end-of-sequence token nor generation_config.json is that token"
         )
     if not policy.network:
-        found.append(f"{kind} as configured here is not a known architecture: its own forward is used, which is slower")
+        found.append(
+            f"{kind} as configured here is not a known architecture: its own forward is used, which is slower"
+        )
     return found
 
 
 def print_sampling_notes(settings: Settings) -> None:
-    """Print what confines the programs that the task runs, and the engine's precision if it is not the trainer's."""
+    """Print what confines the programs that the task runs, and the engine's precision if it is not
+    the trainer's.
+    """
     print_sandbox_layers(settings.task.ready())
     if words := left_out_in_words(settings.inputs):
         print(f"{settings.label()}: {words}")
@@ -194,6 +237,10 @@ def print_sampling_notes(settings: Settings) -> None:
             "of the model's positions, so that a prompt has room"
         )
     if settings.rollout.dtype != "float32":
-        print(f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}")
+        print(
+            f"{settings.label()}: training and held-out responses are sampled in {settings.rollout.dtype}"
+        )
     if settings.rollout.quantization != "none":
-        print(f"{settings.label()}: the engine's weights are rounded to {settings.rollout.quantization}")
+        print(
+            f"{settings.label()}: the engine's weights are rounded to {settings.rollout.quantization}"
+        )

@@ -1,4 +1,6 @@
-"""The loop of a run: evaluation, rows of metrics, warnings and checkpoints around the trainer's steps."""
+"""The loop of a run: evaluation, rows of metrics, warnings and checkpoints around the trainer's
+steps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gspo.config.remarks import cut_off_pays, engine_mismatch, nothing_to_learn, rounding_floor, warnings_after
+from gspo.config.remarks import (
+    cut_off_pays,
+    engine_mismatch,
+    nothing_to_learn,
+    rounding_floor,
+    warnings_after,
+)
 from gspo.config.settings import Settings, settings_hash
 from gspo.core.files import append_to, replace_text
 from gspo.core.ranks import ranks_lost_in_passes
@@ -38,8 +46,8 @@ FIRST_STEPS = 3  # in these a batch without anything to learn is remarked on
 class Session:
     """Runs a trainer to its last step, and does what `Trainer.fit` calls for between the steps.
 
-    `alone` says that the run has the terminal to itself; `stop_requested()` whether the user or a scheduler wants it to
-    stop.
+    `alone` says that the run has the terminal to itself; `stop_requested()` whether the user or a
+    scheduler wants it to stop.
     """
 
     def __init__(
@@ -51,7 +59,12 @@ class Session:
         alone: bool,
         stop_requested: Callable[[], bool],
     ):
-        self.settings, self.directory, self.trainer, self.tracker = settings, directory, trainer, tracker
+        self.settings, self.directory, self.trainer, self.tracker = (
+            settings,
+            directory,
+            trainer,
+            tracker,
+        )
         self.stop_requested = stop_requested
         folder = directory.path
         trainer.extensions.callbacks |= profilers(settings, folder)
@@ -62,9 +75,11 @@ class Session:
         self.monitor = Monitor(settings.monitor)
         rows = read_rows(folder / ROWS)
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
-        replace_text(folder / EVENTS, as_lines(events))  # like all of the monitor's state, a function of the rows
+        # like all of the monitor's state, a function of the rows
+        replace_text(folder / EVENTS, as_lines(events))
         self.saved = trainer.state.step  # the last step that has a checkpoint
-        self.ending = ""  # why the monitor ends the run: "collapsed", "rolled back", or "" for not at all
+        # why the monitor ends the run: "collapsed", "rolled back", or "" for not at all
+        self.ending = ""
         self.target = -1  # the step that a rollback goes back to
         self.seconds: dict[str, float] = {}  # time metrics for the next row
         self.warned: set[str] = set()  # metrics of left-out prompts that the user was warned of
@@ -73,9 +88,12 @@ class Session:
     def run(self) -> str:
         """Train to the last step, or until the user, a scheduler or the monitor ends the run.
 
-        Returns how it ended: finished, stopped, collapsed, or rolled back (then it must be started again)."""
+        Returns how it ended: finished, stopped, collapsed, or rolled back (then it must be started
+        again)."""
         try:
-            self.trainer.fit(self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop)
+            self.trainer.fit(
+                self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop
+            )
         except EngineEnded:
             self.save_last_step()
             raise
@@ -83,7 +101,9 @@ class Session:
             self.progress.close()
             self.writer.close()
             self.trainer.source.close()
-        how = self.ending or ("finished" if self.trainer.state.step == self.settings.steps else "stopped")
+        how = self.ending or (
+            "finished" if self.trainer.state.step == self.settings.steps else "stopped"
+        )
         self.directory.write_stability_report(how)
         return how
 
@@ -93,19 +113,27 @@ class Session:
         try:
             metrics = evaluate_if_due(self.engine, trainer, settings, step)
         except EngineEnded as error:  # evaluate in this process, so that the step is complete
-            warn([f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"])
+            warn(
+                [
+                    f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"
+                ]
+            )
             self.engine = in_process_engine(trainer, settings)
             return self.evaluate(step)
         return metrics | {"time/eval_s": time.perf_counter() - started} if metrics else {}
 
     def log(self, step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
-        """Write the step's row, pass on what the monitor notices, and on some steps save the responses."""
+        """Write the step's row, pass on what the monitor notices, and on some steps save the
+        responses.
+        """
         settings, started = self.settings, time.perf_counter()
         events = self.monitor.observe(step, metrics)
         self.seconds["time/monitor_s"] = time.perf_counter() - started
         if rollout:
             metrics = metrics | self.monitor.metrics()
-        kept = rollout is not None and (step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0)
+        kept = rollout is not None and (
+            step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0
+        )
         self.tracker.log(step, metrics | self.seconds, rollout.responses if kept else None)
         self.seconds.clear()
         with append_to(self.directory.path / EVENTS) as file:
@@ -114,7 +142,13 @@ class Session:
             self.apply_monitor_action(step)
         for event in events:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
-        warn([f"{settings.label()}, step {step}: {event.text}" for event in events if event.kind != "cleared"])
+        warn(
+            [
+                f"{settings.label()}, step {step}: {event.text}"
+                for event in events
+                if event.kind != "cleared"
+            ]
+        )
         self.warn_of_long_prompts(step, metrics)
         self.warn_of_outside_code(rollout)
         if rollout and step <= FIRST_STEPS and "nothing" not in self.warned:
@@ -122,29 +156,53 @@ class Session:
             if found:
                 self.warned.add("nothing")
             warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if rollout and "rounding" not in self.warned and (found := rounding_floor(settings, metrics)):
+        if (
+            rollout
+            and "rounding" not in self.warned
+            and (found := rounding_floor(settings, metrics))
+        ):
             self.warned.add("rounding")
             warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if rollout and "mismatch" not in self.warned and (found := engine_mismatch(settings, metrics)):
+        if (
+            rollout
+            and "mismatch" not in self.warned
+            and (found := engine_mismatch(settings, metrics))
+        ):
             self.warned.add("mismatch")
             warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if rollout and "truncated" not in self.warned and (found := cut_off_pays(settings, rollout.responses)):
+        if (
+            rollout
+            and "truncated" not in self.warned
+            and (found := cut_off_pays(settings, rollout.responses))
+        ):
             self.warned.add("truncated")
             warn([f"{settings.label()}, step {step}: {line}" for line in found])
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
         if rollout:
-            self.progress(step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0))
+            self.progress(
+                step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0)
+            )
 
     def warn_of_long_prompts(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn, once for the training set and once for each held-out set, that prompts are too long."""
+        """Warn, once for the training set and once for each held-out set, that prompts are too
+        long.
+        """
         for name, count in metrics.items():
             if name.endswith("/prompt_too_long") and count and name not in self.warned:
                 self.warned.add(name)
                 positions, limit = self.engine.positions, self.settings.rollout.longest_limit
-                room = f"{limit} response tokens in {positions} positions" if positions else "max_prompt_tokens"
+                room = (
+                    f"{limit} response tokens in {positions} positions"
+                    if positions
+                    else "max_prompt_tokens"
+                )
                 what = f"{count:g} problems have prompts that are too long for {room} and are "
-                what += "left out" if name.startswith("eval/") else "replaced by others; more may follow"
+                what += (
+                    "left out"
+                    if name.startswith("eval/")
+                    else "replaced by others; more may follow"
+                )
                 warn([f"{self.settings.label()}, step {step}: {name}: {what}"])
 
     def warn_of_outside_code(self, rollout: Rollout | None) -> None:
@@ -152,7 +210,11 @@ class Session:
         found = self.trainer.extensions.warnings
         warn([f"{self.settings.label()}, {text}" for text in found])
         found.clear()
-        reasons = Counter(r.score.reason for r in rollout.ungraded if r.score.reason) if rollout else Counter()
+        reasons = (
+            Counter(r.score.reason for r in rollout.ungraded if r.score.reason)
+            if rollout
+            else Counter()
+        )
         for reason, count in reasons.most_common():
             LOG.info("%d responses could not be graded: %s", count, reason)
         if reasons and "ungraded" not in self.warned:
@@ -161,26 +223,38 @@ class Session:
             warn([f"{self.settings.label()}: {text} (train.log has the reasons of later steps)"])
 
     def apply_monitor_action(self, step: int) -> None:
-        """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a rollback."""
+        """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a
+        rollback.
+        """
         action, rollbacks = self.settings.monitor.action, self.directory.rollbacks()
         if action == "rollback" and len(rollbacks.entries) < self.settings.monitor.rollbacks:
             self.writer.wait()
             target = rollbacks.plan(step, self.last_healthy_step())
-            self.ending, self.target = ("collapsed", -1) if target is None else ("rolled back", target)
-            text = "no checkpoint of a healthy step is left" if target is None else f"going back to step {target}"
+            self.ending, self.target = (
+                ("collapsed", -1) if target is None else ("rolled back", target)
+            )
+            text = (
+                "no checkpoint of a healthy step is left"
+                if target is None
+                else f"going back to step {target}"
+            )
             warn([f"{self.settings.label()}, step {step}: {text}"])
         elif action != "warn":
             self.ending = "collapsed"
 
     def last_healthy_step(self) -> int:
-        """Return the monitor's last healthy step, minus the age in steps of the oldest weights that rollouts come
-        from."""
+        """Return the monitor's last healthy step, minus the age in steps of the oldest weights that
+        rollouts come from."""
         rollout = self.settings.rollout
-        segments = math.ceil(rollout.longest_limit / rollout.token_budget) if rollout.token_budget else 1
+        segments = (
+            math.ceil(rollout.longest_limit / rollout.token_budget) if rollout.token_budget else 1
+        )
         return self.monitor.last_healthy_step - rollout.staleness - (segments - 1)
 
     def checkpoint(self, step: int, last: bool) -> None:
-        """Begin to write a checkpoint where one is due; at the `last` step wait until it is written."""
+        """Begin to write a checkpoint where one is due; at the `last` step wait until it is
+        written.
+        """
         self.writer.check()
         if not last and step % self.settings.checkpoint.every:
             return
@@ -190,7 +264,9 @@ class Session:
         started = time.perf_counter()
         self.writer.wait()  # the next one may delete an older one
         self.tracker.checkpoints()
-        self.writer.save(trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep())
+        self.writer.save(
+            trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep()
+        )
         self.saved = step
         if last:
             self.writer.wait()
@@ -199,14 +275,17 @@ class Session:
     def save_last_step(self) -> None:
         """After the engine's process has ended, write a checkpoint of the last step.
 
-        None is written if that step has one, or if the source lacks batches that older weights were to sample."""
+        None is written if that step has one, or if the source lacks batches that older weights were
+        to sample."""
         step = self.trainer.state.step
         with suppress(EngineEnded):
             if step and step != self.saved:
                 self.checkpoint(step, last=True)
 
     def step_to_keep(self) -> int:
-        """Return the step whose checkpoint, or else the newest before it, is kept for a rollback; -1 for none."""
+        """Return the step whose checkpoint, or else the newest before it, is kept for a rollback;
+        -1 for none.
+        """
         if self.settings.monitor.action != "rollback":
             return -1
         return self.target if self.target >= 0 else self.last_healthy_step()
@@ -217,7 +296,9 @@ class Session:
 
 
 def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
-    """Return the callback that profiles steps, if any are to be. Its name cannot be one of the user's."""
+    """Return the callback that profiles steps, if any are to be. Its name cannot be one of the
+    user's.
+    """
     if not settings.profile.steps:
         return {}
     from gspo.run.profiling import Profiler  # PyTorch's profiler takes a while to import
@@ -225,21 +306,34 @@ def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
     return {"profile.": Profiler(steps=settings.profile.steps, run=run)}
 
 
-def evaluate_if_due(engine: Engine, trainer: Trainer, settings: Settings, step: int) -> dict[str, float]:
+def evaluate_if_due(
+    engine: Engine, trainer: Trainer, settings: Settings, step: int
+) -> dict[str, float]:
     """Return held-out metrics at the steps where they are due, nothing at others."""
     every = settings.evaluation.every
     if every == 0 or (step % every and step != settings.steps):
         return {}
-    if engine is not trainer.source.engine:  # the source's engine is busy sampling from older weights
+    # the source's engine is busy sampling from older weights
+    if engine is not trainer.source.engine:
         engine.load_weights(trainer.policy.named_tensors())
     rollout = settings.rollout
-    metrics, _ = evaluate(engine, settings.task, settings.evaluation, rollout.longest_limit, step, rollout.stop)
+    metrics, _ = evaluate(
+        engine, settings.task, settings.evaluation, rollout.longest_limit, step, rollout.stop
+    )
     return metrics
 
 
 def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> CheckpointWriter:
-    """Return what writes the checkpoints of a run: on rank 0 alone, or on every rank where weights are spread."""
-    arguments = run, trainer.policy, trainer.optimizer, settings.checkpoint.keep, settings_hash(settings)
+    """Return what writes the checkpoints of a run: on rank 0 alone, or on every rank where weights
+    are spread.
+    """
+    arguments = (
+        run,
+        trainer.policy,
+        trainer.optimizer,
+        settings.checkpoint.keep,
+        settings_hash(settings),
+    )
     if not trainer.policy.shards:
         return CheckpointWriter(*arguments)
     from gspo.train.sharded_checkpoint import ShardedCheckpointWriter  # its imports take a second
@@ -253,11 +347,15 @@ def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
 
 
 @ranks_lost_in_passes()
-def follow(trainer: Trainer, settings: Settings, run: Path, stop_requested: Callable[[], bool]) -> None:
+def follow(
+    trainer: Trainer, settings: Settings, run: Path, stop_requested: Callable[[], bool]
+) -> None:
     """Train along with rank 0 until it ends the run or rolls it back."""
     follower = Follower(trainer, settings, run)
     try:
-        trainer.fit(settings.steps, follower.evaluate, lambda *_: None, follower.checkpoint, stop_requested)
+        trainer.fit(
+            settings.steps, follower.evaluate, lambda *_: None, follower.checkpoint, stop_requested
+        )
     except EngineEnded:
         follower.save_last_step()
         raise
@@ -266,8 +364,8 @@ def follow(trainer: Trainer, settings: Settings, run: Path, stop_requested: Call
 
 
 class Follower:
-    """Does between the steps what a `Session` on rank 0 needs of this rank: its share of the held-out problems, and
-    where weights are spread over ranks its part of the checkpoints."""
+    """Does between the steps what a `Session` on rank 0 needs of this rank: its share of the
+    held-out problems, and where weights are spread over ranks its part of the checkpoints."""
 
     def __init__(self, trainer: Trainer, settings: Settings, run: Path):
         self.trainer, self.settings = trainer, settings
@@ -287,7 +385,8 @@ class Follower:
         """Write this rank's part of a checkpoint where one is due."""
         if not last and step % self.settings.checkpoint.every:
             return
-        if last:  # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
+        # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
+        if last:
             self.trainer.source.pending()
         self.saved = step
         if self.writer:

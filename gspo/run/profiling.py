@@ -1,9 +1,10 @@
 """Profiles some steps of a run with PyTorch's profiler (`profile.steps=[3,5]`).
 
-Each of them leaves two files in the run directory: profile/step_000003.trace.json.gz, which Chrome's chrome://tracing
-and https://ui.perfetto.dev show on a time line, and profile/step_000003.json with the ten dearest operations, which the
-run's page shows as a table. The times are those of rank 0, of the whole step: sampling, scoring, updates, and held-out
-problems where they are due. Profiling makes a step slower; its row of metrics is no measure of speed.
+Each of them leaves two files in the run directory: profile/step_000003.trace.json.gz, which
+Chrome's chrome://tracing and https://ui.perfetto.dev show on a time line, and
+profile/step_000003.json with the ten dearest operations, which the run's page shows as a table. The
+times are those of rank 0, of the whole step: sampling, scoring, updates, and held-out problems
+where they are due. Profiling makes a step slower; its row of metrics is no measure of speed.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ class Profiler(Callback):
         with errors_of_the_disk(folder):
             folder.mkdir(exist_ok=True)
             self.profile.export_chrome_trace(str(folder / f"step_{step:06d}.trace.json.gz"))
-        replace_text(folder / f"step_{step:06d}.json", json.dumps(dearest(list(self.profile.key_averages())), indent=1))
+        replace_text(
+            folder / f"step_{step:06d}.json",
+            json.dumps(dearest(list(self.profile.key_averages())), indent=1),
+        )
         self.profile = None
 
 
 def dearest(averages: list[FunctionEventAvg]) -> list[dict[str, Any]]:
-    """Return the operations that took most time by themselves, without those that they called: name, seconds on the
-    CPU and on the GPU, calls, and share of all that time. On a GPU its time decides, as the CPU mostly waits."""
+    """Return the operations that took most time by themselves, without those that they called:
+    name, seconds on the CPU and on the GPU, calls, and share of all that time. On a GPU its time
+    decides, as the CPU mostly waits."""
     gpu = any(each.self_device_time_total for each in averages)
 
     def own(each: FunctionEventAvg) -> float:

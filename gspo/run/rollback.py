@@ -1,8 +1,10 @@
-"""Rollbacks: a run goes back to the last healthy checkpoint and continues from there at a lower learning rate.
+"""Rollbacks: a run goes back to the last healthy checkpoint and continues from there at a lower
+learning rate.
 
-A rollback is decided by writing it into `rollbacks.json`: from which step, to which step, and whether the rows between
-them have been moved to superseded/. A run that is killed between the decision and the move makes the move when it
-starts again, and then goes on as if it had not been killed.
+A rollback is decided by writing it into `rollbacks.json`: from which step, to which step, and
+whether the rows between them have been moved to superseded/. A run that is killed between the
+decision and the move makes the move when it starts again, and then goes on as if it had not been
+killed.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ class Rollbacks:
         """Return the rollbacks in the file. Raises ValueError if it lists anything else."""
         entries = read_json(self.path, list)
         kinds = {"from": int, "to": int, "moved": bool}
-        fits = [isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds for back in entries]
-        if not all(fits) or not all(is_step(back["from"]) and is_step(back["to"]) for back in entries):
+        fits = [
+            isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds
+            for back in entries
+        ]
+        if not all(fits) or not all(
+            is_step(back["from"]) and is_step(back["to"]) for back in entries
+        ):
             raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
         return entries
 
     def plan(self, step: int, newest: int) -> int | None:
-        """Decide, at `step`, to go back to the newest undamaged checkpoint of step `newest` or before. Returns the
-        step of that checkpoint, None if there is none."""
+        """Decide, at `step`, to go back to the newest undamaged checkpoint of step `newest` or
+        before. Returns the step of that checkpoint, None if there is none."""
         for folder in sorted((self.folder / "checkpoints").glob("step_??????"), reverse=True):
             target = int(folder.name.removeprefix("step_"))
             if target <= newest and not damage(folder):
@@ -45,8 +52,8 @@ class Rollbacks:
         return None
 
     def move(self) -> list[str]:
-        """Move what lies after the target of the last decided rollback to superseded/, unless that is done already.
-        Returns what to warn the user of."""
+        """Move what lies after the target of the last decided rollback to superseded/, unless that
+        is done already. Returns what to warn the user of."""
         if not self.entries or self.entries[-1]["moved"]:
             return []
         last = self.entries[-1]

@@ -2,8 +2,9 @@
 
     paper_figures: 9 of 24 runs, 1180 of 2880 steps  3.4 steps/s  8:20 left
 
-The process that launches the jobs looks at their run directories every few seconds, so it does not matter where they
-run. Jobs that write to the same terminal then leave out the lines of their own progress.
+The process that launches the jobs looks at their run directories every few seconds, so it does not
+matter where they run. Jobs that write to the same terminal then leave out the lines of their own
+progress.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gspo.core import untrusted
 from gspo.core.escaping import line
 from gspo.core.files import read_status
 
-LAUNCHER = "GSPO_SWEEP_LAUNCHER"  # the process id of the one that shows the line; jobs that it starts inherit it
+# the process id of the one that shows the line; jobs that it starts inherit it
+LAUNCHER = "GSPO_SWEEP_LAUNCHER"
 TAIL = 1 << 18  # bytes at the end of metrics.jsonl that hold its last row
 PAUSE = 60.0  # seconds between two lines; the first comes sooner
 FIRST_PAUSE = 10.0
@@ -40,7 +42,11 @@ class SweepProgress(threading.Thread):
     def __init__(self, study: str, planned: list[dict[str, Any]]):
         super().__init__(daemon=True)
         self.study = study
-        self.jobs = [(Path(job["folder"]), job["steps"]) for job in planned if "folder" in job and "same_as" not in job]
+        self.jobs = [
+            (Path(job["folder"]), job["steps"])
+            for job in planned
+            if "folder" in job and "same_as" not in job
+        ]
         self.total = sum(steps for _, steps in self.jobs)
         self.first, self.began = self.done()[1], time.monotonic()
         self.closing = threading.Event()
@@ -51,7 +57,11 @@ class SweepProgress(threading.Thread):
         """Show the line again and again until `close` is called."""
         if sys.stderr.isatty():
             self.bar = tqdm(
-                total=self.total, initial=self.first, unit="step", dynamic_ncols=True, desc=line(self.study)
+                total=self.total,
+                initial=self.first,
+                unit="step",
+                dynamic_ncols=True,
+                desc=line(self.study),
             )
         pause = PAUSE_OF_BAR if self.bar else FIRST_PAUSE
         while not self.closing.wait(pause):
@@ -70,7 +80,8 @@ class SweepProgress(threading.Thread):
     def show(self) -> None:
         """Print the line, or update the bar."""
         runs, steps = self.done()
-        if steps == self.first:  # a cold start and the start of the workers say nothing about the pace
+        # a cold start and the start of the workers say nothing about the pace
+        if steps == self.first:
             self.began = time.monotonic()
         counted = f"{runs} of {len(self.jobs)} runs"
         if self.bar:
@@ -79,10 +90,17 @@ class SweepProgress(threading.Thread):
             return
         pace = (steps - self.first) / max(time.monotonic() - self.began, 1e-9)
         left = f"{clock((self.total - steps) / pace)} left" if pace else "time left unknown"
-        print(line(f"{self.study}: {counted}, {steps} of {self.total} steps  {pace:.1f} steps/s  {left}"), flush=True)
+        print(
+            line(
+                f"{self.study}: {counted}, {steps} of {self.total} steps  {pace:.1f} steps/s  {left}"
+            ),
+            flush=True,
+        )
 
     def done(self) -> tuple[int, int]:
-        """Return how many runs have ended and how many steps are done; a run that has collapsed needs no more."""
+        """Return how many runs have ended and how many steps are done; a run that has collapsed
+        needs no more.
+        """
         runs = counted = 0
         for folder, steps in self.jobs:
             step = min(last_step(folder / "metrics.jsonl"), steps)
@@ -103,7 +121,13 @@ def last_step(file: Path) -> int:
     for row in reversed(lines):
         try:
             return int(json.loads(row)["step"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # a row that is being written
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+        ):  # a row that is being written
             continue
     return 0
 
@@ -111,4 +135,8 @@ def last_step(file: Path) -> int:
 def clock(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        if minutes >= 60
+        else f"{minutes}:{rest:02d}"
+    )

@@ -16,9 +16,11 @@ from gspo.core.files import locked, read_status
 from gspo.core.ownership import own
 from gspo.tracking.collapse import collapse, levels
 
-MANIFEST = "manifest.jsonl"  # in a study's folder: one line per start of a sweep, and one per job that failed
+# in a study's folder: one line per start of a sweep, and one per job that failed
+MANIFEST = "manifest.jsonl"
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
-LONGEST = 1000  # the largest number of characters of a job's name, to which every line of the table is padded
+# the largest number of characters of a job's name, to which every line of the table is padded
+LONGEST = 1000
 STEPS = re.compile(rb"^steps: (\d{1,9})$", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d{1,9})[,}]')
 REWARD = re.compile(rb'"reward/mean": (null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)[,}]')
@@ -47,11 +49,15 @@ class Job:
 
 
 def jobs(study: Path) -> list[Job]:
-    """Return the planned runs of a study's folder, then those that are there without a plan. Raises ValueError if
-    there are none."""
+    """Return the planned runs of a study's folder, then those that are there without a plan. Raises
+    ValueError if there are none."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
-        planned |= {job["run"]: job for job in entry.get("jobs", ()) if "same_as" not in job and is_of(job, study)}
+        planned |= {
+            job["run"]: job
+            for job in entry.get("jobs", ())
+            if "same_as" not in job and is_of(job, study)
+        }
         if entry.get("run") in planned and "reason" in entry:
             planned[entry["run"]]["reason"] = entry["reason"]
     there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
@@ -67,13 +73,15 @@ def jobs(study: Path) -> list[Job]:
 
 
 def is_of(job: dict, study: Path) -> bool:
-    """Return whether a planned job belongs to a study's folder. A sweep may have jobs in several. A job whose settings
-    were refused has no folder, and is listed in all of them."""
+    """Return whether a planned job belongs to a study's folder. A sweep may have jobs in several. A
+    job whose settings were refused has no folder, and is listed in all of them."""
     return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
 
 
 def entries(study: Path) -> list[dict]:
-    """Return the lines of the manifest, without those that a kill cut short or that have another form."""
+    """Return the lines of the manifest, without those that a kill cut short or that have another
+    form.
+    """
     found = []
     try:
         for line in untrusted.read_objects(study / MANIFEST):
@@ -85,33 +93,51 @@ def entries(study: Path) -> list[dict]:
 
 
 def _entry(line: object) -> dict:
-    """Return a line of the manifest with its types checked. Raises ValueError if it has another form."""
-    entry = {"time": 0.0} | _typed(line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list})
+    """Return a line of the manifest with its types checked. Raises ValueError if it has another
+    form.
+    """
+    entry = {"time": 0.0} | _typed(
+        line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
+    )
     return entry | ({"jobs": [_planned(job) for job in entry["jobs"]]} if "jobs" in entry else {})
 
 
 def _planned(job: object) -> dict:
     """Return a planned job with its types checked. Raises ValueError if it has another form."""
-    kinds = {"run": str, "steps": int, "folder": str, "overrides": list, "reason": str, "same_as": int}
+    kinds = {
+        "run": str,
+        "steps": int,
+        "folder": str,
+        "overrides": list,
+        "reason": str,
+        "same_as": int,
+    }
     job = {"run": "", "overrides": []} | _typed(job, kinds)
     if not all(isinstance(override, str) for override in job["overrides"]):
         raise ValueError("not a job of a sweep")
     if len(job["run"]) > LONGEST:
         raise ValueError(f"run={job['run'][:40]!r} ...: a name of {len(job['run']):,} characters")
-    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):  # without steps its settings were refused
+    # without steps its settings were refused
+    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):
         raise ValueError(f"run={job['run']!r} is no folder of a study")
     return job
 
 
 def _typed(line: object, kinds: dict[str, type]) -> dict:
-    """Return a mapping whose values have the types that `kinds` gives for their keys. Raises ValueError if not."""
-    if not isinstance(line, dict) or any(type(line[key]) is not kind for key, kind in kinds.items() if key in line):
+    """Return a mapping whose values have the types that `kinds` gives for their keys. Raises
+    ValueError if not.
+    """
+    if not isinstance(line, dict) or any(
+        type(line[key]) is not kind for key, kind in kinds.items() if key in line
+    ):
         raise ValueError("not a line of a manifest")
     return line
 
 
 def _job(folder: Path, plan: dict | None) -> Job:
-    """Return how far a run is. If one of its files cannot be read, it counts as failed, and `reason` names the file."""
+    """Return how far a run is. If one of its files cannot be read, it counts as failed, and
+    `reason` names the file.
+    """
     if plan and "steps" not in plan:  # its settings were refused
         return Job(plan["run"], 0, plan["overrides"], "failed", reason=plan.get("reason", ""))
     wrong, rows, steps = "", [], plan["steps"] if plan else 0
@@ -127,12 +153,23 @@ def _job(folder: Path, plan: dict | None) -> Job:
     state, reason = ("failed", wrong) if wrong else (state, reason)
     reward, collapsed = rewards_of(folder / "metrics.jsonl") if rows else (None, None)
     pace = statistics.mean(seconds) if seconds else None
-    return Job(folder.name, steps, plan["overrides"] if plan else [], state, step, reward, pace, reason, collapsed)
+    return Job(
+        folder.name,
+        steps,
+        plan["overrides"] if plan else [],
+        state,
+        step,
+        reward,
+        pace,
+        reason,
+        collapsed,
+    )
 
 
 def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
-    """Return a run's smoothed reward at its last step, and the step at which it collapsed; None for what it does not
-    have. The rows are searched for these two numbers, which takes a fiftieth of the time of reading them whole."""
+    """Return a run's smoothed reward at its last step, and the step at which it collapsed; None for
+    what it does not have. The rows are searched for these two numbers, which takes a fiftieth of
+    the time of reading them whole."""
     factor = untrusted.OWN if own(metrics.with_name("settings.yaml")) else 1
     rewards: dict[int, float | None] = {}
     try:
@@ -140,7 +177,10 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
             step, reward = STEP.search(row), REWARD.search(row)
             if step and reward and int(step[1]):
                 rewards[int(step[1])] = None if reward[1] == b"null" else float(reward[1])
-    except (OSError, ValueError):  # a line that is too long, a file that is: the state is known all the same
+    except (
+        OSError,
+        ValueError,
+    ):  # a line that is too long, a file that is: the state is known all the same
         return None, None
     steps = sorted(rewards)
     series = [rewards[step] for step in steps]
@@ -152,7 +192,8 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
 
 def _steps(settings: Path) -> int:
     """Return how many steps a run is to make, from its settings."""
-    if own(settings):  # `write_settings` gave it a line: reading that alone takes a tenth of the time
+    # `write_settings` gave it a line: reading that alone takes a tenth of the time
+    if own(settings):
         lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.SETTINGS))
         if len(lines) == 1:
             return int(lines[0])
@@ -181,9 +222,11 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
 
 
 def upload(study: Path) -> str | None:
-    """Return the command that uploads the runs of a study which W&B's server lacks, None if it lacks none.
+    """Return the command that uploads the runs of a study which W&B's server lacks, None if it
+    lacks none.
 
-    Segments that a newer one of the same run replaces are marked as uploaded, and the command skips them."""
+    Segments that a newer one of the same run replaces are marked as uploaded, and the command skips
+    them."""
     files = study.glob("*/wandb/offline-run-*/run-*.wandb")
     if all(file.with_name(f"{file.name}.synced").exists() for file in files):
         return None
@@ -198,15 +241,22 @@ def table(found: list[Job]) -> str:
     lines = []
     for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
-        settings = " ".join(o for o in job.overrides if not o.startswith("hydra") and o not in common)
+        settings = " ".join(
+            o for o in job.overrides if not o.startswith("hydra") and o not in common
+        )
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
         progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
         text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
         lines.append(escaping.line(text).rstrip(" ;"))
-    counts = {state: sum(job.state == state for job in found) for state in ("finished", "collapsed", *UNFINISHED)}
+    counts = {
+        state: sum(job.state == state for job in found)
+        for state in ("finished", "collapsed", *UNFINISHED)
+    }
     parallel = max(1, counts["running"])
     left = sum(job.seconds_left() for job in found) / parallel
-    clock = "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
+    clock = (
+        "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
+    )
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     fallen = sum(job.collapsed is not None for job in found)
     states += f"; {fallen} of them collapsed" if fallen else ""
@@ -216,7 +266,9 @@ def table(found: list[Job]) -> str:
 
 def own_overrides(planned: list[dict], number: int) -> list[str]:
     """Return the overrides of a planned job that not all jobs of its sweep have."""
-    common = set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    common = (
+        set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    )
     return [override for override in planned[number]["overrides"] if override not in common]
 
 
@@ -228,8 +280,8 @@ def special(planned: list[dict], number: int) -> str:
 def forecast(planned: list[dict]) -> str:
     """Return what a sweep would do: one line per job, and a last line that counts the states.
 
-    A job's line has its number, state, steps, folder, and the overrides that tell it from the others. Jobs whose
-    settings are refused have the state "wrong"."""
+    A job's line has its number, state, steps, folder, and the overrides that tell it from the
+    others. Jobs whose settings are refused have the state "wrong"."""
     rows, counts = [], Counter()
     for number, plan in enumerate(planned):
         own = special(planned, number)
@@ -243,7 +295,10 @@ def forecast(planned: list[dict]) -> str:
         counts[state] += 1
         rows.append([str(number), state, steps, where, own])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+    lines = [
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
     others = f"those not {' or '.join(ended)} are started" if ended else "all are started"

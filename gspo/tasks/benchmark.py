@@ -1,12 +1,14 @@
-"""What published benchmarks share: records from files, the order of problems, training sets without test problems.
+"""What published benchmarks share: records from files, the order of problems, training sets without
+test problems.
 
-The evaluation set is in the order of its file: its first n problems are the file's first n, for every seed. The
-training set is visited epoch after epoch; epoch e is a permutation by (seed, e), so within an epoch every problem
-comes once. A benchmark without a training set refuses to be trained on, unless `train_path` gives one.
+The evaluation set is in the order of its file: its first n problems are the file's first n, for
+every seed. The training set is visited epoch after epoch; epoch e is a permutation by (seed, e), so
+within an epoch every problem comes once. A benchmark without a training set refuses to be trained
+on, unless `train_path` gives one.
 
-Training problems whose text is also in the evaluation set are left out, and each text is trained on once. Two texts are
-the same problem if they differ in case and white space alone. Paraphrases are not found. `data` counts what was left
-out.
+Training problems whose text is also in the evaluation set are left out, and each text is trained on
+once. Two texts are the same problem if they differ in case and white space alone. Paraphrases are
+not found. `data` counts what was left out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from gspo.core.types import Problem
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
 from gspo.tasks.records_file import Row, Source
 
-# replacements for problems with too long prompts come from positions beyond this; their epoch is kept small
+# replacements for problems with too long prompts come from positions beyond this; their epoch is
+# kept small
 FAR = 2**40 + 15
 BLANKS = re.compile(r"(?<=\w)\s+(?=\w)|(\s+)")  # between two words, and others
 
@@ -34,7 +37,8 @@ BLANKS = re.compile(r"(?<=\w)\s+(?=\w)|(\s+)")  # between two words, and others
 class Item:
     """A problem before it has a position in a stream."""
 
-    text: str  # the published problem without the prompt's wording; it is compared with the evaluation set
+    # the published problem without the prompt's wording; it is compared with the evaluation set
+    text: str
     prompt: str
     answer: Any
     family: str = ""
@@ -43,11 +47,14 @@ class Item:
 
 @dataclass
 class Benchmark(Task):
-    """A finite evaluation set named like the task, and perhaps a training set; subclasses turn records into items.
+    """A finite evaluation set named like the task, and perhaps a training set; subclasses turn
+    records into items.
 
     path        file or folder of the evaluation set; "" reads the hub
-    train_path  file or folder of the training set; "" takes the benchmark's own, from `path` if that is a folder
-    hub         the Hugging Face dataset, as OWNER/NAME or hf://datasets/OWNER/NAME/FILES; hub_config is its subset
+    train_path  file or folder of the training set; "" takes the benchmark's own, from `path` if
+                that is a folder
+    hub         the Hugging Face dataset, as OWNER/NAME or hf://datasets/OWNER/NAME/FILES;
+                hub_config is its subset
     """
 
     name: str = ""
@@ -56,23 +63,28 @@ class Benchmark(Task):
     hub: str = ""
     hub_config: str = ""
 
-    max_new_tokens: ClassVar[int] = 0  # see gspo.tasks.base; each benchmark says whose evaluation its limit is from
+    # see gspo.tasks.base; each benchmark says whose evaluation its limit is from
+    max_new_tokens: ClassVar[int] = 0
     hub_split: ClassVar[str] = "test"  # the hub's split that holds the evaluation set
     hub_train_split: ClassVar[str] = ""  # the hub's training split; "" if the benchmark has none
     one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
-    key: ClassVar[str] = "task"  # the prefix of these settings in messages; evaluate.py sets tasks.NAME
+    # the prefix of these settings in messages; evaluate.py sets tasks.NAME
+    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._read: dict[bool, list[Item]] = {}  # whether it is the training set -> its items, read when first needed
+        # whether it is the training set -> its items, read when first needed
+        self._read: dict[bool, list[Item]] = {}
         self._orders: dict[tuple[int, str, int], list[int]] = {}
-        self._left_out: dict[str, int] = {}  # problems of the training set that are not trained on, by the reason
-        # records that no item was made of, by the reason; of the training set (True) and of the evaluation set
+        # problems of the training set that are not trained on, by the reason
+        self._left_out: dict[str, int] = {}
+        # records that no item was made of, by the reason; of the training set (True) and of the
+        # evaluation set
         self.skipped: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
 
     def item(self, row: Row, training: bool) -> Item | None:
-        """Return a record as an item, or None if it does not belong to this set. Raises ValueError for a record that is
-        wrong."""
+        """Return a record as an item, or None if it does not belong to this set. Raises ValueError
+        for a record that is wrong."""
         raise NotImplementedError
 
     def evaluation_sets(self) -> list[str]:
@@ -95,17 +107,22 @@ class Benchmark(Task):
 
     def left_out_of_evaluation(self) -> str:
         reasons = [f"{count:,} {why}" for why, count in self.skipped[False].items()]
-        return f"{self.name}: problems are left out of the evaluation set: {', '.join(reasons)}" if reasons else ""
+        return (
+            f"{self.name}: problems are left out of the evaluation set: {', '.join(reasons)}"
+            if reasons
+            else ""
+        )
 
     def size(self, split: str) -> int:
         """Return the number of problems of a split. Raises ValueError for an unknown split."""
         return len(self._items(split))
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index`: by position in the evaluation set, whatever the seed, or from the stream in training.
+        """Return problem `index`: by position in the evaluation set, whatever the seed, or from the
+        stream in training.
 
-        Raises ValueError for an unknown split, a file that cannot be read, or a record that is wrong, and IndexError
-        beyond the end of the evaluation set.
+        Raises ValueError for an unknown split, a file that cannot be read, or a record that is
+        wrong, and IndexError beyond the end of the evaluation set.
         """
         items = self._items(split)
         if split in TRAINING_SPLITS:
@@ -121,7 +138,8 @@ class Benchmark(Task):
         epoch = index % FAR // count
         key = (seed, split, epoch)
         if key not in self._orders:
-            if len(self._orders) > 8:  # the stream moves on, so a handful of epochs serves a batch that spans two
+            # the stream moves on, so a handful of epochs serves a batch that spans two
+            if len(self._orders) > 8:
                 self._orders.clear()
             self._orders[key] = permutation(count, seed, self.name, split, epoch).tolist()
         return self._orders[key][index % count]
@@ -134,7 +152,9 @@ class Benchmark(Task):
         return self._read[training]
 
     def _evaluation_items(self) -> list[Item]:
-        rows = Source(f"{self.key}.path", self.path, "test", self.hub, self.hub_config, self.hub_split).rows()
+        rows = Source(
+            f"{self.key}.path", self.path, "test", self.hub, self.hub_config, self.hub_split
+        ).rows()
         items = [item for row in rows if (item := self.item(row, training=False))]
         if not items:
             raise ValueError(f"{self.key}.path={self.path or self.hub}: {self._nothing()}")
@@ -159,7 +179,9 @@ class Benchmark(Task):
         return kept
 
     def _training_source(self) -> Source:
-        """Return where the training set is read from. Raises ValueError if the benchmark has none and none is given."""
+        """Return where the training set is read from. Raises ValueError if the benchmark has none
+        and none is given.
+        """
         if self.train_path:
             return Source(f"{self.key}.train_path", self.train_path, "train")
         if not self.hub_train_split:
@@ -173,15 +195,17 @@ class Benchmark(Task):
                 f"{self.key}.train_path=FILE to train on beside it, or as {self.key}.path the folder that holds train "
                 "and test files"
             )
-        return Source(f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split)
+        return Source(
+            f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split
+        )
 
 
 def fingerprint(text: str) -> str:
-    """Return what two spellings of the same problem have in common: the text without regard to case and white space,
-    of which only a blank between two words or numbers counts.
+    """Return what two spellings of the same problem have in common: the text without regard to case
+    and white space, of which only a blank between two words or numbers counts.
 
-    >>> fingerprint(" What is\\n3 + 5?") == fingerprint("what is 3+5?") != fingerprint("what is 3-5?")
-    True
+    >>> fingerprint(" What is\\n3 + 5?") == fingerprint("what is 3+5?") != fingerprint("what is
+    3-5?") True
     """
     return BLANKS.sub(lambda found: "" if found[1] else " ", text.strip().casefold())
 

@@ -20,28 +20,34 @@ from gspo.core.seeding import generator
 from gspo.core.types import Problem, Score
 from gspo.tasks.base import Task, check_split, draw_prompt, held_out
 
-INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
+# one spelling per number: no leading zeros, no +, no -0, ASCII digits only
+INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 SMALL = 99  # up to this largest number the sums of two are listed
 SIGNED = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass
 class ChainArithmetic(Task):
-    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer than operands.
+    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer
+    than operands.
 
-    Held out are chains of the shorter half of these lengths (math_easy), of the greatest length (math_hard), and of up
-    to two operands more (rated). Of chains of two small numbers there are so few that math_easy holds each once."""
+    Held out are chains of the shorter half of these lengths (math_easy), of the greatest length
+    (math_hard), and of up to two operands more (rated). Of chains of two small numbers there are so
+    few that math_easy holds each once."""
 
     name: str = "math"
     min_operands: int = ranged(2, least=2, most=20)
     max_operands: int = ranged(6, least=2, most=20)
-    largest: int = ranged(9, least=5, most=999)  # with less than 5 there are too few problems to hold some out
+    # with less than 5 there are too few problems to hold some out
+    largest: int = ranged(9, least=5, most=999)
     has_demonstrations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_operands < self.min_operands:
-            raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
+            raise ValueError(
+                f"max_operands={self.max_operands} is below min_operands={self.min_operands}"
+            )
 
     def evaluation_sets(self) -> list[str]:
         return ["math_easy", "math_hard", "rated"]
@@ -51,8 +57,9 @@ class ChainArithmetic(Task):
         return len(sums_of_two(self.largest)) if self._is_small(split) else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands - 2) Elo points: 1000
-        for two operands, 1800 for six (the longest of training by default), 2200 for eight."""
+        """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands -
+        2) Elo points: 1000 for two operands, 1800 for six (the longest of training by default),
+        2200 for eight."""
         check_split(split, self.evaluation_sets())
         low, high = self._operands(split)
         if self._is_small(split):
@@ -72,7 +79,9 @@ class ChainArithmetic(Task):
         )
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the worked chain. After a wrong step the following steps are right sums of the wrong value."""
+        """Return the worked chain. After a wrong step the following steps are right sums of the
+        wrong value.
+        """
         terms = _terms(problem.prompt)
         truth = value = terms[0]
         steps = []
@@ -80,14 +89,20 @@ class ChainArithmetic(Task):
             truth += term
             result = value + term
             if rng.random() < wrong_step_rate:
-                # A wrong step never leads back to the true sum, so that a demonstration with one has a wrong answer.
-                result = rng.choice([result + slip for slip in (-2, -1, 1, 2) if result + slip != truth])
+                # A wrong step never leads back to the true sum, so that a demonstration with one
+                # has a wrong answer.
+                result = rng.choice(
+                    [result + slip for slip in (-2, -1, 1, 2) if result + slip != truth]
+                )
             steps.append(f"{value}{term:+d}={result};")
             value = result
         return "".join(steps) + f"#{value}"
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        return [judge(problem, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers]
+        return [
+            judge(problem, text) if ended else Score(0.0, "truncated")
+            for problem, text, ended in answers
+        ]
 
     def _operands(self, split: str) -> tuple[int, int]:
         """Return the fewest and the most operands of a split."""
@@ -95,7 +110,8 @@ class ChainArithmetic(Task):
             return self.min_operands, (self.min_operands + self.max_operands) // 2
         if split == "math_hard":
             return self.max_operands, self.max_operands
-        if split == "rated":  # from the easiest to beyond training, so that a good policy stays on the scale
+        # from the easiest to beyond training, so that a good policy stays on the scale
+        if split == "rated":
             return 2, self.max_operands + 2
         return self.min_operands, self.max_operands
 
@@ -110,10 +126,16 @@ class ChainArithmetic(Task):
 
 @lru_cache(maxsize=8)
 def sums_of_two(largest: int) -> list[str]:
-    """Return all sums of two numbers up to `largest` that are held out, in an order that depends on nothing else."""
+    """Return all sums of two numbers up to `largest` that are held out, in an order that depends on
+    nothing else.
+    """
     numbers = range(1, largest + 1)
-    prompts = [f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers]
-    return sorted(filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    prompts = [
+        f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers
+    ]
+    return sorted(
+        filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest()
+    )
 
 
 def _terms(prompt: str) -> list[int]:
@@ -122,7 +144,9 @@ def _terms(prompt: str) -> list[int]:
 
 
 def judge(problem: Problem, text: str) -> Score:
-    """Judge what follows the only `#`. Numbers are compared as text, so a million digits cost nothing."""
+    """Judge what follows the only `#`. Numbers are compared as text, so a million digits cost
+    nothing.
+    """
     if "#" not in text:
         return Score(0.0, "no-answer")
     answer = text.partition("#")[2]

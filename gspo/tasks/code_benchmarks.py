@@ -1,7 +1,9 @@
-"""Published programming problems: HumanEval, MBPP and rated problem sets. Reward 1 if all tests pass, else 0.
+"""Published programming problems: HumanEval, MBPP and rated problem sets. Reward 1 if all tests
+pass, else 0.
 
-`wording` is how a program is asked for. "instruct" is an instruction whose answer is a fenced block. "completion", for
-base models (with prompt.format=plain), is a text that the response continues. See gspo/tasks/programs.py.
+`wording` is how a program is asked for. "instruct" is an instruction whose answer is a fenced
+block. "completion", for base models (with prompt.format=plain), is a text that the response
+continues. See gspo/tasks/programs.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SCRIPT = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{}\n```"
 )
-# The prompt of Austin et al., arXiv:2108.07732. Chat models are asked for a fenced block instead of [BEGIN] and [DONE].
+# The prompt of Austin et al., arXiv:2108.07732. Chat models are asked for a fenced block instead of
+# [BEGIN] and [DONE].
 MBPP = "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}\n"
 BLOCK = "\nPut the whole program into one ```python code block."
 
@@ -38,8 +41,9 @@ BLOCK = "\nPut the whole program into one ```python code block."
 class HumanEval(CodeBenchmark):
     """164 functions from signature and docstring (Chen et al., arXiv:2107.03374).
 
-    Records: {task_id, prompt, entry_point, canonical_solution, test}. Everything before the function in the prompt, its
-    imports and helpers, is put before a program, since the program may rely on it.
+    Records: {task_id, prompt, entry_point, canonical_solution, test}. Everything before the
+    function in the prompt, its imports and helpers, is put before a program, since the program may
+    rely on it.
     """
 
     name: str = "humaneval"
@@ -69,11 +73,12 @@ class HumanEval(CodeBenchmark):
 class Mbpp(CodeBenchmark):
     """Small programs from one sentence and three asserts (Austin et al., arXiv:2108.07732).
 
-    Records: {task_id, text, code, test_list, test_setup_code}, or sanitized {task_id, prompt, code, test_imports,
-    test_list}. Test problems are 11-510, training problems 601-974; 2, 3 and 4 are the examples of the completion
-    prompt. `shown_tests` of the asserts stand in the prompt. Showing all 3, the standard, lets a policy learn to return
-    what they expect; with fewer the others are hidden. The tests of problems 367 and 927 (367 is a test problem) build
-    objects of the program's own class, which no program can hand over, so these two count as not solved.
+    Records: {task_id, text, code, test_list, test_setup_code}, or sanitized {task_id, prompt, code,
+    test_imports, test_list}. Test problems are 11-510, training problems 601-974; 2, 3 and 4 are
+    the examples of the completion prompt. `shown_tests` of the asserts stand in the prompt. Showing
+    all 3, the standard, lets a policy learn to return what they expect; with fewer the others are
+    hidden. The tests of problems 367 and 927 (367 is a test problem) build objects of the program's
+    own class, which no program can hand over, so these two count as not solved.
     """
 
     name: str = "mbpp"
@@ -100,8 +105,12 @@ class Mbpp(CodeBenchmark):
         if not (601 <= number <= 974 if training else 11 <= number <= 510):
             return None
         text, code, asserts = row.first("text", "prompt"), row.text("code"), row.texts("test_list")
-        setup = "\n".join([*row.texts("test_imports", default=[]), row.text("test_setup_code", default="")])
-        tests = Tests(called_function(row, asserts, code), (Asserts("\n".join(asserts), setup.strip()),))
+        setup = "\n".join(
+            [*row.texts("test_imports", default=[]), row.text("test_setup_code", default="")]
+        )
+        tests = Tests(
+            called_function(row, asserts, code), (Asserts("\n".join(asserts), setup.strip()),)
+        )
         return Item(text, self._prompt(text, asserts), tests)
 
     def _prompt(self, text: str, asserts: list[str]) -> str:
@@ -120,24 +129,30 @@ class Mbpp(CodeBenchmark):
                     "examples of wording=completion"
                 )
             for row in (rows[2], rows[3], rows[4]):
-                question = MBPP.format(row.first("text", "prompt"), "\n".join(row.texts("test_list")))
+                question = MBPP.format(
+                    row.first("text", "prompt"), "\n".join(row.texts("test_list"))
+                )
                 self._examples += f"{question}[BEGIN]\n{row.text('code')}\n[DONE]\n\n"
         return self._examples
 
 
 @dataclass
 class RatedPrograms(CodeBenchmark):
-    """Problems with a rating on Codeforces' scale, for an Elo rating of the policy. There is no standard file.
+    """Problems with a rating on Codeforces' scale, for an Elo rating of the policy. There is no
+    standard file.
 
-    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be the hidden ones. For
-    training the rating may be missing, and instead of tests `input_output` may hold JSON {inputs, outputs} of texts, as
-    in APPS and TACO; problems there that call a function (fn_name) are left out.
+    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be
+    the hidden ones. For training the rating may be missing, and instead of tests `input_output` may
+    hold JSON {inputs, outputs} of texts, as in APPS and TACO; problems there that call a function
+    (fn_name) are left out.
 
-    Numbers with a point may be off by `tolerance` (1e-6 if the record does not say), relative or absolute. A record's
-    `checker` (or `generated_checker`) decides where there is one: the name of one of testlib's, such as yesno or rcmp9,
-    or Python that is run in the sandbox, a function check(input, expected, output) or a program that reads three files
-    and prints 1 or 0. A problem that accepts several answers (`several_answers: true`, or a statement such as "if there
-    are multiple answers, print any") and has no checker is left out and counted, because right programs would fail.
+    Numbers with a point may be off by `tolerance` (1e-6 if the record does not say), relative or
+    absolute. A record's `checker` (or `generated_checker`) decides where there is one: the name of
+    one of testlib's, such as yesno or rcmp9, or Python that is run in the sandbox, a function
+    check(input, expected, output) or a program that reads three files and prints 1 or 0. A problem
+    that accepts several answers (`several_answers: true`, or a statement such as "if there are
+    multiple answers, print any") and has no checker is left out and counted, because right programs
+    would fail.
     """
 
     name: str = "codeforces"
@@ -170,14 +185,18 @@ class RatedPrograms(CodeBenchmark):
         cases = []
         for number, test in enumerate(tests, 1):
             if not isinstance(test, dict):
-                raise row.wrong("tests", f"must hold objects with stdin and stdout; test {number} is none")
+                raise row.wrong(
+                    "tests", f"must hold objects with stdin and stdout; test {number} is none"
+                )
             inner = Row(f"{row.where}, test {number}", test)
             cases.append(StdinCase(inner.get("stdin", str), inner.get("stdout", str)))
         return tuple(cases)
 
 
 def output_rule(row: Row) -> OutputRule:
-    """Return by which rule a record's outputs are judged. Raises ValueError for values that make no sense."""
+    """Return by which rule a record's outputs are judged. Raises ValueError for values that make no
+    sense.
+    """
     tolerance = row.get("tolerance", int, float, default=CODEFORCES_TOLERANCE)
     if not 0 <= tolerance < 1:
         raise row.wrong("tolerance", "must be a number from 0 to 1")
@@ -191,26 +210,40 @@ def output_rule(row: Row) -> OutputRule:
         tolerance, ignores_case = TESTLIB[name]
         return OutputRule(tolerance, ignores_case)
     if "\n" not in checker.strip():
-        raise row.wrong("checker", f"is {name!r}: neither Python nor one of testlib's, {', '.join(TESTLIB)}")
+        raise row.wrong(
+            "checker", f"is {name!r}: neither Python nor one of testlib's, {', '.join(TESTLIB)}"
+        )
     return OutputRule(checker=checker)
 
 
 def apps_cases(row: Row) -> tuple[StdinCase, ...]:
-    """Return the tests of `input_output` in the form of APPS and TACO, or none if they call a function."""
+    """Return the tests of `input_output` in the form of APPS and TACO, or none if they call a
+    function.
+    """
     try:
         both = json.loads(row.text("input_output"))
         if both.get("fn_name"):
             return ()
         cases = tuple(StdinCase(i, o) for i, o in zip(both["inputs"], both["outputs"], strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise row.wrong("input_output", f"must be JSON with inputs and outputs: {error!r}") from None
-    if not all(isinstance(text, str) and writable(text) for case in cases for text in (case.stdin, case.stdout)):
-        raise row.wrong("input_output", "must hold texts as inputs and outputs, without half characters")
+        raise row.wrong(
+            "input_output", f"must be JSON with inputs and outputs: {error!r}"
+        ) from None
+    if not all(
+        isinstance(text, str) and writable(text)
+        for case in cases
+        for text in (case.stdin, case.stdout)
+    ):
+        raise row.wrong(
+            "input_output", "must hold texts as inputs and outputs, without half characters"
+        )
     return cases
 
 
 def called_function(row: Row, asserts: list[str], code: str) -> str:
-    """Return the function of the reference solution that the asserts call. Raises ValueError if there is none."""
+    """Return the function of the reference solution that the asserts call. Raises ValueError if
+    there is none.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
             top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]

@@ -1,4 +1,5 @@
-"""The code task: write the body of a small Python function from a description. The program is run on hidden tests.
+"""The code task: write the body of a small Python function from a description. The program is run
+on hidden tests.
 
     prompt      #times 3, add 4, mod 7      response     x=x*3
                 def f(x):                                x=x+4
@@ -36,9 +37,11 @@ MAX_DRAWS = 100
 
 @dataclass
 class FunctionWriting(Task):
-    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU seconds and megabytes.
+    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU
+    seconds and megabytes.
 
-    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 40 characters at most.
+    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 40
+    characters at most.
     """
 
     name: str = "code"
@@ -53,9 +56,13 @@ class FunctionWriting(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.variables or not set(self.variables) <= set(CATALOGUE):
-            raise ValueError(f"variables={self.variables!r}: name one or more of {''.join(CATALOGUE)}")
+            raise ValueError(
+                f"variables={self.variables!r}: name one or more of {''.join(CATALOGUE)}"
+            )
         if self.wall_seconds < self.cpu_seconds:
-            raise ValueError(f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}")
+            raise ValueError(
+                f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}"
+            )
         self._grader = CodeGrader(
             self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox
         )
@@ -64,7 +71,9 @@ class FunctionWriting(Task):
         return ["code", "code_heldout"]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split; "code_heldout" has the families that training never sees."""
+        """Return problem `index` of a split; "code_heldout" has the families that training never
+        sees.
+        """
         check_split(split, self.evaluation_sets())
         families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
         families = [family for family in families if family[0] in self.variables]
@@ -80,18 +89,23 @@ class FunctionWriting(Task):
         raise RuntimeError(f"no function with two different outputs in {MAX_DRAWS} draws")
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the body of the function. A wrong step is another operation or another parameter, which the tests
-        catch."""
+        """Return the body of the function. A wrong step is another operation or another parameter,
+        which the tests catch."""
         variable, steps = _parse(problem.prompt)
         wrong = [rng.random() < wrong_step_rate for _ in steps]
         if not any(wrong):
             return _body(variable, steps)
         # some changes have no effect (two that cancel, sort instead of reverse before a sum)
         for _ in range(MAX_DRAWS):
-            changed = [wrong_step(variable, step, rng) if bad else step for step, bad in zip(steps, wrong, strict=True)]
+            changed = [
+                wrong_step(variable, step, rng) if bad else step
+                for step, bad in zip(steps, wrong, strict=True)
+            ]
             if any(reference(changed, value) != expected for (value,), expected in problem.answer):
                 return _body(variable, changed)
-        raise RuntimeError(f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws")
+        raise RuntimeError(
+            f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws"
+        )
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         """Run the programs. The expected outputs never leave this process."""
@@ -104,7 +118,9 @@ class FunctionWriting(Task):
         return scores
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks on it."""
+        """Start the sandbox and return its layers; the first call in a process runs a few attacks
+        on it.
+        """
         return self._grader.layers()
 
     def close(self) -> None:
@@ -136,7 +152,9 @@ def _parse(prompt: str) -> tuple[str, list[Step]]:
 def _step(variable: str, words: str) -> Step:
     word, _, text = words.partition(" ")
     operation = CATALOGUE[variable][word]
-    parameter: Any = next(value for value in operation.parameters if value is None or str(value) == text)
+    parameter: Any = next(
+        value for value in operation.parameters if value is None or str(value) == text
+    )
     return operation, parameter
 
 

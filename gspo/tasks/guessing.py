@@ -1,4 +1,5 @@
-"""A game of several turns whose best play is known: find a number by asking whether it is larger or smaller.
+"""A game of several turns whose best play is known: find a number by asking whether it is larger or
+smaller.
 
     prompt         40-54
     policy         47
@@ -9,8 +10,9 @@
 
 A turn that is no number of what is left ends the episode without reward.
 
-Who halves the interval every time needs the fewest guesses on average. So every episode has a regret: the mean reward
-of that play minus the reward of the episode. Its mean is 0 for the best play, and more for any other.
+Who halves the interval every time needs the fewest guesses on average. So every episode has a
+regret: the mean reward of that play minus the reward of the episode. Its mean is 0 for the best
+play, and more for any other.
 """
 
 from __future__ import annotations
@@ -45,14 +47,22 @@ class Guessing(EnvironmentTask):
         rng = generator(seed, self.name, split, index)
         prompt = draw_prompt(split, lambda: self._interval(rng.randint(1, 100 - self.numbers)))
         low, high = bounds(prompt)
-        return Problem(self.name, index, prompt, answer=rng.randint(low, high), family=f"{self.numbers} numbers")
+        return Problem(
+            self.name,
+            index,
+            prompt,
+            answer=rng.randint(low, high),
+            family=f"{self.numbers} numbers",
+        )
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return _Game(self, problem)
 
-    def demonstrated_turns(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> list[str]:
-        """Return the turns of an episode. A guess is the middle of what is left, or with probability `wrong_step_rate`
-        any number that is left."""
+    def demonstrated_turns(
+        self, problem: Problem, wrong_step_rate: float, rng: random.Random
+    ) -> list[str]:
+        """Return the turns of an episode. A guess is the middle of what is left, or with
+        probability `wrong_step_rate` any number that is left."""
         low, high = bounds(problem.prompt)
         turns: list[str] = []
         for _ in range(self.turns):
@@ -70,7 +80,9 @@ class Guessing(EnvironmentTask):
         return sum(self.reward(guesses) for guesses in best_guesses(self.numbers)) / self.numbers
 
     def reward(self, guesses: int) -> float:
-        """Return the reward for finding the number with so many guesses; 0 for more than there are turns."""
+        """Return the reward for finding the number with so many guesses; 0 for more than there are
+        turns.
+        """
         return max(0.0, 1 - (guesses - 1) / self.turns)
 
     def _interval(self, low: int) -> str:
@@ -84,7 +96,9 @@ class _Game(Environment):
 
     def step(self, text: str) -> Outcome:
         self.guesses += 1
-        valid = bool(INTEGER.fullmatch(text)) and len(text) < 9 and self.low <= int(text) <= self.high
+        valid = (
+            bool(INTEGER.fullmatch(text)) and len(text) < 9 and self.low <= int(text) <= self.high
+        )
         found, last = valid and int(text) == self.answer, self.guesses == self.task.turns
         reward = self.task.reward(self.guesses) if found else 0.0
         # with the first guess, so that an episode that is cut off later has its regret too

@@ -1,15 +1,21 @@
-"""Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly, by us.
+"""Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly, by
+us.
 
-The library's own scores are made to be shown, not to be optimised: many give credit for a long text that contains the
-answer, and some run the answer as Python. So here a family is of one of four kinds, and the reward is 0 or 1:
+The library's own scores are made to be shown, not to be optimised: many give credit for a long text
+that contains the answer, and some run the answer as Python. So here a family is of one of four
+kinds, and the reward is 0 or 1:
 
-EXACT    one right answer: it must be the library's, up to spaces, quotes, case and trailing zeros of decimals
-NUMBERS  an arithmetic expression of given numbers with a given value: computed here, exactly, each number used once
-SHAPES   many right answers: one that has the family's form, whole, and for which the library's scorer gives 1.0
-REFUSED  not usable, with the reason. A family that is in no list has not been examined, and is refused too.
+EXACT    one right answer: it must be the library's, up to spaces, quotes, case and trailing zeros
+         of decimals
+NUMBERS  an arithmetic expression of given numbers with a given value: computed here, exactly, each
+         number used once
+SHAPES   many right answers: one that has the family's form, whole, and for which the library's
+         scorer gives 1.0
+REFUSED  not usable, with the reason. A family that is in no list has not been examined, and is
+         refused too.
 
-A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out), because the library numbers
-its problems by seed + index, so that two seeds share most of their problems.
+A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out), because
+the library numbers its problems by seed + index, so that two seeds share most of their problems.
 """
 
 from __future__ import annotations
@@ -81,7 +87,8 @@ INSTRUCTIONS = {
     "tags": "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>.",
     "boxed": "Think step by step, and put the final answer, and nothing else, within \\boxed{}.",
 }
-KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')  # the name that a value is given to: A in A=1, "0" in {"0": 1}
+# the name that a value is given to: A in A=1, "0" in {"0": 1}
+KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 INSTALL = 'pip install "gspo[gym]"'
 
@@ -96,8 +103,9 @@ class Entry:
 
 @dataclass
 class GymProblems(Task):
-    """One family, `dataset`, with the library's settings for it in `config`. Training problems are made without end;
-    there are `evaluation_size` evaluation problems. `form` says where the answer stands: between tags, or in a box."""
+    """One family, `dataset`, with the library's settings for it in `config`. Training problems are
+    made without end; there are `evaluation_size` evaluation problems. `form` says where the answer
+    stands: between tags, or in a box."""
 
     name: str = "reasoning_gym"
     dataset: str = "chain_sum"
@@ -108,13 +116,17 @@ class GymProblems(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
-            reason = REFUSED.get(self.dataset, "is unknown, or has not been examined for holes in its scoring")
+            reason = REFUSED.get(
+                self.dataset, "is unknown, or has not been examined for holes in its scoring"
+            )
             examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
             raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
         if self.form not in INSTRUCTIONS:
             raise ValueError(f"form={self.form!r}: choose tags or boxed")
         for key in {"seed", "size"} & set(self.config):
-            raise ValueError(f"config.{key}={self.config[key]}: set by the harness, from the run's seed")
+            raise ValueError(
+                f"config.{key}={self.config[key]}: set by the harness, from the run's seed"
+            )
         self._scorer: Any = None
         # kept, since evaluations ask for the same ones again and again
         self._held_out: dict[tuple[int, int], Problem] = {}
@@ -127,14 +139,18 @@ class GymProblems(Task):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split. Raises ValueError if the library is missing or refuses `config`."""
+        """Return problem `index` of a split. Raises ValueError if the library is missing or refuses
+        `config`.
+        """
         check_split(split, self.evaluation_sets())
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
         drawn: list[dict[str, Any]] = []
 
         def draw() -> str:
-            drawn.append(self._make(seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31)[0])
+            drawn.append(
+                self._make(seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31)[0]
+            )
             return drawn[-1]["question"]
 
         question = draw_prompt(split, draw)
@@ -147,7 +163,8 @@ class GymProblems(Task):
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         return [
-            self._score(problem.answer, text) if ended else Score(0.0, "truncated") for problem, text, ended in answers
+            self._score(problem.answer, text) if ended else Score(0.0, "truncated")
+            for problem, text, ended in answers
         ]
 
     def _score(self, entry: Entry, text: str) -> Score:
@@ -168,7 +185,9 @@ class GymProblems(Task):
         if self._scorer is None:
             self._scorer = self._make(0)
         try:
-            score = self._scorer.score_answer(answer, {"answer": entry.answer, "metadata": entry.metadata})
+            score = self._scorer.score_answer(
+                answer, {"answer": entry.answer, "metadata": entry.metadata}
+            )
         except Exception:  # a scorer that fails on an answer, in whatever way, has not accepted it
             return False
         return score >= 1.0
@@ -178,15 +197,21 @@ class GymProblems(Task):
         try:
             import reasoning_gym  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(f"task={self.name} needs the package reasoning-gym: {INSTALL}") from None
+            raise ValueError(
+                f"task={self.name} needs the package reasoning-gym: {INSTALL}"
+            ) from None
         try:
             return reasoning_gym.create_dataset(self.dataset, seed=seed, size=1, **self.config)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ValueError(f"config={dict(self.config)} does not fit {self.dataset}: {error}") from error
+            raise ValueError(
+                f"config={dict(self.config)} does not fit {self.dataset}: {error}"
+            ) from error
 
 
 def final_answer(text: str, form: str) -> str:
-    """Return the answer in the last box or between the last tags. Raises Refused, with the verdict as its message."""
+    """Return the answer in the last box or between the last tags. Raises Refused, with the verdict
+    as its message.
+    """
     if form == "boxed":
         return extract(text, "boxed").strip()
     found = TAG.findall(text)
@@ -199,36 +224,40 @@ def final_answer(text: str, form: str) -> str:
 
 
 def has_shape(family: str, answer: str) -> bool:
-    """Return whether the whole answer has the form of its family and gives no key two values, of which only the last
-    would count."""
+    """Return whether the whole answer has the form of its family and gives no key two values, of
+    which only the last would count."""
     keys = KEY.findall(answer)
     return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
 
 
 def normal_form(answer: str) -> str:
-    """Return the text in one spelling: no spaces at the ends of lines or between signs, none doubled, one kind of
-    quote, no case, 5 for 5.0."""
-    lines = [" ".join(line.split()) for line in answer.strip().replace('"', "'").casefold().split("\n")]
+    """Return the text in one spelling: no spaces at the ends of lines or between signs, none
+    doubled, one kind of quote, no case, 5 for 5.0."""
+    lines = [
+        " ".join(line.split()) for line in answer.strip().replace('"', "'").casefold().split("\n")
+    ]
     text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
     return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
 
 
 def reaches(expression: str, numbers: list[int], target: int) -> bool:
-    """Return whether an expression of + - * / and brackets uses exactly these numbers and has exactly this value."""
+    """Return whether an expression of + - * / and brackets uses exactly these numbers and has
+    exactly this value.
+    """
     if len(expression) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
     used: list[int] = []
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and Counter(used) == Counter(
-            numbers
-        )
+        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and Counter(
+            used
+        ) == Counter(numbers)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the exact value and add the numbers found to `used`. Raises ValueError for anything but the four
-    operations."""
+    """Return the exact value and add the numbers found to `used`. Raises ValueError for anything
+    but the four operations."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)

@@ -1,13 +1,17 @@
-r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023. Reward 1 if the verdict is "correct", else 0.
+r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023. Reward 1 if the verdict is
+"correct", else 0.
 
 `form` is both how the answer is asked for and where it is looked for, so that the two agree:
 
-boxed    problem, then "Please reason step by step, and put your final answer within \boxed{}."   (Qwen2.5-Math, Qwen3)
-hash     problem, then "Let's think step by step and output the final answer after "####"."       (verl's GSM8K)
-answer   "Solve the following math problem step by step. ... Answer: $Answer ..."                   (DAPO)
+boxed    problem, then "Please reason step by step, and put your final answer within \boxed{}."
+         (Qwen2.5-Math, Qwen3)
+hash     problem, then "Let's think step by step and output the final answer after "####"."
+         (verl's GSM8K)
+answer   "Solve the following math problem step by step. ... Answer: $Answer ..."
+         (DAPO)
 
-gspo/verifiers/math/verifier.py documents what counts as correct. Whether the prompt becomes the user's turn of a chat
-or stays plain text is decided by `prompt.format`, not by the task.
+gspo/verifiers/math/verifier.py documents what counts as correct. Whether the prompt becomes the
+user's turn of a chat or stays plain text is decided by `prompt.format`, not by the task.
 """
 
 from __future__ import annotations
@@ -33,17 +37,22 @@ WORDINGS = {
     ),
 }
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")  # also 025 and 27.0; some copies write 336^\circ
+# also 025 and 27.0; some copies write 336^\circ
+WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")
 QWEN_MATH = 2048  # max_tokens_per_call in Qwen2.5-Math's evaluation (evaluation/math_eval.py)
-DEEPSEEK_R1 = 32_768  # "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
-R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"  # the markers of DeepSeek-R1's chat, which some copies have in the prompt
+# "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
+DEEPSEEK_R1 = 32_768
+# the markers of DeepSeek-R1's chat, which some copies have in the prompt
+R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"
 
 
 @dataclass
 class MathBenchmark(Benchmark):
-    """A set of problems with final answers. Records: {problem or question, answer or solution}; more keys are ignored.
+    """A set of problems with final answers. Records: {problem or question, answer or solution};
+    more keys are ignored.
 
-    `workers` processes compare formulas, each within `seconds` and `memory_mb`; numbers and words need none.
+    `workers` processes compare formulas, each within `seconds` and `memory_mb`; numbers and words
+    need none.
     """
 
     form: str = "boxed"  # boxed | hash | answer
@@ -60,7 +69,9 @@ class MathBenchmark(Benchmark):
         return Item(text, WORDINGS[self.form].format(text), gold, self.family(row))
 
     def read(self, row: Row) -> tuple[str, str]:
-        """Return the problem and its gold (the right answer). Raises ValueError for a record that is wrong."""
+        """Return the problem and its gold (the right answer). Raises ValueError for a record that
+        is wrong.
+        """
         return row.first("problem", "question"), gold_of(row)
 
     def family(self, row: Row) -> str:
@@ -68,9 +79,11 @@ class MathBenchmark(Benchmark):
         return ""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Score each response as correct or not. A response that was cut off scores 0, whatever it says so far. Where
-        the gold cannot be read there is no reward."""
-        found = self._verifier.verify([(text if ended else "", problem.answer) for problem, text, ended in answers])
+        """Score each response as correct or not. A response that was cut off scores 0, whatever it
+        says so far. Where the gold cannot be read there is no reward."""
+        found = self._verifier.verify(
+            [(text if ended else "", problem.answer) for problem, text, ended in answers]
+        )
         scores = []
         for (_, _, ended), (verdict, answer) in zip(answers, map(astuple, found), strict=True):
             if verdict == "unreadable-gold":
@@ -88,8 +101,8 @@ class MathBenchmark(Benchmark):
 
 @dataclass
 class GSM8K(MathBenchmark):
-    """Grade-school word problems, 7473 for training and 1319 for testing (Cobbe et al., arXiv:2110.14168). Records:
-    {question, answer with "#### N"}."""
+    """Grade-school word problems, 7473 for training and 1319 for testing (Cobbe et al.,
+    arXiv:2110.14168). Records: {question, answer with "#### N"}."""
 
     name: str = "gsm8k"
     hub: str = "openai/gsm8k"
@@ -107,11 +120,12 @@ class GSM8K(MathBenchmark):
 
 @dataclass
 class Math500(MathBenchmark):
-    """500 problems of MATH (Hendrycks et al., arXiv:2103.03874; the split of Lightman et al., arXiv:2305.20050).
+    """500 problems of MATH (Hendrycks et al., arXiv:2103.03874; the split of Lightman et al.,
+    arXiv:2305.20050).
 
-    Records: {problem, answer, subject, level}, as on the hub, or {prompt, reference_solution that ends in "#### gold"},
-    where DeepSeek-R1's chat markers are removed from the prompt. For training also {problem, solution} with the gold in
-    the last box, as in MATH itself.
+    Records: {problem, answer, subject, level}, as on the hub, or {prompt, reference_solution that
+    ends in "#### gold"}, where DeepSeek-R1's chat markers are removed from the prompt. For training
+    also {problem, solution} with the gold in the last box, as in MATH itself.
     """
 
     name: str = "math500"
@@ -148,7 +162,9 @@ class Competition(MathBenchmark):
             return item
         gold = WHOLE.fullmatch(item.answer)
         if not gold or int(gold.group(1)) > self.largest:
-            raise row.wrong("answer", f"must be an integer up to {self.largest}, not {item.answer!r}")
+            raise row.wrong(
+                "answer", f"must be an integer up to {self.largest}, not {item.answer!r}"
+            )
         return Item(item.text, item.prompt, str(int(gold.group(1))))
 
 
@@ -171,7 +187,9 @@ class AIME25(Competition):
 
 @dataclass
 class AMC23(Competition):
-    """The 40 problems of AMC 12A and 12B 2023 whose answer is an integer; records hold floats such as 27.0."""
+    """The 40 problems of AMC 12A and 12B 2023 whose answer is an integer; records hold floats such
+    as 27.0.
+    """
 
     name: str = "amc23"
     hub: str = "math-ai/amc23"
@@ -180,7 +198,9 @@ class AMC23(Competition):
 
 
 def gold_of(row: Row) -> str:
-    """Return the gold of a record: `answer` as text or number, else what the last box of `solution` holds."""
+    """Return the gold of a record: `answer` as text or number, else what the last box of `solution`
+    holds.
+    """
     if "answer" in row.values:
         answer = row.get("answer", str, int, float)
         if isinstance(answer, float):

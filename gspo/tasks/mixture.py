@@ -16,8 +16,8 @@ from gspo.tasks.function_writing import FunctionWriting
 
 @dataclass
 class Mixture(Task):
-    """A mixture in which a share `code_share` of the training problems is code and the rest math. Evaluation sets stay
-    apart."""
+    """A mixture in which a share `code_share` of the training problems is code and the rest math.
+    Evaluation sets stay apart."""
 
     name: str = "mixed"
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
@@ -28,7 +28,9 @@ class Mixture(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.math.name == self.code.name:
-            raise ValueError(f"math.name=code.name={self.code.name!r}: the tasks of a mixture need different names")
+            raise ValueError(
+                f"math.name=code.name={self.code.name!r}: the tasks of a mixture need different names"
+            )
 
     def evaluation_sets(self) -> list[str]:
         return self.math.evaluation_sets() + self.code.evaluation_sets()
@@ -39,8 +41,8 @@ class Mixture(Task):
         return owners[0].size(split) if owners else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of the task that owns the evaluation set or, in training, of the task drawn for
-        `index`."""
+        """Return problem `index` of the task that owns the evaluation set or, in training, of the
+        task drawn for `index`."""
         check_split(split, self.evaluation_sets())
         if split in self.math.evaluation_sets():
             return self.math.problem(seed, split, index)

@@ -1,10 +1,12 @@
 """Environments behind a server of OpenEnv (github.com/meta-pytorch/OpenEnv), played by its client.
 
-    uvicorn my_env.server.app:app --port 8000 &            the environment's own server; no container is needed
+    uvicorn my_env.server.app:app --port 8000 &            the environment's own server; no
+                                                           container is needed
     gspo train task=openenv task.url=http://127.0.0.1:8000 task.text=prompt task.action=message ...
 
-Each episode is a session of its own, so the server must allow as many at once as episodes are played at once
-(`max_concurrent_envs` of `create_app`). What the policy writes is sent to the server.
+Each episode is a session of its own, so the server must allow as many at once as episodes are
+played at once (`max_concurrent_envs` of `create_app`). What the policy writes is sent to the
+server.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class OpenEnv(EnvironmentTask):
 
     url          where the server is
     text         the field of the observation that the policy reads; "": all fields, as JSON
-    action       the field of the action that is what the policy writes; "": it writes the whole action, as JSON
+    action       the field of the action that is what the policy writes; "": it writes the whole
+                 action, as JSON
     values       other fields of every action
     options      other arguments of `reset`
     instruction  text before the first observation
@@ -59,9 +62,13 @@ class OpenEnv(EnvironmentTask):
                 f"{self.key}.url={self.url!r}: say where the server is, {self.key}.url=http://127.0.0.1:8000"
             )
         if taken := set(RESERVED) & set(self.options):
-            raise ValueError(f"{self.key}.options.{min(taken)}: set by the harness, from the run's seed")
+            raise ValueError(
+                f"{self.key}.options.{min(taken)}: set by the harness, from the run's seed"
+            )
         if self.action in self.values:
-            raise ValueError(f"{self.key}.values.{self.action}: it is what the policy writes ({self.key}.action)")
+            raise ValueError(
+                f"{self.key}.values.{self.action}: it is what the policy writes ({self.key}.action)"
+            )
 
     def evaluation_sets(self) -> list[str]:
         return [self.name]
@@ -73,8 +80,9 @@ class OpenEnv(EnvironmentTask):
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return game `index` of a split: its prompt is its beginning, its answer the seed.
 
-        Raises ValueError if the server does not begin the first game that it is asked for. Later the reason takes the
-        prompt's place: the episodes ask for the game themselves, and count it as a failure if they do not get it."""
+        Raises ValueError if the server does not begin the first game that it is asked for. Later
+        the reason takes the prompt's place: the episodes ask for the game themselves, and count it
+        as a failure if they do not get it."""
         check_split(split, self.evaluation_sets())
         position = seed_for(seed, self.name, split, index) % 2**31
         if position in self._beginnings:
@@ -99,12 +107,16 @@ class OpenEnv(EnvironmentTask):
         return {}
 
     async def _beginning(self, seed: int) -> str:
-        """Return what a game begins with. Raises ValueError in one line for whatever the server does instead."""
+        """Return what a game begins with. Raises ValueError in one line for whatever the server
+        does instead.
+        """
         session = OpenEnvSession(self)
         try:
             async with asyncio.timeout(self.step_seconds + CONNECT_SECONDS):
                 return await session.begin(seed)
-        except Exception as error:  # not reached, refused, or an answer from elsewhere that its client cannot read
+        except (
+            Exception
+        ) as error:  # not reached, refused, or an answer from elsewhere that its client cannot read
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"{self.key}.url={self.url}: {reason}") from error
         finally:
@@ -135,7 +147,9 @@ class OpenEnvSession(Environment):
     async def begin(self, seed: int) -> str:
         """Begin the game of a seed, and return what the policy reads."""
         began = await self.client.reset(seed=seed, **self.task.options)
-        return readable("\n\n".join(filter(None, [self.task.instruction, self._shown(began.observation)])))
+        return readable(
+            "\n\n".join(filter(None, [self.task.instruction, self._shown(began.observation)]))
+        )
 
     async def step(self, text: str) -> Outcome:
         """Send the policy's action, unless it is none."""
@@ -146,7 +160,8 @@ class OpenEnvSession(Environment):
         try:
             stepped = await self.client.step(action)
         except RuntimeError as error:
-            if "VALIDATION_ERROR" in str(error):  # the server does not take such an action; the session goes on
+            # the server does not take such an action; the session goes on
+            if "VALIDATION_ERROR" in str(error):
                 return invalid(str(error))
             raise
         reward = 0.0 if stepped.reward is None else float(stepped.reward)
@@ -170,13 +185,21 @@ class OpenEnvSession(Environment):
         return {**written, **self.task.values}
 
     def _shown(self, observation: dict[str, Any]) -> str:
-        """Return what the policy reads of an observation. Raises ValueError if it is no object, or lacks the field."""
+        """Return what the policy reads of an observation. Raises ValueError if it is no object, or
+        lacks the field.
+        """
         if not isinstance(observation, dict):
-            raise ValueError(f"the server's observation is no object but {type(observation).__name__}")
+            raise ValueError(
+                f"the server's observation is no object but {type(observation).__name__}"
+            )
         if not self.task.text:
-            return json.dumps({k: v for k, v in observation.items() if k != "metadata"}, ensure_ascii=False)
+            return json.dumps(
+                {k: v for k, v in observation.items() if k != "metadata"}, ensure_ascii=False
+            )
         if self.task.text not in observation:
-            raise ValueError(f"{self.task.key}.text={self.task.text}: the observation has {', '.join(observation)}")
+            raise ValueError(
+                f"{self.task.key}.text={self.task.text}: the observation has {', '.join(observation)}"
+            )
         value = observation[self.task.text]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -1,8 +1,10 @@
-"""The catalogue of the code task: elementary operations, and the families of functions composed of them.
+"""The catalogue of the code task: elementary operations, and the families of functions composed of
+them.
 
-Each operation is written twice: as the line of code that a demonstration shows, and as the Python function that
-computes expected outputs. The two are independent, so that a slip in one shows up as a failing demonstration.
-Every operation is defined for every value of its kind (0, negative numbers, empty lists and strings included).
+Each operation is written twice: as the line of code that a demonstration shows, and as the Python
+function that computes expected outputs. The two are independent, so that a slip in one shows up as
+a failing demonstration. Every operation is defined for every value of its kind (0, negative
+numbers, empty lists and strings included).
 """
 
 from __future__ import annotations
@@ -49,10 +51,16 @@ _OPERATIONS = {
     "a": [
         Operation("add", "a=[v+{} for v in a]", lambda a, k: list(map(k.__add__, a)), DIGITS),
         Operation("times", "a=[v*{} for v in a]", lambda a, k: list(map(k.__mul__, a)), DIGITS[1:]),
-        Operation("above", "a=[v for v in a if v>{}]", lambda a, k: list(filter(k.__lt__, a)), DIGITS[:6]),
+        Operation(
+            "above", "a=[v for v in a if v>{}]", lambda a, k: list(filter(k.__lt__, a)), DIGITS[:6]
+        ),
         Operation("push", "a=a+[{}]", lambda a, k: [*a, k], DIGITS),
-        Operation("drop", "a=a[{}:]", lambda a, k: [v for i, v in enumerate(a) if i >= k], DIGITS[:4]),
-        Operation("take", "a=a[:{}]", lambda a, k: [v for i, v in enumerate(a) if i < k], DIGITS[:4]),
+        Operation(
+            "drop", "a=a[{}:]", lambda a, k: [v for i, v in enumerate(a) if i >= k], DIGITS[:4]
+        ),
+        Operation(
+            "take", "a=a[:{}]", lambda a, k: [v for i, v in enumerate(a) if i < k], DIGITS[:4]
+        ),
         Operation("rev", "a=a[::-1]", lambda a, _: list(reversed(a))),
         Operation("sort", "a=sorted(a)", lambda a, _: sorted(a)),
         Operation("sum", "sum(a)", lambda a, _: sum(a), ends=True),
@@ -61,23 +69,45 @@ _OPERATIONS = {
     "s": [
         Operation("end", "s=s+'{}'", lambda s, c: "".join([s, c]), LETTERS),
         Operation("start", "s='{}'+s", lambda s, c: "".join([c, s]), LETTERS),
-        Operation("swap", "s=s.replace('{0[0]}','{0[1]}')", lambda s, p: p[1].join(s.split(p[0])), PAIRS),
+        Operation(
+            "swap", "s=s.replace('{0[0]}','{0[1]}')", lambda s, p: p[1].join(s.split(p[0])), PAIRS
+        ),
         Operation("times", "s=s*{}", lambda s, k: "".join(s for _ in range(k)), DIGITS[1:5]),
-        Operation("drop", "s=s[{}:]", lambda s, k: "".join(c for i, c in enumerate(s) if i >= k), DIGITS[:4]),
-        Operation("take", "s=s[:{}]", lambda s, k: "".join(c for i, c in enumerate(s) if i < k), DIGITS[:4]),
+        Operation(
+            "drop",
+            "s=s[{}:]",
+            lambda s, k: "".join(c for i, c in enumerate(s) if i >= k),
+            DIGITS[:4],
+        ),
+        Operation(
+            "take",
+            "s=s[:{}]",
+            lambda s, k: "".join(c for i, c in enumerate(s) if i < k),
+            DIGITS[:4],
+        ),
         Operation("rev", "s=s[::-1]", lambda s, _: "".join(reversed(s))),
         Operation("upper", "s=s.upper()", lambda s, _: s.upper()),
         Operation("len", "len(s)", lambda s, _: len(s), ends=True),
         Operation(
-            "count", "s.count('{}')", lambda s, c: len([d for d in s if d == c]), tuple(INPUT_LETTERS), ends=True
+            "count",
+            "s.count('{}')",
+            lambda s, c: len([d for d in s if d == c]),
+            tuple(INPUT_LETTERS),
+            ends=True,
         ),
     ],
 }
-CATALOGUE = {variable: {op.word: op for op in operations} for variable, operations in _OPERATIONS.items()}
+CATALOGUE = {
+    variable: {op.word: op for op in operations} for variable, operations in _OPERATIONS.items()
+}
 
 
 def _families(**words: str) -> list[Family]:
-    return [(variable, tuple(line.split())) for variable, text in words.items() for line in text.split(",")]
+    return [
+        (variable, tuple(line.split()))
+        for variable, text in words.items()
+        for line in text.split(",")
+    ]
 
 
 FAMILIES = _families(
@@ -103,13 +133,17 @@ def draw_steps(family: Family, rng: random.Random) -> list[Step]:
 
 
 def wrong_step(variable: str, step: Step, rng: random.Random) -> Step:
-    """Return another parameter of the same operation or another operation that fits in its place, each half of the time
-    where both exist."""
+    """Return another parameter of the same operation or another operation that fits in its place,
+    each half of the time where both exist."""
     operation, parameter = step
     others = [value for value in operation.parameters if value != parameter]
     if others and rng.random() < 0.5:
         return operation, rng.choice(others)
-    fitting = [other for other in CATALOGUE[variable].values() if other.ends == operation.ends and other != operation]
+    fitting = [
+        other
+        for other in CATALOGUE[variable].values()
+        if other.ends == operation.ends and other != operation
+    ]
     other = rng.choice(fitting)
     return other, rng.choice(other.parameters)
 
@@ -124,7 +158,15 @@ def reference(steps: list[Step], value: Any) -> Any:
 def hidden_inputs(variable: str, rng: random.Random) -> list[Any]:
     """Return eight inputs: the edge cases, then random ones that tell similar functions apart."""
     if variable == "x":
-        return [0, 1, -1, rng.randint(-9, -2), rng.randint(2, 9), *(rng.randint(10, 99) for _ in range(2)), -37]
+        return [
+            0,
+            1,
+            -1,
+            rng.randint(-9, -2),
+            rng.randint(2, 9),
+            *(rng.randint(10, 99) for _ in range(2)),
+            -37,
+        ]
     lengths = [0, 1, *(rng.randint(3, 8) for _ in range(6))]
     if variable == "a":
         return [[rng.randint(-5, 12) for _ in range(length)] for length in lengths]

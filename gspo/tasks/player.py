@@ -1,7 +1,8 @@
 """Plays episodes: calls an environment's methods in a thread of its own, within a time limit.
 
-An environment is code from elsewhere, perhaps with a network behind it. It may raise, hang or return nonsense, and none
-of that may end a run: its episode ends, is counted, and is left out of its group.
+An environment is code from elsewhere, perhaps with a network behind it. It may raise, hang or
+return nonsense, and none of that may end a run: its episode ends, is counted, and is left out of
+its group.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from gspo.core.types import LARGEST_REWARD
 from gspo.tasks.environment import Environment, Message, Outcome
 
 MEASURES = 32  # an environment may name at most so many
-# The names of numbers that every episode has: gspo.tracking.episodes has those that are not the player's own.
-TAKEN = re.compile(r"turns|turns_max|environment_tokens|(finish|reward_turns)_\w+|escaped|cut|replay_differs")
+# The names of numbers that every episode has: gspo.tracking.episodes has those that are not the
+# player's own.
+TAKEN = re.compile(
+    r"turns|turns_max|environment_tokens|(finish|reward_turns)_\w+|escaped|cut|replay_differs"
+)
 NAME = re.compile(r"[A-Za-z_]\w{0,39}", re.ASCII)  # of a measure; it becomes a metric's
-ANSWER = 1000  # characters of an answer that are kept: it is compared with others, and saved with every response
+# characters of an answer that are kept: it is compared with others, and saved with every response
+ANSWER = 1000
 NO_NAME = re.compile(r"[^\w.-]")  # what is no part of a metric's name, such as a verdict is in
 CANCELLED_AFTER = 1.0  # seconds after the time limit
 
@@ -64,15 +69,20 @@ class Beginning:
 
 
 class Player:
-    """Calls one environment, whose methods may be async or not. A call that hangs leaves its thread behind: Python
-    cannot end it, and it does not keep the process from ending."""
+    """Calls one environment, whose methods may be async or not. A call that hangs leaves its thread
+    behind: Python cannot end it, and it does not keep the process from ending."""
 
     def __init__(self, make: Callable[[], Environment], seconds: float):
         self.seconds = seconds
-        self.answers: list[bytes] = []  # digests of how the episode began, and of the answer to each turn
+        # digests of how the episode began, and of the answer to each turn
+        self.answers: list[bytes] = []
         self._given_up = False  # whether nobody waits any more for a call that may still run
-        self._calls: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(make,), name="environment", daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(
+            target=self._work, args=(make,), name="environment", daemon=True
+        )
         self._thread.start()
 
     def begin(self, method: str, *arguments: Any) -> Call:
@@ -82,21 +92,25 @@ class Player:
         return call
 
     def finish(self, call: Call) -> Any:
-        """Return what a call has returned. Raises EnvironmentFailed if it raised, returned what it may not, or takes
-        too long."""
+        """Return what a call has returned. Raises EnvironmentFailed if it raised, returned what it
+        may not, or takes too long."""
         try:
             found = call.future.result(call.left)
-        except TimeoutError as error:  # of the waiting: what an environment raises is an EnvironmentFailed
+        except (
+            TimeoutError
+        ) as error:  # of the waiting: what an environment raises is an EnvironmentFailed
             self._given_up = True
             raise EnvironmentFailed(
-                "environment-timeout", f"the environment took longer than step_seconds={self.seconds:g}"
+                "environment-timeout",
+                f"the environment took longer than step_seconds={self.seconds:g}",
             ) from error
         self.answers.append(digest(found))
         return found
 
     def close(self) -> Call:
-        """Begin to let the environment free what it holds; `all_closed` waits for it. Behind a call that was given up
-        it is waited for only until that one would have been cancelled, because it may never return."""
+        """Begin to let the environment free what it holds; `all_closed` waits for it. Behind a call
+        that was given up it is waited for only until that one would have been cancelled, because it
+        may never return."""
         call = self.begin("close")
         self._calls.put(None)
         if self._given_up:
@@ -104,10 +118,11 @@ class Player:
         return call
 
     def _work(self, make: Callable[[], Environment]) -> None:
-        """Make the environment and do its calls, one after another. All that could run the environment's code is done
-        here, the checks of what it returns too."""
+        """Make the environment and do its calls, one after another. All that could run the
+        environment's code is done here, the checks of what it returns too."""
         environment: Environment | None = None
-        runner: asyncio.Runner | None = None  # made when it is needed: it takes longer than most environments do
+        # made when it is needed: it takes longer than most environments do
+        runner: asyncio.Runner | None = None
         with ExitStack() as opened:
             while call := self._calls.get():
                 future, method, arguments = call
@@ -118,32 +133,40 @@ class Player:
                     environment = make() if environment is None else environment
                     found = getattr(environment, method)(*arguments)
                     if inspect.isawaitable(found):
-                        runner = runner or opened.enter_context(asyncio.Runner(loop_factory=new_loop))
+                        runner = runner or opened.enter_context(
+                            asyncio.Runner(loop_factory=new_loop)
+                        )
                         found = runner.run(awaited(found, self.seconds + CANCELLED_AFTER))
-                    checked = {"reset": partial(beginning, environment), "step": outcome}.get(method, lambda it: it)
+                    checked = {"reset": partial(beginning, environment), "step": outcome}.get(
+                        method, lambda it: it
+                    )
                     future.set_result(checked(found))
-                except BaseException as error:  # whatever code from elsewhere raises, SystemExit too
+                except (
+                    BaseException
+                ) as error:  # whatever code from elsewhere raises, SystemExit too
                     future.set_exception(failure(error))
 
 
 def still_running(calls: list[Call], most: int) -> list[Call]:
-    """Wait until fewer than `most` of some calls are running, and return these. One past its deadline does not count:
-    it may never end."""
+    """Wait until fewer than `most` of some calls are running, and return these. One past its
+    deadline does not count: it may never end."""
     while len(calls := [call for call in calls if call.left and not call.future.done()]) >= most:
         wait([call.future for call in calls], min(call.left for call in calls), FIRST_COMPLETED)
     return calls
 
 
 def all_closed(closing: list[Call]) -> int:
-    """Wait until environments are closed, each until its deadline. Returns how many are not; one whose `close` has
-    raised is."""
+    """Wait until environments are closed, each until its deadline. Returns how many are not; one
+    whose `close` has raised is."""
     for call in closing:
         wait([call.future], call.left)
     return sum(not call.future.done() for call in closing)
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`: one for each call, which does not keep the process from ending."""
+    """The threads of `asyncio.to_thread`: one for each call, which does not keep the process from
+    ending.
+    """
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         """Begin a call in a thread."""
@@ -167,8 +190,8 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def awaited(found: Any, seconds: float) -> Any:
-    """Await anything that can be awaited. It is cancelled when nobody waits for it any more, so that the environment
-    can be closed."""
+    """Await anything that can be awaited. It is cancelled when nobody waits for it any more, so
+    that the environment can be closed."""
     async with asyncio.timeout(seconds):
         return await found
 
@@ -181,28 +204,38 @@ def failure(error: BaseException) -> EnvironmentFailed:
         text = str(error)[:1000]
     except Exception:  # an exception from elsewhere, whose text is made by code from elsewhere
         text = "(it cannot be written)"
-    return EnvironmentFailed("environment-error", f"{type(error).__name__}: {' '.join(text.split())}"[:300])
+    return EnvironmentFailed(
+        "environment-error", f"{type(error).__name__}: {' '.join(text.split())}"[:300]
+    )
 
 
 def beginning(environment: Environment, messages: Any) -> Beginning:
-    """Return how an episode begins, of what `reset` returned. Raises EnvironmentFailed if that is no beginning, and
-    TypeError where a message or a tool is no plain data."""
+    """Return how an episode begins, of what `reset` returned. Raises EnvironmentFailed if that is
+    no beginning, and TypeError where a message or a tool is no plain data."""
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise EnvironmentFailed(
-            "environment-error", f"reset returned {repr(messages)[:80]}, not a list of messages with a role and a text"
+            "environment-error",
+            f"reset returned {repr(messages)[:80]}, not a list of messages with a role and a text",
         )
     tools, role = environment.tools, environment.role
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
-        raise EnvironmentFailed("environment-error", f"tools={repr(tools)[:80]}, not a tuple of JSON objects")
+        raise EnvironmentFailed(
+            "environment-error", f"tools={repr(tools)[:80]}, not a tuple of JSON objects"
+        )
     if role not in ("user", "tool"):
-        raise EnvironmentFailed("environment-error", f"role={repr(role)[:80]}; it must be 'user' or 'tool'")
-    messages, tools = json.loads(readable(json.dumps([messages, tools], allow_nan=False, ensure_ascii=False)))
+        raise EnvironmentFailed(
+            "environment-error", f"role={repr(role)[:80]}; it must be 'user' or 'tool'"
+        )
+    messages, tools = json.loads(
+        readable(json.dumps([messages, tools], allow_nan=False, ensure_ascii=False))
+    )
     return Beginning(messages, tuple(tools), role)
 
 
 def outcome(found: Any) -> Outcome:
-    """Return a copy of what `step` returned, which the environment may change, with a verdict that can be part of a
-    metric's name and an answer that is not too long. Raises EnvironmentFailed if it is no outcome."""
+    """Return a copy of what `step` returned, which the environment may change, with a verdict that
+    can be part of a metric's name and an answer that is not too long. Raises EnvironmentFailed if
+    it is no outcome."""
     if fault := fault_of(found):
         raise EnvironmentFailed("environment-error", f"step returned {fault}")
     return Outcome(
@@ -216,7 +249,9 @@ def outcome(found: Any) -> Outcome:
 
 
 def digest(said: Beginning | Outcome) -> bytes:
-    """Return what tells beginnings or outcomes apart, in every field and in little memory: a text may be long."""
+    """Return what tells beginnings or outcomes apart, in every field and in little memory: a text
+    may be long.
+    """
     return hashlib.blake2b(repr(astuple(said)).encode(), digest_size=16).digest()
 
 
@@ -227,14 +262,22 @@ def readable(text: str) -> str:
 
 def is_message(message: Any) -> bool:
     """Return whether this is a message of a chat."""
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def fault_of(outcome: Any) -> str:
     """Return in words what is wrong with what `step` returned, "" if nothing is."""
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
-    for name, kind in (("observation", str), ("verdict", str), ("answer", str), ("done", bool), ("measures", dict)):
+    for name, kind in (
+        ("observation", str),
+        ("verdict", str),
+        ("answer", str),
+        ("done", bool),
+        ("measures", dict),
+    ):
         if not isinstance(getattr(outcome, name), kind):
             return f"{name}={repr(getattr(outcome, name))[:80]}, not {kind.__name__}"
     if len(outcome.verdict.split()) != 1 or len(outcome.verdict) > 40:
@@ -248,7 +291,9 @@ def fault_of(outcome: Any) -> str:
             measure = f"{{{repr(name)[:40]}: {repr(value)[:40]}}}"
             return f"measures={measure}, not a name and a number within +-{LARGEST_REWARD:g}"
         if TAKEN.fullmatch(name):
-            return f"a measure {name!r}, but every episode has a number of this name: choose another"
+            return (
+                f"a measure {name!r}, but every episode has a number of this name: choose another"
+            )
     return ""
 
 

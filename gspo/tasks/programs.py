@@ -1,12 +1,14 @@
 """What benchmarks of programs share: from a response to a program, and from a program to a score.
 
-The answer of a chat model is one of its fenced blocks (``` or ~~~) whose language is python, py or not given: where the
-tests call a function, the last block that defines it; else the last block that is no plain output, which means that it
-is Python and does more than name values. If no block is such, it is the last one. A block that is still open where the
-response ended counts too, and one that is indented under a list item loses that indentation. Without a block the
-verdict is "no-answer". A base model's response continues the prompt and is cut where the next definition or statement
-begins, so that a model which never stops is judged by what it wrote for this problem. A response that was cut off by
-the token limit scores 0. gspo/verifiers/code/grader.py documents what programs may use, and what counts as equal.
+The answer of a chat model is one of its fenced blocks (``` or ~~~) whose language is python, py or
+not given: where the tests call a function, the last block that defines it; else the last block that
+is no plain output, which means that it is Python and does more than name values. If no block is
+such, it is the last one. A block that is still open where the response ended counts too, and one
+that is indented under a list item loses that indentation. Without a block the verdict is
+"no-answer". A base model's response continues the prompt and is cut where the next definition or
+statement begins, so that a model which never stops is judged by what it wrote for this problem. A
+response that was cut off by the token limit scores 0. gspo/verifiers/code/grader.py documents what
+programs may use, and what counts as equal.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ READ_STDIN = (
 
 @dataclass(frozen=True, eq=False)
 class Tests:
-    """How a problem's programs are put together and judged. There is one object per problem, and the grader tells
-    problems apart by it."""
+    """How a problem's programs are put together and judged. There is one object per problem, and
+    the grader tells problems apart by it."""
 
     entry_point: str
     cases: tuple[FunctionCase | StdinCase | Asserts, ...]
@@ -51,8 +53,8 @@ class Tests:
 
 @dataclass
 class CodeBenchmark(Benchmark):
-    """Problems whose answers are programs. Up to `slots` run at a time, within limits on CPU seconds, waiting and
-    megabytes."""
+    """Problems whose answers are programs. Up to `slots` run at a time, within limits on CPU
+    seconds, waiting and megabytes."""
 
     slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
@@ -60,7 +62,8 @@ class CodeBenchmark(Benchmark):
     memory_mb: int = ranged(1024, least=64, most=65536)
     allow_weak_sandbox: bool = False
 
-    # "the maximum generation length is set to 32,768 tokens", DeepSeek-R1 on contests (arXiv:2501.12948, model card)
+    # "the maximum generation length is set to 32,768 tokens", DeepSeek-R1 on contests
+    # (arXiv:2501.12948, model card)
     max_new_tokens: ClassVar[int] = 32_768
     stops: ClassVar[tuple[str, ...]] = ()  # the texts at which a completion ends
 
@@ -75,7 +78,9 @@ class CodeBenchmark(Benchmark):
         return False
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Score 1 if all tests pass, else 0. A program that could not be run, by no fault of its own, has no reward."""
+        """Score 1 if all tests pass, else 0. A program that could not be run, by no fault of its
+        own, has no reward.
+        """
         scores: list[Score | None] = []
         submissions, places = [], []
         tests: dict[int, Tests] = {}
@@ -108,7 +113,9 @@ class CodeBenchmark(Benchmark):
         return (with_preamble(answer.preamble, code), "") if code.strip() else ("", "no-answer")
 
     def called_function(self, answer: Tests) -> str:
-        """Return the name of the function that a problem's tests call, "" if they run whole programs."""
+        """Return the name of the function that a problem's tests call, "" if they run whole
+        programs.
+        """
         return answer.entry_point
 
     def tests(self, answer: Tests) -> Tests:
@@ -120,7 +127,9 @@ class CodeBenchmark(Benchmark):
         return tests.entry_point
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks on it."""
+        """Start the sandbox and return its layers; the first call in a process runs a few attacks
+        on it.
+        """
         return self._grader.layers()
 
     def close(self) -> None:
@@ -135,7 +144,9 @@ def check_wording(wording: str) -> None:
 
 
 def answer_block(text: str, entry_point: str = "") -> str:
-    """Return the block of a response that is its answer, "" if there is none. The rule is at the head of this file."""
+    """Return the block of a response that is its answer, "" if there is none. The rule is at the
+    head of this file.
+    """
     blocks = [code for language, code in code_blocks(text) if language in PYTHON and code.strip()]
     if entry_point:
         chosen = [code for code in blocks if defines(code, entry_point)]
@@ -145,7 +156,9 @@ def answer_block(text: str, entry_point: str = "") -> str:
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """Return the fenced blocks of a text in their order, each as its language in lower case and its lines."""
+    """Return the fenced blocks of a text in their order, each as its language in lower case and its
+    lines.
+    """
     found: list[tuple[str, str]] = []
     block: list[str] = []
     language: str | None = None  # the language of the block that is open
@@ -178,18 +191,34 @@ def without_indentation(line: str, columns: int) -> str:
 def defines(code: str, entry_point: str) -> bool:
     """Return whether code defines a function, also as a method of a class, or gives a name to one."""
     name = re.escape(entry_point.rpartition(".")[2])
-    return re.search(rf"^\s*(?:async\s+)?def\s+{name}\b|^{name}\s*=|\bas\s+{name}\b", code, re.MULTILINE) is not None
+    return (
+        re.search(
+            rf"^\s*(?:async\s+)?def\s+{name}\b|^{name}\s*=|\bas\s+{name}\b", code, re.MULTILINE
+        )
+        is not None
+    )
 
 
 def is_plain_output(code: str) -> bool:
-    """Return whether a block shows what a program prints: it is no Python, or only values such as 42 or YES."""
+    """Return whether a block shows what a program prints: it is no Python, or only values such as
+    42 or YES.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
             statements = ast.parse(code).body
     # the last two are raised for code that is nested too deeply
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
-    values = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp)
+    values = (
+        ast.Constant,
+        ast.Name,
+        ast.List,
+        ast.Tuple,
+        ast.Set,
+        ast.Dict,
+        ast.UnaryOp,
+        ast.BinOp,
+    )
     return all(isinstance(each, ast.Expr) and isinstance(each.value, values) for each in statements)
 
 

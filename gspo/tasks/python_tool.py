@@ -1,15 +1,16 @@
-"""An environment with a tool: arithmetic that is too long to do by heart, and Python in the sandbox to do it.
+"""An environment with a tool: arithmetic that is too long to do by heart, and Python in the sandbox
+to do it.
 
     prompt         48*73-91=?
     policy         <py>48*73-91</py>
     environment    3413
     policy         #3413
 
-A turn with `<py>...</py>` calls the tool; so does a turn in which a chat model writes the call as it was taught to,
-<tool_call>{"name": "python", "arguments": {"code": "..."}}</tool_call>. The code is one expression or a few lines,
-whose last expression is printed as Python's prompt would. A turn without a call ends the episode; the reward is 1 if
-what follows its `#` is the right number. The tool runs in the same sandbox, within the same limits, as code that is
-graded.
+A turn with `<py>...</py>` calls the tool; so does a turn in which a chat model writes the call as
+it was taught to, <tool_call>{"name": "python", "arguments": {"code": "..."}}</tool_call>. The code
+is one expression or a few lines, whose last expression is printed as Python's prompt would. A turn
+without a call ends the episode; the reward is 1 if what follows its `#` is the right number. The
+tool runs in the same sandbox, within the same limits, as code that is graded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from gspo.verifiers.sandbox.runner import CodeRunner, Ended, Limits, Slot
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
 CHAT_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-REMEMBERED = 4096  # programs whose results are kept: the samples of a problem often call the tool with the same code
+# programs whose results are kept: the samples of a problem often call the tool with the same code
+REMEMBERED = 4096
 CODE_CHARACTERS = 1 << 16
 OUTPUT_BYTES = 1 << 16
 LOG_LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -67,14 +69,14 @@ TOOL = {
 
 @dataclass
 class PythonTool(EnvironmentTask):
-    """Products and sums of numbers of `digits` digits, and a Python tool. `slots` programs run at a time, each within
-    the given CPU seconds and megabytes.
+    """Products and sums of numbers of `digits` digits, and a Python tool. `slots` programs run at a
+    time, each within the given CPU seconds and megabytes.
 
     factors   how many numbers are multiplied
     terms     how many numbers are then added or taken off
     tool      whether there is the tool; without it the first turn must have the answer
-    log       random letters that the tool writes before each result, as "kqzf=3413": they make observations as long as
-              wanted
+    log       random letters that the tool writes before each result, as "kqzf=3413": they make
+              observations as long as wanted
     """
 
     name: str = "python_tool"
@@ -94,7 +96,9 @@ class PythonTool(EnvironmentTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.wall_seconds < self.cpu_seconds:
-            raise ValueError(f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}")
+            raise ValueError(
+                f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}"
+            )
         if self.tool and self.turns < 2:
             raise ValueError(
                 f"turns={self.turns} leaves no turn for the answer after a call of the tool; use 2 or more"
@@ -104,7 +108,9 @@ class PythonTool(EnvironmentTask):
                 f"step_seconds={self.step_seconds} is not above cpu_seconds={self.cpu_seconds} + wall_seconds="
                 f"{self.wall_seconds}: slow code of the policy would pass for a failure of the environment"
             )
-        limits = Limits(self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, OUTPUT_BYTES)
+        limits = Limits(
+            self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, OUTPUT_BYTES
+        )
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
         self._results: OrderedDict[str, tuple[str, bool]] = OrderedDict()
         self._lock = threading.Lock()
@@ -117,26 +123,35 @@ class PythonTool(EnvironmentTask):
         check_split(split, self.evaluation_sets())
         rng = generator(seed, self.name, split, index)
         prompt = draw_prompt(split, lambda: f"{self._expression(rng)}=?")
-        return Problem(self.name, index, prompt, answer=_value(prompt), family=f"{self.factors} factors")
+        return Problem(
+            self.name, index, prompt, answer=_value(prompt), family=f"{self.factors} factors"
+        )
 
     @property
     def at_once(self) -> int:
-        """As many as there are slots: so a program's time begins when its call does, and it always ends by its own
-        limits."""
+        """As many as there are slots: so a program's time begins when its call does, and it always
+        ends by its own limits."""
         return self.slots
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return _Episode(self, problem, position)
 
-    def demonstrated_turns(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> list[str]:
-        """Return the turns of an episode, the policy's first and the environment's in between. With probability
-        `wrong_step_rate` the code, and again the answer, has another digit than it should."""
+    def demonstrated_turns(
+        self, problem: Problem, wrong_step_rate: float, rng: random.Random
+    ) -> list[str]:
+        """Return the turns of an episode, the policy's first and the environment's in between. With
+        probability `wrong_step_rate` the code, and again the answer, has another digit than it
+        should."""
         expression = problem.prompt.removesuffix("=?")
         if not self.tool:
             return [f"#{_slip(str(problem.answer), wrong_step_rate, rng)}"]
         called = _slip(expression, wrong_step_rate, rng)
         result = str(_value(called))
-        return [f"<py>{called}</py>", self.said(result, rng), f"#{_slip(result, wrong_step_rate, rng)}"]
+        return [
+            f"<py>{called}</py>",
+            self.said(result, rng),
+            f"#{_slip(result, wrong_step_rate, rng)}",
+        ]
 
     def run(self, code: str) -> tuple[str, bool]:
         """Run code in the sandbox. Returns what it printed, and whether it went wrong."""
@@ -148,7 +163,10 @@ class PythonTool(EnvironmentTask):
             return "too long", True
         program = PROGRAM.replace("CODE", repr(code), 1)
         output, ended = self._runner.each(_run, [program])[0]
-        found = output.decode("utf-8", "replace").rstrip("\n"), ended.why != "exit" or ended.code != 0
+        found = (
+            output.decode("utf-8", "replace").rstrip("\n"),
+            ended.why != "exit" or ended.code != 0,
+        )
         if ended.why == "sandbox-error":
             raise RuntimeError(f"the sandbox failed: {ended.detail}")
         if ended.why != "exit":
@@ -164,7 +182,9 @@ class PythonTool(EnvironmentTask):
         return "".join(rng.choices(LOG_LETTERS, k=self.log)) + "=" * (self.log > 0) + result
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks on it."""
+        """Start the sandbox and return its layers; the first call in a process runs a few attacks
+        on it.
+        """
         return self._runner.layers() if self.tool else {}
 
     def close(self) -> None:
@@ -190,9 +210,18 @@ class _Episode(Environment):
         code = code_of(text) if self.task.tool else None
         if code is None:
             score = judge(self.problem, text)
-            return Outcome("", score.reward, True, score.verdict, score.answer, {"tool_calls": 0, "tool_errors": 0})
+            return Outcome(
+                "",
+                score.reward,
+                True,
+                score.verdict,
+                score.answer,
+                {"tool_calls": 0, "tool_errors": 0},
+            )
         result, failed = self.task.run(code)
-        return Outcome(self.task.said(result, self.rng), measures={"tool_calls": 1, "tool_errors": int(failed)})
+        return Outcome(
+            self.task.said(result, self.rng), measures={"tool_calls": 1, "tool_errors": int(failed)}
+        )
 
 
 def code_of(text: str) -> str | None:
@@ -202,7 +231,12 @@ def code_of(text: str) -> str | None:
     if found := CHAT_CALL.search(text):
         try:
             code = json.loads(found[1])["arguments"]["code"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # whatever the policy wrote in place of a call
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # whatever the policy wrote in place of a call
             return ""
         return code if isinstance(code, str) else ""
     return None

@@ -1,11 +1,14 @@
-"""Reads the records of a benchmark from JSONL (also .jsonl.gz), JSON (a list), Parquet, a folder, or the hub.
+"""Reads the records of a benchmark from JSONL (also .jsonl.gz), JSON (a list), Parquet, a folder,
+or the hub.
 
-A folder gives the files whose names begin with the split ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"),
-in the order of their names. If none does, it gives those that do not begin with another split's name ("math500.jsonl").
-The Hugging Face hub needs the package datasets, which comes with pip install "gspo[hub]".
+A folder gives the files whose names begin with the split ("test.jsonl", "test2.jsonl",
+"test-00000-of-00002.parquet"), in the order of their names. If none does, it gives those that do
+not begin with another split's name ("math500.jsonl"). The Hugging Face hub needs the package
+datasets, which comes with pip install "gspo[hub]".
 
-Everything that is wrong with a file is a ValueError which says where: setting, file, line, key. A file may come from
-anywhere: what it unpacks to is bounded, and a text that cannot be written again as UTF-8 is refused where it is read.
+Everything that is wrong with a file is a ValueError which says where: setting, file, line, key. A
+file may come from anywhere: what it unpacks to is bounded, and a text that cannot be written again
+as UTF-8 is refused where it is read.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
 INSTALL = 'pip install "gspo[hub]"'
 NOTHING = object()
-LONGEST = 1 << 28  # most bytes of a line, of a JSON list, and of the texts of a batch of Parquet rows
+# most bytes of a line, of a JSON list, and of the texts of a batch of Parquet rows
+LONGEST = 1 << 28
 LINES = 1 << 22  # most lines of a file
-UNPACKED = 100  # a compressed file may unpack to this many times its size; texts are 3 to 20 times as long
+# a compressed file may unpack to this many times its size; texts are 3 to 20 times as long
+UNPACKED = 100
 SMALL = 1 << 26  # any compressed file may unpack to this many bytes
 PARQUET_ROWS = 16  # rows that are in memory at a time
 MOST_ELEMENTS = 1 << 22  # most values in these rows, those within lists included
-MOST_VALUES = 1 << 26  # most values of all columns in one row group, which pyarrow may decode at once
-UNREADABLE = (OSError, EOFError, zlib.error)  # gzip raises these for a file that is cut off, damaged or not compressed
+# most values of all columns in one row group, which pyarrow may decode at once
+MOST_VALUES = 1 << 26
+# gzip raises these for a file that is cut off, damaged or not compressed
+UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,14 @@ class Row:
     values: dict[str, Any]
 
     def get(self, key: str, *kinds: type, default: Any = NOTHING) -> Any:
-        """Return the value of a key, which must be of one of the given types. Raises ValueError naming file, line and
-        key."""
+        """Return the value of a key, which must be of one of the given types. Raises ValueError
+        naming file, line and key."""
         if key not in self.values:
             if default is not NOTHING:
                 return default
-            raise ValueError(f"{self.where}: the key {key!r} is missing; there are {', '.join(map(str, self.values))}")
+            raise ValueError(
+                f"{self.where}: the key {key!r} is missing; there are {', '.join(map(str, self.values))}"
+            )
         value = self.values[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -54,7 +63,9 @@ class Row:
         return value
 
     def text(self, key: str, default: Any = NOTHING) -> str:
-        """Return a text, with Windows' line ends made plain ones. It may be empty only where there is a default."""
+        """Return a text, with Windows' line ends made plain ones. It may be empty only where there
+        is a default.
+        """
         value = self.get(key, str, default=default).replace("\r\n", "\n")
         if default is NOTHING and not value.strip():
             raise self.wrong(key, "is empty")
@@ -104,12 +115,20 @@ class Source:
         """Return the files that hold the split. Raises ValueError if there are none."""
         path = Path(self.path).expanduser()
         if not path.exists():
-            raise ValueError(f"{self.setting}={self.path}: there is no such file or folder. {self._advice()}")
+            raise ValueError(
+                f"{self.setting}={self.path}: there is no such file or folder. {self._advice()}"
+            )
         if path.is_file():
             if not path.name.lower().endswith(SUFFIXES):
-                raise ValueError(f"{self.setting}={self.path}: its name must end in {', '.join(SUFFIXES)}")
+                raise ValueError(
+                    f"{self.setting}={self.path}: its name must end in {', '.join(SUFFIXES)}"
+                )
             return [path]
-        found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(SUFFIXES))
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file() and file.name.lower().endswith(SUFFIXES)
+        )
         named = [file for file in found if file.name.startswith(self.split)]
         files = named or [file for file in found if not file.name.startswith(SPLITS)]
         if not files:
@@ -121,7 +140,9 @@ class Source:
 
     def _hub_rows(self) -> Iterator[Row]:
         if not self.hub:
-            raise ValueError(f"{self.setting} is empty, and no hub dataset is known. {self._advice()}")
+            raise ValueError(
+                f"{self.setting} is empty, and no hub dataset is known. {self._advice()}"
+            )
         try:
             import datasets  # optional, an extra of the installation
         except ImportError:
@@ -133,8 +154,14 @@ class Source:
                 kind = "parquet" if self.hub.endswith(".parquet") else "json"
                 records = datasets.load_dataset(kind, data_files=self.hub, split="train")
             else:
-                records = datasets.load_dataset(self.hub, self.hub_config or None, split=self.hub_split)
-        except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, or no access
+                records = datasets.load_dataset(
+                    self.hub, self.hub_config or None, split=self.hub_split
+                )
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # no network, no such dataset or split, or no access
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
                 f"{self.setting} is empty, and reading {self.hub} from the hub failed: {lines[0]}. {self._advice()}"
@@ -143,13 +170,15 @@ class Source:
             yield checked(f"{self.hub}, record {number}", values)
 
     def _advice(self) -> str:
-        way = f", or {INSTALL} and leave it empty to read {self.hub} from the hub" if self.hub else ""
+        way = (
+            f", or {INSTALL} and leave it empty to read {self.hub} from the hub" if self.hub else ""
+        )
         return f"Give {self.setting}=FILE or FOLDER{way}."
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """Yield the records of one file. Blank lines of JSONL are skipped. A .json file whose first line is a record
-    has one per line too, as many published data sets do."""
+    """Yield the records of one file. Blank lines of JSONL are skipped. A .json file whose first
+    line is a record has one per line too, as many published data sets do."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         rows = _parquet(path)
@@ -176,7 +205,9 @@ def _begins_with_a_record(path: Path) -> bool:
 
 
 def checked(where: str, values: dict[str, Any]) -> Row:
-    """Return the record. Raises ValueError for a key or value that cannot be written to a run's files."""
+    """Return the record. Raises ValueError for a key or value that cannot be written to a run's
+    files.
+    """
     row = Row(where, values)
     for key, value in values.items():
         try:
@@ -184,12 +215,16 @@ def checked(where: str, values: dict[str, Any]) -> Row:
         except RecursionError:
             raise row.wrong(key, "is too deep: lists in lists in lists") from None
         if not whole:
-            raise row.wrong(key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): mend its text")
+            raise row.wrong(
+                key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): mend its text"
+            )
     return row
 
 
 def writable(value: Any) -> bool:
-    """Return whether all texts in a value can be written as UTF-8, which some of JSON's escapes prevent."""
+    """Return whether all texts in a value can be written as UTF-8, which some of JSON's escapes
+    prevent.
+    """
     if isinstance(value, str):
         try:
             return value.isascii() or bool(value.encode())
@@ -205,7 +240,8 @@ class Opened:
 
     def __init__(self, path: Path):
         packed = path.suffix == ".gz"
-        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None  # None for no bound
+        # None for no bound
+        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None
         self.file = gzip.open(path, "rb") if packed else path.open("rb")  # noqa: SIM115, closed by __exit__
 
     def __enter__(self) -> Opened:
@@ -215,7 +251,9 @@ class Opened:
         self.file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines. They are split as bytes, so that U+2028 inside a text does not end a line."""
+        """Yield the lines. They are split as bytes, so that U+2028 inside a text does not end a
+        line.
+        """
         for _ in range(LINES):
             if not (line := self._bounded(self.file.readline, "a line")):
                 return
@@ -223,14 +261,18 @@ class Opened:
         raise OSError(f"there are more than {LINES} lines")
 
     def whole(self) -> bytes:
-        return self._bounded(self.file.read, "one list; as .jsonl, with one record per line, it can be")
+        return self._bounded(
+            self.file.read, "one list; as .jsonl, with one record per line, it can be"
+        )
 
     def _bounded(self, read: Callable[[int], bytes], what: str) -> bytes:
         data = read(1 + (LONGEST if self.room is None else min(LONGEST, self.room)))
         if self.room is not None:
             self.room -= len(data)
             if self.room < 0:
-                raise OSError(f"it unpacks to more than {UNPACKED} times its size: unpack it, if that is meant")
+                raise OSError(
+                    f"it unpacks to more than {UNPACKED} times its size: unpack it, if that is meant"
+                )
         if len(data) > LONGEST:
             raise OSError(f"there are more than {LONGEST} bytes in {what}")
         return data
@@ -254,7 +296,9 @@ def _list(path: Path) -> Iterator[tuple[str, Any]]:
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, list):
-        raise ValueError(f"{path}: must hold a list of records, not {type(values).__name__}; one per line is .jsonl")
+        raise ValueError(
+            f"{path}: must hold a list of records, not {type(values).__name__}; one per line is .jsonl"
+        )
     for number, value in enumerate(values, 1):
         yield f"{path}, record {number}", value
 
@@ -286,12 +330,19 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     f"it unpacks to more than {UNPACKED} times its size: if that is meant, write it as .jsonl"
                 )
             if sum(map(elements, batch.columns)) > MOST_ELEMENTS:
-                raise OSError(f"there are more than {MOST_ELEMENTS} values in {PARQUET_ROWS} records")
+                raise OSError(
+                    f"there are more than {MOST_ELEMENTS} values in {PARQUET_ROWS} records"
+                )
             try:
                 records = batch.to_pylist()
-            except (ValueError, OverflowError) as error:  # a date before the year 1 or after 9999, for example
+            except (
+                ValueError,
+                OverflowError,
+            ) as error:  # a date before the year 1 or after 9999, for example
                 place = f"records {number + 1} to {number + len(batch)}"
-                raise OSError(f"{place} hold a value that Python has no type for: {error}") from None
+                raise OSError(
+                    f"{place} hold a value that Python has no type for: {error}"
+                ) from None
             for values in records:
                 number += 1
                 yield f"{path}, record {number}", values
@@ -300,8 +351,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def check_counts(metadata: Any) -> None:
-    """Raise OSError if a Parquet file says that it unpacks to more than is read. A list of 4e8 nulls takes a few bytes
-    in the file and gigabytes in memory."""
+    """Raise OSError if a Parquet file says that it unpacks to more than is read. A list of 4e8
+    nulls takes a few bytes in the file and gigabytes in memory."""
     if metadata.num_rows > LINES:
         raise OSError(f"there are more than {LINES} records")
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -314,18 +365,26 @@ def check_counts(metadata: Any) -> None:
             )
         for column in columns:
             if column.total_uncompressed_size > max(SMALL, UNPACKED * column.total_compressed_size):
-                raise OSError(f"{column.path_in_schema} unpacks to more than {UNPACKED} times its size")
+                raise OSError(
+                    f"{column.path_in_schema} unpacks to more than {UNPACKED} times its size"
+                )
 
 
 def bytes_of(array: Any) -> int:
-    """Return how many bytes the values of an array of pyarrow take as Python gets them: a text that a dictionary holds
-    once counts for each row that refers to it. Raises OSError for such dictionaries within lists or structs."""
+    """Return how many bytes the values of an array of pyarrow take as Python gets them: a text that
+    a dictionary holds once counts for each row that refers to it. Raises OSError for such
+    dictionaries within lists or structs."""
     import pyarrow
     from pyarrow import compute
 
     if pyarrow.types.is_dictionary(array.type):
         kind = array.type.value_type
-        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()):
+        if kind not in (
+            pyarrow.string(),
+            pyarrow.large_string(),
+            pyarrow.binary(),
+            pyarrow.large_binary(),
+        ):
             return array.nbytes
         return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
     if "dictionary<" in str(array.type):
@@ -334,14 +393,18 @@ def bytes_of(array: Any) -> int:
 
 
 def elements(array: Any) -> int:
-    """Return how many values an array of pyarrow has, those within its lists and structs included. Values that nothing
-    refers to count too, since they are in memory."""
+    """Return how many values an array of pyarrow has, those within its lists and structs included.
+    Values that nothing refers to count too, since they are in memory."""
     import pyarrow
 
     kind = array.type
     if pyarrow.types.is_map(kind):
         inner = [array.keys, array.items]
-    elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+    elif (
+        pyarrow.types.is_list(kind)
+        or pyarrow.types.is_large_list(kind)
+        or pyarrow.types.is_fixed_size_list(kind)
+    ):
         inner = [array.values]
     elif pyarrow.types.is_struct(kind):
         inner = [array.field(i) for i in range(kind.num_fields)]

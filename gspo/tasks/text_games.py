@@ -1,13 +1,21 @@
-"""Text environments with the interface of Gymnasium: reset(seed) -> observation, step(action) -> observation, reward.
+"""Text environments with the interface of Gymnasium: reset(seed) -> observation, step(action) ->
+observation, reward.
 
-    gspo train task=text_game task.env=my_pkg.games:Maze 'task.arguments={size: 5}' ...        a class of one's own
-    gspo train task=text_game task.id=FrozenLake-v1 'task.arguments={render_mode: ansi, is_slippery: false}' \\
-        task.shows=render 'task.actions=[left, down, right, up]' ...                           one of gymnasium's
+    gspo train task=text_game task.env=my_pkg.games:Maze 'task.arguments={size: 5}' ...        a
+                                                                                               class
+                                                                                               of
+                                                                                               one's
+                                                                                               own
+    gspo train task=text_game task.id=FrozenLake-v1 'task.arguments={render_mode: ansi, is_slippery:
+    false}' \\
+        task.shows=render 'task.actions=[left, down, right, up]' ...                           one
+                                                                                               of
+                                                                                               gymnasium's
 
-What the policy reads is the observation: a text as it is, numbers, lists, mappings and arrays as JSON. With
-`shows=render` it is what `render()` returns, in which characters on a coloured ground are put in brackets. What the
-policy writes is the action, if the environment's action space allows it; if not, the policy is told so and the game
-stands still.
+What the policy reads is the observation: a text as it is, numbers, lists, mappings and arrays as
+JSON. With `shows=render` it is what `render()` returns, in which characters on a coloured ground
+are put in brackets. What the policy writes is the action, if the environment's action space allows
+it; if not, the policy is told so and the game stands still.
 """
 
 from __future__ import annotations
@@ -29,20 +37,23 @@ from gspo.tasks.environment import Environment, EnvironmentTask, Message, Outcom
 
 INSTALL = 'pip install "gspo[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
-GROUND = re.compile(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # terminal codes: a coloured ground
+# terminal codes: a coloured ground
+GROUND = re.compile(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass
 class TextGames(EnvironmentTask):
-    """Problem i is a game whose seed is a function of (run seed, split, i); all samples of it play the same game.
+    """Problem i is a game whose seed is a function of (run seed, split, i); all samples of it play
+    the same game.
 
     env          MODULE:NAME, a class or function that makes the environment from `arguments`
     id           instead of it: what `gymnasium.make` knows; needs the package gymnasium
     instruction  text before the first observation
     shows        what the policy reads: observation, or render: the text that `render()` returns
     actions      names of the actions 0, 1, ... of an environment whose actions are numbers
-    form         where the action stands: whole (all that the policy writes) or tags (between <action> and </action>)
+    form         where the action stands: whole (all that the policy writes) or tags (between
+                 <action> and </action>)
     """
 
     name: str = "text_game"
@@ -64,12 +75,17 @@ class TextGames(EnvironmentTask):
                 f"{self.key}.env={self.env!r} and {self.key}.id={self.id!r}: give one of them, a class of yours as "
                 f"{self.key}.env=MODULE:NAME or the id of an environment of gymnasium as {self.key}.id=FrozenLake-v1"
             )
-        if ":" in self.id:  # gymnasium would import the module before the colon, and no hash would know its source
+        # gymnasium would import the module before the colon, and no hash would know its source
+        if ":" in self.id:
             module = self.id.partition(":")[0]
-            raise ValueError(f"{self.key}.id={self.id}: to import {module} say {self.key}.env={module}:FUNCTION")
+            raise ValueError(
+                f"{self.key}.id={self.id}: to import {module} say {self.key}.env={module}:FUNCTION"
+            )
         for setting, known in (("shows", ("observation", "render")), ("form", ("whole", "tags"))):
             if getattr(self, setting) not in known:
-                raise ValueError(f"{self.key}.{setting}={getattr(self, setting)!r}: choose {' or '.join(known)}")
+                raise ValueError(
+                    f"{self.key}.{setting}={getattr(self, setting)!r}: choose {' or '.join(known)}"
+                )
         if len({name.casefold() for name in self.actions}) < len(self.actions):
             raise ValueError(f"{self.key}.actions={list(self.actions)}: two of them have one name")
 
@@ -81,7 +97,9 @@ class TextGames(EnvironmentTask):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split: its prompt is its beginning, its answer the seed of the environment."""
+        """Return game `index` of a split: its prompt is its beginning, its answer the seed of the
+        environment.
+        """
         check_split(split, self.evaluation_sets())
         position = seed_for(seed, self.name, split, index) % 2**31
         if position not in self._beginnings:
@@ -100,7 +118,9 @@ class TextGames(EnvironmentTask):
         try:
             made = self._maker(**self.arguments)
         except TypeError as error:
-            raise ValueError(f"{self.key}.arguments={dict(self.arguments)} does not fit: {error}") from error
+            raise ValueError(
+                f"{self.key}.arguments={dict(self.arguments)} does not fit: {error}"
+            ) from error
         return TextGame(made, self)
 
     @cached_property
@@ -115,7 +135,9 @@ class TextGames(EnvironmentTask):
         try:
             import gymnasium  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(f"{self.key}.id={self.id} needs the package gymnasium: {INSTALL}") from None
+            raise ValueError(
+                f"{self.key}.id={self.id} needs the package gymnasium: {INSTALL}"
+            ) from None
         if self.id not in gymnasium.registry:
             raise ValueError(f"{self.key}.id={self.id}: gymnasium knows no such environment")
         return lambda **arguments: gymnasium.make(self.id, **arguments)
@@ -129,16 +151,22 @@ class TextGame(Environment):
         self.space = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
-            raise ValueError(f"{task.key}: its actions are {self.space}; here they can be texts, or numbers (Discrete)")
+            raise ValueError(
+                f"{task.key}: its actions are {self.space}; here they can be texts, or numbers (Discrete)"
+            )
         count = int(self.space.n) if kind == "Discrete" else 0
         if task.actions and len(task.actions) != count:
-            raise ValueError(f"{task.key}.actions={list(task.actions)}: the environment has {count} numbered actions")
+            raise ValueError(
+                f"{task.key}.actions={list(task.actions)}: the environment has {count} numbered actions"
+            )
 
     def reset(self, problem: Problem) -> list[Message]:
         return [{"role": "user", "content": self.begin(problem.answer)}]
 
     def begin(self, seed: int) -> str:
-        """Begin the game of a seed, and return what the policy reads. Raises ValueError for another interface."""
+        """Begin the game of a seed, and return what the policy reads. Raises ValueError for another
+        interface.
+        """
         began = self.env.reset(seed=seed)
         if not isinstance(began, tuple) or len(began) != 2:
             raise ValueError(f"reset returned {str(began)[:80]!r}, not (observation, info)")
@@ -170,7 +198,9 @@ class TextGame(Environment):
             self.env.close()
 
     def _action(self, text: str) -> Any:
-        """Return what the policy has written as an action. Raises ValueError, which says what is allowed."""
+        """Return what the policy has written as an action. Raises ValueError, which says what is
+        allowed.
+        """
         if self.task.form == "tags":
             found = TAG.findall(text)
             if not found:
@@ -181,12 +211,18 @@ class TextGame(Environment):
             if self.space is not None and not self.space.contains(text):
                 raise ValueError("the environment does not take this text")
             return text
-        names, first, count = [name.casefold() for name in self.task.actions], int(self.space.start), int(self.space.n)
+        names, first, count = (
+            [name.casefold() for name in self.task.actions],
+            int(self.space.start),
+            int(self.space.n),
+        )
         if text.casefold() in names:
             return first + names.index(text.casefold())
         if re.fullmatch(r"-?\d{1,9}", text) and first <= int(text) < first + count:
             return int(text)
-        allowed = ", ".join(self.task.actions) or f"a whole number from {first} to {first + count - 1}"
+        allowed = (
+            ", ".join(self.task.actions) or f"a whole number from {first} to {first + count - 1}"
+        )
         raise ValueError(f"the actions are {allowed}")
 
     def _shown(self, observation: Any) -> str:
@@ -199,12 +235,16 @@ class TextGame(Environment):
                     f"gymnasium give {self.task.key}.arguments.render_mode=ansi"
                 )
             return COLOUR.sub("", GROUND.sub(r"[\1]", observation)).strip("\n")
-        return observation if isinstance(observation, str) else json.dumps(plain(observation), ensure_ascii=False)
+        return (
+            observation
+            if isinstance(observation, str)
+            else json.dumps(plain(observation), ensure_ascii=False)
+        )
 
 
 def plain(value: Any) -> Any:
-    """Return an observation as JSON has it. Raises ValueError for anything but texts, numbers, and lists, mappings and
-    arrays of them."""
+    """Return an observation as JSON has it. Raises ValueError for anything but texts, numbers, and
+    lists, mappings and arrays of them."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufU":

@@ -1,10 +1,13 @@
-"""Environments of the library verifiers (Prime Intellect), by name: its rollout is played here, its rubric rewards it.
+"""Environments of the library verifiers (Prime Intellect), by name: its rollout is played here, its
+rubric rewards it.
 
-    gspo train task=vf task.env=my_game 'task.arguments={rounds: 3}' model=hf model.path=MODEL cold_start.steps=0
+    gspo train task=vf task.env=my_game 'task.arguments={rounds: 3}' model=hf model.path=MODEL
+    cold_start.steps=0
 
-An environment is a module with a function `load_environment`, which returns a `vf.Environment`: an installed package,
-as those of Prime Intellect's hub are, or a file in the current folder. Nothing is downloaded here. The library is
-imported when the first problem is asked for; what knows it is in gspo.tasks.vf_rollout.
+An environment is a module with a function `load_environment`, which returns a `vf.Environment`: an
+installed package, as those of Prime Intellect's hub are, or a file in the current folder. Nothing
+is downloaded here. The library is imported when the first problem is asked for; what knows it is in
+gspo.tasks.vf_rollout.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ IDENTITY = ("prompt", "answer", "info")  # the columns by which two rows are one
 class VfEnvironments(EnvironmentTask):
     """Problems are the rows of an environment's data sets, in an order by the run's seed.
 
-    env         the environment: its name, which is that of its module, or MODULE:FUNCTION; what returns it is then
-                another function than load_environment
+    env         the environment: its name, which is that of its module, or MODULE:FUNCTION; what
+                returns it is then another function than load_environment
     arguments   what that function is called with
 
-    It is evaluated on its evaluation data set, in the order of that. Rows of the training set that are also there are
-    left out. Where it has none, 1 in 8 rows is held out, chosen by its text.
+    It is evaluated on its evaluation data set, in the order of that. Rows of the training set that
+    are also there are left out. Where it has none, 1 in 8 rows is held out, chosen by its text.
     """
 
     name: str = "vf"
@@ -51,22 +54,33 @@ class VfEnvironments(EnvironmentTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.env:
-            raise ValueError(f"{self.key}.env is not given: say which environment, {self.key}.env=my_game")
-        if ":" not in self.env:  # a name as the library writes it: my-game, or OWNER/my-game on the hub
+            raise ValueError(
+                f"{self.key}.env is not given: say which environment, {self.key}.env=my_game"
+            )
+        # a name as the library writes it: my-game, or OWNER/my-game on the hub
+        if ":" not in self.env:
             self.env = f"{self.env.rpartition('/')[2].replace('-', '_')}:{LOADER}"
         if not is_path(self.env):
-            raise ValueError(f"{self.key}.env={self.env}: give the name of a module, or MODULE:FUNCTION")
+            raise ValueError(
+                f"{self.key}.env={self.env}: give the name of a module, or MODULE:FUNCTION"
+            )
 
     @cached_property
     def loaded(self) -> Loaded:
         """The environment. Raises ValueError if it, or the library, is not there or cannot be used."""
         try:
-            from gspo.tasks.vf_rollout import load  # the library is optional, an extra of the installation
+            # the library is optional, an extra of the installation
+            from gspo.tasks.vf_rollout import load
         except ModuleNotFoundError as error:
-            if error.name not in ("verifiers", "verifiers.types", "datasets"):  # newer versions lack the last two
+            # newer versions lack the last two
+            if error.name not in ("verifiers", "verifiers.types", "datasets"):
                 raise
-            raise ValueError(f"task={self.name} needs the package verifiers in version 0.3: {INSTALL}") from None
-        loaded = load(import_object(self.env, f"{self.key}.env"), dict(self.arguments), f"{self.key}.")
+            raise ValueError(
+                f"task={self.name} needs the package verifiers in version 0.3: {INSTALL}"
+            ) from None
+        loaded = load(
+            import_object(self.env, f"{self.key}.env"), dict(self.arguments), f"{self.key}."
+        )
         if loaded.env.max_turns > self.turns:
             raise ValueError(
                 f"{self.key}.turns={self.turns}: {self.env} may take max_turns={loaded.env.max_turns}, and an episode "
@@ -101,16 +115,22 @@ class VfEnvironments(EnvironmentTask):
         own = split not in TRAINING_SPLITS and self.loaded.evaluation is not None
         rows = self.loaded.evaluation if own else self.loaded.train
         if rows is None:
-            raise ValueError(f"{self.key}.env={self.env} has no training data set: it can be evaluated alone")
+            raise ValueError(
+                f"{self.key}.env={self.env} has no training data set: it can be evaluated alone"
+            )
         return rows
 
     def _places(self, split: str) -> list[int]:
-        """Return where a split's problems are in their data set. Raises ValueError if there is none."""
+        """Return where a split's problems are in their data set. Raises ValueError if there is
+        none.
+        """
         check_split(split, self.evaluation_sets())
         training = split in TRAINING_SPLITS
         places = self._training_places if training else self._evaluation_places
         if not places and training:
-            raise ValueError(f"{self.key}.env={self.env}: each of its training problems is also one to evaluate on")
+            raise ValueError(
+                f"{self.key}.env={self.env}: each of its training problems is also one to evaluate on"
+            )
         if not places:
             raise ValueError(
                 f"{self.key}.env={self.env} has no evaluation data set, and of its {len(self._rows('train'))} training "
@@ -134,14 +154,21 @@ class VfEnvironments(EnvironmentTask):
 
 
 def identity(row: dict[str, Any]) -> str:
-    """Return what makes two rows the same problem, as a text. Prompts alone may be alike, as in games of guessing."""
-    return json.dumps({name: row[name] for name in IDENTITY if name in row}, sort_keys=True, default=str)
+    """Return what makes two rows the same problem, as a text. Prompts alone may be alike, as in
+    games of guessing.
+    """
+    return json.dumps(
+        {name: row[name] for name in IDENTITY if name in row}, sort_keys=True, default=str
+    )
 
 
 def shown(prompt: list[dict[str, Any]]) -> str:
     """Return what a row's prompt says, without the system's turn, as one text."""
     turns = [turn for turn in prompt if turn["role"] != "system"]
-    return "\n\n".join(turn["content"] if isinstance(turn["content"], str) else str(turn["content"]) for turn in turns)
+    return "\n\n".join(
+        turn["content"] if isinstance(turn["content"], str) else str(turn["content"])
+        for turn in turns
+    )
 
 
 @lru_cache(maxsize=16)  # the stream moves on, so a handful of epochs serves a batch that spans two

@@ -1,15 +1,18 @@
-"""Plays rollouts of the library verifiers (0.3: the interface of `vf.load_environment`), turn by turn.
+"""Plays rollouts of the library verifiers (0.3: the interface of `vf.load_environment`), turn by
+turn.
 
-The library plays a rollout by itself, and asks a model for each turn. So here it gets a model that waits: `Policy`
-hands over what it was asked, and says what `step` was given. Setup, stop conditions, tools, clean-up and the rubric are
-the library's own.
+The library plays a rollout by itself, and asks a model for each turn. So here it gets a model that
+waits: `Policy` hands over what it was asked, and says what `step` was given. Setup, stop
+conditions, tools, clean-up and the rubric are the library's own.
 
     reset   starts the rollout; it asks the policy            -> the messages that it was asked with
-    step    the policy answers; the rollout asks again        -> the messages that were added, as the observation
-            or it ends, and its rubric has scored it          -> reward, metrics, and the stop condition as the verdict
+    step    the policy answers; the rollout asks again        -> the messages that were added, as
+            the observation
+            or it ends, and its rubric has scored it          -> reward, metrics, and the stop
+                                                              condition as the verdict
 
-All rollouts share one event loop in a thread, since what environments share between theirs (clients, locks) is bound to
-the loop that first used it.
+All rollouts share one event loop in a thread, since what environments share between theirs
+(clients, locks) is bound to the loop that first used it.
 """
 
 from __future__ import annotations
@@ -39,13 +42,16 @@ from gspo.tasks.environment import Environment, Message, Outcome
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 THOUGHT = "</think>"
 MOST_METRICS = 30  # an environment may name 32 measures (gspo.tasks.player), and two are ours
-# Errors by which an environment ends a rollout for what the policy did; after any other there is no reward.
+# Errors by which an environment ends a rollout for what the policy did; after any other there is no
+# reward.
 OF_POLICY = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
 class Policy(vf.Client):
-    """Stands where the library expects the client of a model, and waits to be told what the model says."""
+    """Stands where the library expects the client of a model, and waits to be told what the model
+    says.
+    """
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -61,7 +67,8 @@ class Policy(vf.Client):
     async def from_native_response(self, response: ResponseMessage) -> Response:
         return Response(id="", created=0, model="policy", message=response)
 
-    # What is asked and said has the library's own types already, so nothing is left to do for these.
+    # What is asked and said has the library's own types already, so nothing is left to do for
+    # these.
     def setup_client(self, config: Any) -> None:
         return None
 
@@ -92,12 +99,18 @@ class VfEpisode(Environment):
         """Start the rollout of a row, and return what it asks the policy first."""
         asked = on_loop(self._start(problem.answer))
         if asked is None:
-            raise RuntimeError(f"the rollout ended before the first turn: {self._ended(False).verdict}")
+            raise RuntimeError(
+                f"the rollout ended before the first turn: {self._ended(False).verdict}"
+            )
         self.conversation, tools = asked
         parts = ("name", "description", "parameters")
-        self.tools = tuple({"type": "function", "function": {part: tool[part] for part in parts}} for tool in tools)
+        self.tools = tuple(
+            {"type": "function", "function": {part: tool[part] for part in parts}} for tool in tools
+        )
         self.role = "tool" if self.tools else "user"
-        return [{"role": message.role, "content": text_of(message)} for message in self.conversation]
+        return [
+            {"role": message.role, "content": text_of(message)} for message in self.conversation
+        ]
 
     def step(self, text: str) -> Outcome:
         """Let the policy say this, and wait for the next question or the end."""
@@ -106,8 +119,13 @@ class VfEpisode(Environment):
         if asked is None:
             return self._ended(bad)
         before, (self.conversation, _) = self.conversation, asked
-        if self.conversation[: len(before)] != before or self.conversation[len(before)].role != "assistant":
-            raise RuntimeError("the environment has changed earlier turns of the conversation, which is not supported")
+        if (
+            self.conversation[: len(before)] != before
+            or self.conversation[len(before)].role != "assistant"
+        ):
+            raise RuntimeError(
+                "the environment has changed earlier turns of the conversation, which is not supported"
+            )
         added = map(text_of, self.conversation[len(before) + 1 :])
         return Outcome("\n\n".join(added), measures=self._measures({}, bad))
 
@@ -139,8 +157,8 @@ class VfEpisode(Environment):
         await asyncio.wait({self.rollout})
 
     def _ended(self, bad_call: bool) -> Outcome:
-        """Return how the rollout has ended. Raises what it raised, and RuntimeError for an error that it recorded,
-        unless that is the policy's own."""
+        """Return how the rollout has ended. Raises what it raised, and RuntimeError for an error
+        that it recorded, unless that is the policy's own."""
         ended = self.rollout.result()
         error = ended["error"]
         if error and error["error"] not in OF_POLICY:
@@ -170,23 +188,35 @@ class Loaded:
 
 
 def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> Loaded:
-    """Make an environment and its data sets. Raises ValueError, which names `key`, if that fails or cannot be used."""
+    """Make an environment and its data sets. Raises ValueError, which names `key`, if that fails or
+    cannot be used.
+    """
     quieten()
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"{key}arguments={arguments} does not fit {function.__name__}: {error}") from None
+        raise ValueError(
+            f"{key}arguments={arguments} does not fit {function.__name__}: {error}"
+        ) from None
     try:
         env = function(**arguments)
         if not isinstance(env, vf.Environment):
-            raise TypeError(f"{function.__name__} returned {type(env).__name__}, not an environment of verifiers")
+            raise TypeError(
+                f"{function.__name__} returned {type(env).__name__}, not an environment of verifiers"
+            )
         train, evaluation = env.build_dataset(), env.build_eval_dataset()
     except Exception as error:  # an environment may raise anything
-        raise ValueError(f"{key}env: {function.__name__} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{key}env: {function.__name__} failed: {type(error).__name__}: {error}"
+        ) from error
     if env.requires_group_rollouts:
-        raise ValueError(f"{key}env: its rubric scores whole groups at once; here each episode is scored by itself")
+        raise ValueError(
+            f"{key}env: its rubric scores whole groups at once; here each episode is scored by itself"
+        )
     if env.message_type != "chat" or not env.score_rollouts:
-        raise ValueError(f"{key}env: it must be a chat that its rubric scores (message_type, score_rollouts)")
+        raise ValueError(
+            f"{key}env: it must be a chat that its rubric scores (message_type, score_rollouts)"
+        )
     metrics = tuple(dict.fromkeys(env.rubric._get_reward_func_names()))[:MOST_METRICS]
     event_loop()
     return Loaded(env, train, evaluation, metrics)
@@ -194,10 +224,16 @@ def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> L
 
 @cache
 def quieten() -> None:
-    """Keep the library from taking over what is the run's: signals, where the log goes, bars of progress."""
+    """Keep the library from taking over what is the run's: signals, where the log goes, bars of
+    progress.
+    """
     # Every environment sets handlers of SIGINT and SIGTERM, which a run needs to end in order.
-    stand_in = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")}
-    sys.modules[vf.Environment.__module__].signal = SimpleNamespace(**stand_in, signal=lambda number, handler: None)
+    stand_in = {
+        name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")
+    }
+    sys.modules[vf.Environment.__module__].signal = SimpleNamespace(
+        **stand_in, signal=lambda number, handler: None
+    )
     datasets.disable_progress_bars()
     log = logging.getLogger("verifiers")
     log.setLevel(log.level or logging.WARNING)
@@ -206,8 +242,8 @@ def quieten() -> None:
 
 
 class FaultNote(logging.Handler):
-    """Notes faults of a rubric's functions in the rollout that they belong to. The library logs them and goes on with 0
-    as the function's value."""
+    """Notes faults of a rubric's functions in the rollout that they belong to. The library logs
+    them and goes on with 0 as the function's value."""
 
     def emit(self, record: logging.LogRecord) -> None:
         said, faults = record.getMessage(), FAULTS.get(None)
@@ -234,10 +270,12 @@ def plain(text: str) -> ResponseMessage:
 
 
 def spoken(text: str, turn: int) -> tuple[ResponseMessage, bool]:
-    """Return a turn of the policy, which may call tools after its thoughts, and whether a call is malformed.
+    """Return a turn of the policy, which may call tools after its thoughts, and whether a call is
+    malformed.
 
-    A call is written <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>. If one is malformed, none is made,
-    and the turn is the plain text, as vLLM's parser of this form (hermes) has it."""
+    A call is written <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>. If one is
+    malformed, none is made, and the turn is the plain text, as vLLM's parser of this form (hermes)
+    has it."""
     begin = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
     written = list(CALL.finditer(text, begin))
     calls = []
@@ -251,20 +289,30 @@ def spoken(text: str, turn: int) -> tuple[ResponseMessage, bool]:
         arguments = call.get("arguments", {})
         if not isinstance(arguments, dict):
             return plain(text), True
-        calls.append(ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(arguments)))
+        calls.append(
+            ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(arguments))
+        )
     if not calls:
         return plain(text), False
     content = text[: written[0].start()]
-    said = ResponseMessage(content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls")
+    said = ResponseMessage(
+        content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls"
+    )
     return said, False
 
 
 def text_of(message: Any) -> str:
-    """Return the text of a message. Raises ValueError for images, and for calls of tools in the prompt."""
+    """Return the text of a message. Raises ValueError for images, and for calls of tools in the
+    prompt.
+    """
     if message.role == "assistant" and message.tool_calls:
-        raise ValueError("the environment's messages contain calls of tools by the assistant, which is not supported")
+        raise ValueError(
+            "the environment's messages contain calls of tools by the assistant, which is not supported"
+        )
     if message.role not in ("system", "user", "assistant", "tool"):
-        raise ValueError(f"the environment's messages have the role {message.role!r}, which is not supported")
+        raise ValueError(
+            f"the environment's messages have the role {message.role!r}, which is not supported"
+        )
     if isinstance(message.content, str):
         return message.content
     parts = message.content or []

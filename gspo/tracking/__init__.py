@@ -1,1 +1,3 @@
-"""How a run is recorded and shown: registry of metrics, collapse rule, monitor, W&B, dashboards, page. No torch."""
+"""How a run is recorded and shown: registry of metrics, collapse rule, monitor, W&B, dashboards,
+page. No torch.
+"""

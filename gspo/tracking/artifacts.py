@@ -1,10 +1,11 @@
-"""Records in W&B what a run was made from and what it made, as artifacts: its graph of lineage then shows
+"""Records in W&B what a run was made from and what it made, as artifacts: its graph of lineage then
+shows
 
     cold start -> run -> checkpoint -> evaluation
 
-An artifact names the files of a folder of this machine, with their places and sizes. Nothing of them is uploaded or
-read, but for the small files that say what the others hold (HASHED): other weights in the same place are another
-version. With `upload` the files go to W&B's server too.
+An artifact names the files of a folder of this machine, with their places and sizes. Nothing of
+them is uploaded or read, but for the small files that say what the others hold (HASHED): other
+weights in the same place are another version. With `upload` the files go to W&B's server too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ REFUSED = (wandb.Error, WandbApiFailedError, ValueError)
 
 
 class Lineage:
-    """The artifacts of one W&B run. What W&B refuses is said once, and then no more is recorded: training goes on."""
+    """The artifacts of one W&B run. What W&B refuses is said once, and then no more is recorded:
+    training goes on.
+    """
 
     def __init__(self, run: wandb.Run, upload: bool = False):
         self.run, self.upload = run, upload
@@ -38,20 +41,27 @@ class Lineage:
         self.refused = False
 
     def used(self, folder: Path, name: str, aliases: tuple[str, ...] = ()) -> None:
-        """Record that the run begins with the model in a folder. Does nothing if the folder is not there."""
+        """Record that the run begins with the model in a folder. Does nothing if the folder is not
+        there.
+        """
         self._record(folder, name, MODEL, aliases, used=True)
 
     def made(self, folder: Path, name: str, kind: str, aliases: tuple[str, ...] = ()) -> None:
         """Record that the run has written a folder, as a version of the artifact `name`."""
         self._record(folder, name, kind, aliases, used=False)
 
-    def _record(self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], used: bool) -> None:
+    def _record(
+        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], used: bool
+    ) -> None:
         if self.refused or folder in self.recorded or not folder.exists():
             return
         try:
             artifact = described(folder, name, kind, self.upload and not used)
-            # `use_artifact` refuses to work offline, and online it waits for the server; this is what it calls
-            self.run._log_artifact(artifact, aliases=["latest", *aliases], is_user_created=True, use_after_commit=used)
+            # `use_artifact` refuses to work offline, and online it waits for the server; this is
+            # what it calls
+            self.run._log_artifact(
+                artifact, aliases=["latest", *aliases], is_user_created=True, use_after_commit=used
+            )
         except REFUSED as error:
             self._refuse(name, str(error))
         else:
@@ -62,7 +72,10 @@ class Lineage:
         for artifact in self.recorded.values() if not self.run.offline else ():
             try:  # `Artifact.wait` would ask the server for all that it knows of the artifact
                 answer = artifact._save_handle.wait_or(timeout=0).response.log_artifact_response
-            except (TimeoutError, HandleAbandonedError):  # `WandbRun.finish` tells of what is left to upload
+            except (
+                TimeoutError,
+                HandleAbandonedError,
+            ):  # `WandbRun.finish` tells of what is left to upload
                 continue
             if answer.error_message and not self.refused:
                 self._refuse(artifact.name, answer.error_message)
@@ -76,10 +89,13 @@ class Lineage:
 
 
 def described(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifact:
-    """Return the artifact of a folder: its files as references, or with `upload` the files themselves.
+    """Return the artifact of a folder: its files as references, or with `upload` the files
+    themselves.
 
     Raises ValueError if a path cannot be written as a URI that W&B reads."""
-    artifact = wandb.Artifact(allowed(name), kind, metadata={"host": platform.node(), "folder": str(folder.absolute())})
+    artifact = wandb.Artifact(
+        allowed(name), kind, metadata={"host": platform.node(), "folder": str(folder.absolute())}
+    )
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         place = file.relative_to(folder)
         if place.parts[0] in OF_WANDB or place.name.startswith("."):
@@ -87,7 +103,9 @@ def described(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifac
         if upload:
             artifact.add_file(str(file), name=str(place))
         else:
-            artifact.add_reference(file.absolute().as_uri(), name=str(place), checksum=str(place) in HASHED)
+            artifact.add_reference(
+                file.absolute().as_uri(), name=str(place), checksum=str(place) in HASHED
+            )
     return artifact
 
 

@@ -1,9 +1,10 @@
 """The rule that says whether a run has collapsed, and the scores that may warn of it earlier.
 
-The collapse rule was fixed before the results of any study were looked at, and is not tuned. An early-warning score
-takes one number of a metric per step and returns one number, of which higher is worse. It depends on that step and the
-steps before it alone. The monitor of a run compares scores with thresholds; `Signal.score` returns the scores of a
-whole series. A step whose metric is missing (None, NaN, inf) repeats the score before it.
+The collapse rule was fixed before the results of any study were looked at, and is not tuned. An
+early-warning score takes one number of a metric per step and returns one number, of which higher is
+worse. It depends on that step and the steps before it alone. The monitor of a run compares scores
+with thresholds; `Signal.score` returns the scores of a whole series. A step whose metric is missing
+(None, NaN, inf) repeats the score before it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from typing import Protocol
 import numpy as np
 
 DECAY = 0.9  # the factor of the exponential smoothing
-START = 10  # the peak counts from this number of the series on; a baseline is the median of the first so many numbers
-FALLEN, STEPS_FALLEN = 0.7, 20  # a reward has fallen if it is below this share of its peak for so many steps
-RECOVERED, STEPS_TO_RECOVER = 0.9, 50  # it has recovered if it is above this share within so many further steps
-WINDOW, FEWEST = 20, 5  # a spike is compared with the median of the numbers before it: at most, and at least, so many
+# the peak counts from this number of the series on; a baseline is the median of the first so many
+# numbers
+START = 10
+# a reward has fallen if it is below this share of its peak for so many steps
+FALLEN, STEPS_FALLEN = 0.7, 20
+# it has recovered if it is above this share within so many further steps
+RECOVERED, STEPS_TO_RECOVER = 0.9, 50
+# a spike is compared with the median of the numbers before it: at most, and at least, so many
+WINDOW, FEWEST = 20, 5
 
 
 @dataclass
@@ -42,8 +48,9 @@ class Smoothed:
 class Level:
     """The smoothed reward and its running peak.
 
-    The peak starts anew with the tenth number, so that a lucky first batch does not set it. `largest` does not start
-    anew, so that a run which fell in its first steps does not count as healthy afterwards."""
+    The peak starts anew with the tenth number, so that a lucky first batch does not set it.
+    `largest` does not start anew, so that a run which fell in its first steps does not count as
+    healthy afterwards."""
 
     smooth: Smoothed = field(default_factory=Smoothed)
     count: int = 0
@@ -60,17 +67,21 @@ class Level:
         return self.now
 
     def fallen(self) -> bool:
-        """Return whether the smoothed reward is below 0.7 x its peak; False before the tenth number, and while the peak
-        is not positive."""
+        """Return whether the smoothed reward is below 0.7 x its peak; False before the tenth
+        number, and while the peak is not positive."""
         return self.count >= START and self.peak > 0 and self.now < FALLEN * self.peak
 
     def is_healthy(self) -> bool:
-        """Return whether the smoothed reward is above 0.9 x the largest so far, the first numbers included."""
+        """Return whether the smoothed reward is above 0.9 x the largest so far, the first numbers
+        included.
+        """
         return self.now > RECOVERED * self.largest
 
 
 def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for every step, the smoothed reward, its running peak, and whether it is below 0.7 x that peak."""
+    """Return, for every step, the smoothed reward, its running peak, and whether it is below 0.7 x
+    that peak.
+    """
     level, rows = Level(), []
     for value in rewards:
         if is_finite(value):
@@ -81,8 +92,8 @@ def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def best(rewards: Sequence[float | None]) -> tuple[float, int]:
-    """Return the highest smoothed reward and its index. As for the peak of the collapse rule, the first nine count only
-    if there are no more. Raises ValueError if there is no reward."""
+    """Return the highest smoothed reward and its index. As for the peak of the collapse rule, the
+    first nine count only if there are no more. Raises ValueError if there is no reward."""
     smooth = levels(rewards)[0]
     known = [index for index in range(len(smooth)) if is_finite(rewards[index])]
     counted = known[START - 1 :] or known
@@ -95,8 +106,9 @@ def best(rewards: Sequence[float | None]) -> tuple[float, int]:
 def collapse(rewards: Sequence[float | None]) -> int | None:
     """Return the index of the step at which a run collapsed, None if it did not collapse.
 
-    That is the first step from which the smoothed reward stays below 0.7 x its running peak for 20 steps and is not
-    above 0.9 x the peak again within the following 50 steps, or until the run's end if that comes earlier."""
+    That is the first step from which the smoothed reward stays below 0.7 x its running peak for 20
+    steps and is not above 0.9 x the peak again within the following 50 steps, or until the run's
+    end if that comes earlier."""
     level, peak, fallen = levels(rewards)
     for start in range(len(fallen) - STEPS_FALLEN + 1):
         end = start + STEPS_FALLEN
@@ -107,7 +119,9 @@ def collapse(rewards: Sequence[float | None]) -> int | None:
 
 
 class Score(Protocol):
-    """An early-warning score: takes in a metric's numbers one by one, and returns the score after each."""
+    """An early-warning score: takes in a metric's numbers one by one, and returns the score after
+    each.
+    """
 
     def push(self, value: float) -> float: ...
 
@@ -128,12 +142,16 @@ class BelowPeak:
 
     def push(self, value: float) -> float:
         now = self.level.push(value)
-        return 1 - now / self.level.peak if self.level.peak > 0 and self.level.count >= START else 0.0
+        return (
+            1 - now / self.level.peak if self.level.peak > 0 and self.level.count >= START else 0.0
+        )
 
 
 @dataclass
 class Rise(Smoothed):
-    """The score smoothed value - baseline, where the baseline is the median of the first 10 numbers."""
+    """The score smoothed value - baseline, where the baseline is the median of the first 10
+    numbers.
+    """
 
     first: list[float] = field(default_factory=list)
 
@@ -149,8 +167,9 @@ class Rise(Smoothed):
 
 @dataclass
 class Growth(Rise):
-    """The score log(smoothed value / baseline), for positive quantities. The baseline is the median of the first 10
-    positive numbers: nothing can be said to have grown from 0. Before the first of them the score is 0."""
+    """The score log(smoothed value / baseline), for positive quantities. The baseline is the median
+    of the first 10 positive numbers: nothing can be said to have grown from 0. Before the first of
+    them the score is 0."""
 
     def push(self, value: float) -> float:
         now = Smoothed.push(self, value)
@@ -169,13 +188,16 @@ class Decline(Growth):
 
 @dataclass
 class Spike:
-    """The score log10(value / median of the 20 positive numbers before it); 0 while there are fewer than 5 of these."""
+    """The score log10(value / median of the 20 positive numbers before it); 0 while there are fewer
+    than 5 of these.
+    """
 
     before: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def push(self, value: float) -> float:
         usual = float(np.median(self.before)) if len(self.before) >= FEWEST else value
-        if value > 0:  # a step without signal has no gradient, and tells nothing about the usual size
+        # a step without signal has no gradient, and tells nothing about the usual size
+        if value > 0:
             self.before.append(value)
         return (_log(value) - _log(usual)) / math.log(10)
 
@@ -206,22 +228,44 @@ class Signal:
 
 
 SIGNALS = {
-    "reward_fall": Signal("reward/mean", BelowPeak, "share of its peak that the smoothed reward has lost"),
-    "routing_drift": Signal("routing/consistency", Shortfall, "1 - routing consistency within a step"),
+    "reward_fall": Signal(
+        "reward/mean", BelowPeak, "share of its peak that the smoothed reward has lost"
+    ),
+    "routing_drift": Signal(
+        "routing/consistency", Shortfall, "1 - routing consistency within a step"
+    ),
     "mismatch": Signal("mismatch/k3", Smoothed, "k3 of engine and trainer, nats per token"),
-    "ess_token": Signal("ratio/ess_token", Shortfall, "share of the effective sample size that token ratios cost"),
+    "ess_token": Signal(
+        "ratio/ess_token", Shortfall, "share of the effective sample size that token ratios cost"
+    ),
     "ess_sequence": Signal("ratio/ess_sequence", Shortfall, "the same, of sequence ratios"),
     "ratio_high": Signal("ratio/token_max", LogTail, "log of the step's largest token ratio"),
-    "ratio_low": Signal("ratio/token_min", LogTail, "log of the step's smallest token ratio, its sign changed"),
-    "policy_drift": Signal("kl/old_k3", Smoothed, "k3 of the policy and the old policy, nats per token"),
-    "entropy_fall": Signal("policy/entropy", Decline, "log of how many times smaller the entropy is than at the start"),
-    "entropy_rise": Signal("policy/entropy", Growth, "log of how many times larger the entropy is than at the start"),
-    "grad_spike": Signal("optim/grad_norm_max", Spike, "log10 of the gradient norm over that of the 20 steps before"),
-    "grad_growth": Signal("optim/grad_norm", Growth, "log of how many times larger the gradient norm is than at first"),
+    "ratio_low": Signal(
+        "ratio/token_min", LogTail, "log of the step's smallest token ratio, its sign changed"
+    ),
+    "policy_drift": Signal(
+        "kl/old_k3", Smoothed, "k3 of the policy and the old policy, nats per token"
+    ),
+    "entropy_fall": Signal(
+        "policy/entropy", Decline, "log of how many times smaller the entropy is than at the start"
+    ),
+    "entropy_rise": Signal(
+        "policy/entropy", Growth, "log of how many times larger the entropy is than at the start"
+    ),
+    "grad_spike": Signal(
+        "optim/grad_norm_max", Spike, "log10 of the gradient norm over that of the 20 steps before"
+    ),
+    "grad_growth": Signal(
+        "optim/grad_norm", Growth, "log of how many times larger the gradient norm is than at first"
+    ),
     "repetition": Signal("length/repetition", Rise, "repeated 4-grams, more than at the start"),
-    "truncation": Signal("length/truncated", Rise, "responses that hit the limit, more than at the start"),
+    "truncation": Signal(
+        "length/truncated", Rise, "responses that hit the limit, more than at the start"
+    ),
     "zero_variance": Signal("group/zero_variance", Smoothed, "share of groups without signal"),
-    "clip_share": Signal("clip/token_active", Smoothed, "share of tokens whose gradient the clip removed"),
+    "clip_share": Signal(
+        "clip/token_active", Smoothed, "share of tokens whose gradient the clip removed"
+    ),
 }
 
 
@@ -231,6 +275,6 @@ def is_finite(value: float | None) -> bool:
 
 
 def _log(x: float) -> float:
-    """Return log(max(x, 1e-12)), so that a norm or an entropy of exactly 0 is far from any baseline, but not infinitely
-    far."""
+    """Return log(max(x, 1e-12)), so that a norm or an entropy of exactly 0 is far from any
+    baseline, but not infinitely far."""
     return math.log(max(x, 1e-12))

@@ -1,8 +1,10 @@
-"""Makes W&B's saved views from gspo.tracking.views, writes them as the JSON that W&B is sent, and publishes them.
+"""Makes W&B's saved views from gspo.tracking.views, writes them as the JSON that W&B is sent, and
+publishes them.
 
-A view's address is a function of entity, project, name and study, so publishing it again replaces it. wandb_workspaces
-is W&B's own library for this (docs.wandb.ai, "Programmatic workspaces"). Names with an underscore are private to it, so
-its version is pinned, and tests/unit/tracking/test_dashboard.py tests what is used of it.
+A view's address is a function of entity, project, name and study, so publishing it again replaces
+it. wandb_workspaces is W&B's own library for this (docs.wandb.ai, "Programmatic workspaces"). Names
+with an underscore are private to it, so its version is pinned, and
+tests/unit/tracking/test_dashboard.py tests what is used of it.
 """
 
 from __future__ import annotations
@@ -28,17 +30,21 @@ LINES = 50  # the largest number of groups or runs that a panel draws
 PREFIX = "GSPO: "  # begins the saved views' names, to tell them from views that people make by hand
 
 
-def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP_BY, study: str = "") -> ws.Workspace:
+def workspace(
+    view: View, entity: str, project: str, by: tuple[str, ...] = GROUP_BY, study: str = ""
+) -> ws.Workspace:
     """Return the saved view of a study's runs, or without `study` of all runs of the project.
 
-    Runs are grouped by the settings `by`. A group is drawn as its mean and the range of its runs, because W&B has no
-    95 % intervals, which a ± means everywhere else in this project."""
+    Runs are grouped by the settings `by`. A group is drawn as its mean and the range of its runs,
+    because W&B has no 95 % intervals, which a ± means everywhere else in this project."""
     by = (view.by,) if view.by else by
     sections = []
     for name, panels in view.sections:
         about = "\n\n".join(f"**{panel.title()}**  \n{_lines(panel)}" for panel in panels)
         drawn = [_line_plot(panel) for panel in panels]
-        sections.append(ws.Section(name=name, is_open=True, panels=[*drawn, wr.MarkdownPanel(markdown=about)]))
+        sections.append(
+            ws.Section(name=name, is_open=True, panels=[*drawn, wr.MarkdownPanel(markdown=about)])
+        )
     made = ws.Workspace(
         entity=entity,
         project=project,
@@ -46,7 +52,9 @@ def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP
         auto_generate_panels=False,
         sections=sections,
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=LINES),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in by], filters=_filters(view, study)),
+        runset_settings=ws.RunsetSettings(
+            groupby=[ws.Config(key) for key in by], filters=_filters(view, study)
+        ),
     )
     address = hashlib.sha256(f"{entity}/{project}/{view.name}/{study}".encode()).hexdigest()[:11]
     made._internal_name = internal._url_query_str_to_internal_name(address)
@@ -54,7 +62,9 @@ def workspace(view: View, entity: str, project: str, by: tuple[str, ...] = GROUP
 
 
 def _filters(view: View, study: str) -> expr.And:
-    """Return the filter for the view's and the study's runs; it leaves out runs that only hold a report's pictures."""
+    """Return the filter for the view's and the study's runs; it leaves out runs that only hold a
+    report's pictures.
+    """
     chosen = [ws.Metric("JobType") == "train"]
     if study:
         chosen.append(ws.Metric("Group") == study)  # or the value of WANDB_RUN_GROUP
@@ -64,13 +74,15 @@ def _filters(view: View, study: str) -> expr.And:
 
 
 def _lines(panel: Panel) -> str:
-    """Return a panel's description in W&B's Markdown, one line per metric, with stars kept as they are."""
+    """Return a panel's description in W&B's Markdown, one line per metric, with stars kept as they
+    are.
+    """
     return panel.description().replace("*", r"\*").replace("\n", "  \n")
 
 
 def _line_plot(panel: Panel) -> wr.LinePlot:
-    """Return W&B's line plot of a panel. Its lines are the groups of the view's runs, because a panel's own grouping
-    would allow one key only."""
+    """Return W&B's line plot of a panel. Its lines are the groups of the view's runs, because a
+    panel's own grouping would allow one key only."""
     family = [name for name in panel.metrics if "*" in name]
     return wr.LinePlot(
         title=panel.title(),
@@ -92,9 +104,14 @@ def pattern(family: str) -> str:
 
 
 def spec(made: ws.Workspace) -> dict:
-    """Return what W&B is sent of a view, without the panels' random ids, so that equal views give equal text."""
+    """Return what W&B is sent of a view, without the panels' random ids, so that equal views give
+    equal text.
+    """
     text = made._to_model().model_dump_json(by_alias=True, exclude_none=True)
-    return json.loads(text, object_hook=lambda node: {key: value for key, value in node.items() if key != "__id__"})
+    return json.loads(
+        text,
+        object_hook=lambda node: {key: value for key, value in node.items() if key != "__id__"},
+    )
 
 
 def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
@@ -108,7 +125,8 @@ def write(made: list[ws.Workspace], folder: Path) -> list[Path]:
 
 
 def home(entity: str) -> str | None:
-    """Return the entity to publish under: the one asked for, else the account's default; None without an account.
+    """Return the entity to publish under: the one asked for, else the account's default; None
+    without an account.
 
     Raises ValueError if W&B does not name a default."""
     if not account():
@@ -118,26 +136,33 @@ def home(entity: str) -> str | None:
     try:
         default = wandb.Api().default_entity
     except (wandb.Error, WandbApiFailedError) as error:
-        raise ValueError(f"W&B does not answer: {error}; publish=no writes the JSON alone") from None
+        raise ValueError(
+            f"W&B does not answer: {error}; publish=no writes the JSON alone"
+        ) from None
     if not default:
         raise ValueError("entity=: the account has no default; say entity=TEAM")
     return default
 
 
 def publish(made: list[ws.Workspace]) -> Iterator[tuple[str, str]]:
-    """Save the views of one project, replacing those of the same address; yield each view's name and URL.
+    """Save the views of one project, replacing those of the same address; yield each view's name
+    and URL.
 
     Raises ValueError with W&B's message if it refuses."""
     try:
         create_project(made[0].entity, made[0].project)
         for each in made:
             try:
-                each._internal_id = internal.View.from_name(each.entity, each.project, each._internal_name).id
+                each._internal_id = internal.View.from_name(
+                    each.entity, each.project, each._internal_name
+                ).id
             except ValueError:  # wandb_workspaces raises this if there is no view of that name
                 each._internal_id = ""
             yield each.name, each.save().url
     except (wandb.Error, WandbApiFailedError) as error:
-        raise ValueError(f"W&B did not save the views of {made[0].entity}/{made[0].project}: {error}") from None
+        raise ValueError(
+            f"W&B did not save the views of {made[0].entity}/{made[0].project}: {error}"
+        ) from None
 
 
 def create_project(entity: str, project: str) -> None:

@@ -1,7 +1,7 @@
 """Reads saved episodes: their numbers, which are metrics, and their turns as people read them.
 
-A saved episode is the row of a response (gspo.tracking.tracker.rollout_row) that has `turns`: those of the policy, and
-those of the environment between them.
+A saved episode is the row of a response (gspo.tracking.tracker.rollout_row) that has `turns`: those
+of the policy, and those of the environment between them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,32 @@ from typing import Any
 from gspo.core.escaping import shown
 
 POLICY, ENVIRONMENT = "policy", "environment"
-FINISHES = ("stop", "length", "turns", "context", ENVIRONMENT)  # why an episode can end: Response.finish_reason
+# why an episode can end: Response.finish_reason
+FINISHES = ("stop", "length", "turns", "context", ENVIRONMENT)
 MOST = 8  # rewards are told apart by the number of turns up to so many
 VERDICTS = 20  # so many verdicts of a task are told apart: an environment's may be any words
 
 
 def numbers(rows: list[dict]) -> dict[str, float]:
-    """Compute the numbers of the episodes among the rows of a batch, by name; nothing if there are none.
+    """Compute the numbers of the episodes among the rows of a batch, by name; nothing if there are
+    none.
 
     turns, turns_max     how many turns the policy had: mean and largest
     environment_tokens   the environments' tokens / all tokens after the prompts
-    reward_turns_<n>     mean reward of the episodes in which the policy had n turns; those with more than 8 go together
+    reward_turns_<n>     mean reward of the episodes in which the policy had n turns; those with
+                         more than 8 go together
     finish_<reason>      share of the episodes that ended for this reason
-    <name>               mean of the environment's measure of this name over the episodes that have it
+    <name>               mean of the environment's measure of this name over the episodes that have
+                         it
 
-    The shares of the reasons are over all episodes. Those without reward, because their environment failed or their
-    first messages left no room for a turn, are left out of everything else.
+    The shares of the reasons are over all episodes. Those without reward, because their environment
+    failed or their first messages left no room for a turn, are left out of everything else.
     """
-    episodes = [row for row in rows if row.get("turns") or row["finish_reason"] == ENVIRONMENT or never_begun(row)]
+    episodes = [
+        row
+        for row in rows
+        if row.get("turns") or row["finish_reason"] == ENVIRONMENT or never_begun(row)
+    ]
     if not episodes:
         return {}
     values: dict[str, list[float]] = defaultdict(list)
@@ -41,7 +49,9 @@ def numbers(rows: list[dict]) -> dict[str, float]:
     for row in graded:
         turns = count(row)
         values["turns"].append(turns)
-        values[f"reward_turns_{turns}" if turns <= MOST else f"reward_turns_over_{MOST}"].append(row["reward"])
+        values[f"reward_turns_{turns}" if turns <= MOST else f"reward_turns_over_{MOST}"].append(
+            row["reward"]
+        )
         for name, value in row["measures"].items():
             values[name].append(value)
     means = {name: sum(each) / len(each) for name, each in values.items()}
@@ -53,7 +63,9 @@ def numbers(rows: list[dict]) -> dict[str, float]:
 
 
 def never_begun(row: dict) -> bool:
-    """Return whether a row is that of an episode without room for a turn: any other response has a token."""
+    """Return whether a row is that of an episode without room for a turn: any other response has a
+    token.
+    """
     return row["finish_reason"] == "context" and row.get("length") == 0
 
 
@@ -63,8 +75,9 @@ def count(row: dict) -> int:
 
 
 def few(verdicts: Counter[str]) -> Counter[str]:
-    """Return how often each verdict of a task came. Those beyond the 20 most frequent go together as "other": each
-    makes a metric of its own. Of equally frequent ones the first by name are kept."""
+    """Return how often each verdict of a task came. Those beyond the 20 most frequent go together
+    as "other": each makes a metric of its own. Of equally frequent ones the first by name are kept.
+    """
     ordered = sorted(verdicts, key=lambda verdict: (-verdicts[verdict], verdict))
     kept = Counter({verdict: verdicts[verdict] for verdict in ordered[:VERDICTS]})
     for verdict in ordered[VERDICTS:]:
@@ -77,10 +90,12 @@ def environment_tokens(row: dict) -> int:
     return sum(turn["tokens"] for turn in row["turns"] if turn["author"] == ENVIRONMENT)
 
 
-# ------------------------------------------------------------------------------------------------------ to be read
+# ------------------------------------------------------------------------------------------------------
+# to be read
 def turns_of(row: dict) -> list[dict]:
-    """Return an episode's turns. There are none if the row is no episode's, or if any turn is damaged, as the row may
-    come from a file of anyone's: then its response can still be shown as one text."""
+    """Return an episode's turns. There are none if the row is no episode's, or if any turn is
+    damaged, as the row may come from a file of anyone's: then its response can still be shown as
+    one text."""
     turns = row.get("turns")
     return turns if isinstance(turns, list) and all(map(_is_turn, turns)) else []
 
@@ -96,7 +111,8 @@ def _is_turn(turn: Any) -> bool:
 
 
 def conversation(turns: list[dict]) -> str:
-    """Return turns as a text. Every turn begins a line with its author and its reward, where that is not 0:
+    """Return turns as a text. Every turn begins a line with its author and its reward, where that
+    is not 0:
 
     policy: <py>4837*2911</py>
     environment: 14080507
@@ -115,8 +131,8 @@ def reward(turn: dict) -> str:
 
 
 def readable(row: dict) -> dict:
-    """Return a saved row for a table that people read: an episode's response as a conversation, its turns and its
-    environment's tokens as numbers, and its measures. Other rows stay as they are."""
+    """Return a saved row for a table that people read: an episode's response as a conversation, its
+    turns and its environment's tokens as numbers, and its measures. Other rows stay as they are."""
     turns = turns_of(row)
     if not turns:
         return row

@@ -1,8 +1,10 @@
-"""The stability monitor: it watches a run's rows for early warnings and a fallen reward, and reports at the end.
+"""The stability monitor: it watches a run's rows for early warnings and a fallen reward, and
+reports at the end.
 
-A warning is raised when a score of gspo.tracking.collapse exceeds its threshold. It is raised again only after the
-score has been below 0.8 x the threshold in between. The monitor's state is a function of the run's rows, so a resumed
-run reads them again. `monitor.jsonl` has one object per event: step, kind, signal, score, threshold, text.
+A warning is raised when a score of gspo.tracking.collapse exceeds its threshold. It is raised again
+only after the score has been below 0.8 x the threshold in between. The monitor's state is a
+function of the run's rows, so a resumed run reads them again. `monitor.jsonl` has one object per
+event: step, kind, signal, score, threshold, text.
 """
 
 from __future__ import annotations
@@ -15,23 +17,37 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from gspo.core.ranges import Ranged, ranged
-from gspo.tracking.collapse import FALLEN, SIGNALS, START, STEPS_FALLEN, Level, best, collapse, is_finite, levels
+from gspo.tracking.collapse import (
+    FALLEN,
+    SIGNALS,
+    START,
+    STEPS_FALLEN,
+    Level,
+    best,
+    collapse,
+    is_finite,
+    levels,
+)
 
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
 ACTIONS = ("warn", "stop", "rollback")
-STEPS_AT_ZERO = 3  # after so many steps in which every response earned 0 a warning is raised, also while warming up
+# after so many steps in which every response earned 0 a warning is raised, also while warming up
+STEPS_AT_ZERO = 3
 
 
 @dataclass
 class Thresholds(Ranged, key="monitor.thresholds"):
-    """The score above which a signal of gspo.tracking.collapse.SIGNALS raises a warning; 0 switches the signal off.
+    """The score above which a signal of gspo.tracking.collapse.SIGNALS raises a warning; 0 switches
+    the signal off.
 
-    The defaults follow what others use: a k3 between engine and trainer above .01 and a |KL| above .1 count as far off
-    policy, a truncated share of .1 to .15 as trouble, a gradient norm of 3 to 10 times its usual size as a spike.
+    The defaults follow what others use: a k3 between engine and trainer above .01 and a |KL| above
+    .1 count as far off policy, a truncated share of .1 to .15 as trouble, a gradient norm of 3 to
+    10 times its usual size as a spike.
     """
 
-    reward_fall: float = ranged(0.3, least=0)  # share of the peak that is lost, as in the collapse rule
+    # share of the peak that is lost, as in the collapse rule
+    reward_fall: float = ranged(0.3, least=0)
     routing_drift: float = ranged(0.3, least=0)  # 1 - consistency
     mismatch: float = ranged(0.01, least=0)  # nats per token
     ess_token: float = ranged(0.5, least=0)  # 1 - effective sample size
@@ -51,15 +67,20 @@ class Thresholds(Ranged, key="monitor.thresholds"):
 
 @dataclass
 class MonitorSettings(Ranged, key="monitor"):
-    """The settings under `monitor`. They change a run's steps, and its settings hash, with action=rollback only."""
+    """The settings under `monitor`. They change a run's steps, and its settings hash, with
+    action=rollback only.
+    """
 
-    # What happens when the reward has fallen. warn: the user is warned | stop: the run writes a checkpoint and ends,
-    # with exit code 4 | rollback: it goes on, at a lower learning rate, from the last checkpoint at which the smoothed
-    # reward was above 0.9 x the largest; without such a checkpoint it ends
+    # What happens when the reward has fallen. warn: the user is warned | stop: the run writes a
+    # checkpoint and ends, with exit code 4 | rollback: it goes on, at a lower learning rate, from
+    # the last checkpoint at which the smoothed reward was above 0.9 x the largest; without such a
+    # checkpoint it ends
     action: str = "warn"
     rollbacks: int = ranged(2, least=1)  # the largest number of rollbacks
-    rollback_lr: float = ranged(0.5, above=0, below=1)  # the factor of each rollback on the learning rate
-    warm_up: int = ranged(10, least=0)  # steps without warnings, in which the baselines are measured
+    # the factor of each rollback on the learning rate
+    rollback_lr: float = ranged(0.5, above=0, below=1)
+    # steps without warnings, in which the baselines are measured
+    warm_up: int = ranged(10, least=0)
     thresholds: Thresholds = field(default_factory=Thresholds)
 
     def __post_init__(self):
@@ -70,7 +91,9 @@ class MonitorSettings(Ranged, key="monitor"):
 
 @dataclass
 class Event:
-    """Something that happened at a step: a warning, its end, a fallen reward, or an update that was left out."""
+    """Something that happened at a step: a warning, its end, a fallen reward, or an update that was
+    left out.
+    """
 
     step: int
     kind: str  # warning | cleared | fallen | skipped
@@ -90,8 +113,8 @@ class Monitor:
         self.active: set[str] = set()
         self.steps = self.fallen_steps = 0
         self.steps_at_zero = 0  # how many of the latest steps had a reward of 0
-        # The last step whose weights were good: the next step's rollouts, which were sampled from them, had a smoothed
-        # reward above 0.9 x the largest so far.
+        # The last step whose weights were good: the next step's rollouts, which were sampled from
+        # them, had a smoothed reward above 0.9 x the largest so far.
         self.last_healthy_step = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
@@ -105,7 +128,11 @@ class Monitor:
             count = row["optim/skipped"]
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
-        return events + self._zero_events(step, row) + self._reward_events(step, row.get("reward/mean"))
+        return (
+            events
+            + self._zero_events(step, row)
+            + self._reward_events(step, row.get("reward/mean"))
+        )
 
     def _signal(self, step: int, name: str, value: float | None) -> Event | None:
         """Take in a signal's metric; return its warning, or the end of it, if that is new."""
@@ -125,8 +152,8 @@ class Monitor:
         return None
 
     def _reward_events(self, step: int, reward: float | None) -> list[Event]:
-        """Take in the reward and apply the first half of the collapse rule: has it been low for 20 steps? Whether it
-        recovers within the following 50 steps cannot be known yet."""
+        """Take in the reward and apply the first half of the collapse rule: has it been low for 20
+        steps? Whether it recovers within the following 50 steps cannot be known yet."""
         if is_finite(reward):
             self.level.push(reward)
             if self.level.is_healthy():
@@ -139,8 +166,8 @@ class Monitor:
         return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
     def _zero_events(self, step: int, row: dict[str, float | None]) -> list[Event]:
-        """Return a warning when all rewards have been 0 for some steps, and its end when they are not again. Rewards
-        whose mean is 0 may differ: then some groups have variance."""
+        """Return a warning when all rewards have been 0 for some steps, and its end when they are
+        not again. Rewards whose mean is 0 may differ: then some groups have variance."""
         reward, alike = row.get("reward/mean"), row.get("group/zero_variance")
         if not is_finite(reward):
             return []
@@ -153,7 +180,14 @@ class Monitor:
         if not is_zero and ZERO in self.active:
             self.active.remove(ZERO)
             return [
-                Event(step, "cleared", ZERO, 0.0, float(STEPS_AT_ZERO), f"rewards differ from 0 again ({reward:.3g})")
+                Event(
+                    step,
+                    "cleared",
+                    ZERO,
+                    0.0,
+                    float(STEPS_AT_ZERO),
+                    f"rewards differ from 0 again ({reward:.3g})",
+                )
             ]
         return []
 
@@ -171,8 +205,9 @@ def as_lines(events: Iterable[Event]) -> str:
 
 
 def stability_report(rows: list[dict], ended: str = "") -> str:
-    """Answer, in words and from a run's rows, the three questions by which users judge stability: does the reward keep
-    rising, is the gradient norm reasonable, does expert activation stay consistent? `ended` says how the run ended."""
+    """Answer, in words and from a run's rows, the three questions by which users judge stability:
+    does the reward keep rising, is the gradient norm reasonable, does expert activation stay
+    consistent? `ended` says how the run ended."""
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
@@ -180,10 +215,14 @@ def stability_report(rows: list[dict], ended: str = "") -> str:
 
 
 def _silent(rows: list[dict]) -> bool:
-    """Return whether nothing could be learned in any step, because there was no gradient or all rewards were equal."""
+    """Return whether nothing could be learned in any step, because there was no gradient or all
+    rewards were equal.
+    """
     norms, rewards = _column(rows, "optim/grad_norm"), _column(rows, "reward/mean")
     alike = _column(rows, "group/zero_variance")
-    same = len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
+    same = (
+        len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
+    )
     return bool(same or (len(norms) > 0 and norms.max() == 0))
 
 
@@ -220,7 +259,9 @@ def _reward(rows: list[dict], stopped: bool) -> str:
         verdict = "It is level"
     ends = f"smoothed {rewards[:5].mean():.3f} at first, {level[-1]:.3f} at the end"
     highest = f"peak {peak:.3f} at step {rows[top]['step']}"
-    return f"{question}{verdict} ({ends}, {highest}; last third against the one before {change:+.3f})."
+    return (
+        f"{question}{verdict} ({ends}, {highest}; last third against the one before {change:+.3f})."
+    )
 
 
 def _gradient(rows: list[dict]) -> str:
@@ -229,7 +270,9 @@ def _gradient(rows: list[dict]) -> str:
     norms, tops = _column(rows, "optim/grad_norm"), _column(rows, "optim/grad_norm_max")
     skipped = _column(rows, "optim/skipped").sum()
     if not len(norms) or not len(tops):
-        return question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
+        return (
+            question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
+        )
     spikes, still = int((SIGNALS["grad_spike"].score(tops) > 1).sum()), int((norms == 0).sum())
     verdict = "No" if skipped or spikes else "Yes"
     if _silent(rows) or 2 * still > len(norms):
@@ -254,7 +297,11 @@ def _routing(rows: list[dict]) -> str:
     least = min(layers, key=layers.get, default="")
     layer = f"; least in layer {least.removeprefix(prefix)}: {layers[least]:.4f}" if least else ""
     agreement = _column(rows, "routing/engine_agreement")
-    engine = f"; the engine's experts are the trainer's to {agreement.mean():.4f}" if len(agreement) else ""
+    engine = (
+        f"; the engine's experts are the trainer's to {agreement.mean():.4f}"
+        if len(agreement)
+        else ""
+    )
     verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
     verdict = "It says nothing: no signal" if _silent(rows) else verdict
     return (

@@ -1,7 +1,8 @@
 """Fills the templates of HTML pages: a run's (run_report.py), and a study's (analysis/blocks.py).
 
-A page is one file that opens from disk without a network. Everything from data that a template writes is escaped, and
-what would act on a terminal or deceive a reader stands as its code. Browsers run no script of a page and fetch nothing.
+A page is one file that opens from disk without a network. Everything from data that a template
+writes is escaped, and what would act on a terminal or deceive a reader stands as its code. Browsers
+run no script of a page and fetch nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def fill(template: Path, title: str, values: Mapping[str, object]) -> str:
-    """Return the page of a template that extends base.html.j2, with this title and these values in it."""
+    """Return the page of a template that extends base.html.j2, with this title and these values in
+    it.
+    """
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
         autoescape=True,
@@ -30,6 +33,7 @@ def fill(template: Path, title: str, values: Mapping[str, object]) -> str:
         lstrip_blocks=True,
     )
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # by it the browser knows our style
+    # by it the browser knows our style
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     base = {"title": title, "style": Markup(style), "style_digest": digest}
     return environment.get_template(template.name).render(base | dict(values)) + "\n"

@@ -1,7 +1,7 @@
 """Imports what wandb.init imports, before PyTorch is imported.
 
-pydantic then searches fewer modules for the source of W&B's classes: wandb.init takes .2 s in place of 1 s. A run that
-says tracking.wandb=disabled on its command line does without.
+pydantic then searches fewer modules for the source of W&B's classes: wandb.init takes .2 s in place
+of 1 s. A run that says tracking.wandb=disabled on its command line does without.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Says in words how much of a clip range rounding takes up, and how far engine and trainer are apart."""
+"""Says in words how much of a clip range rounding takes up, and how far engine and trainer are
+apart.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ from gspo.tracking.collapse import is_finite
 
 ROUNDING_SHARE = 0.1  # of the clip range: with more, the clipped share measures rounding too
 
-# nats per token: an engine in bfloat16 is about 0.01 to 0.03 off, and one that computes something else by far more
+# nats per token: an engine in bfloat16 is about 0.01 to 0.03 off, and one that computes something
+# else by far more
 LARGEST_MISMATCH = 0.1
 
 
 def floor_in_words(share: float, outside: float) -> str:
-    """Return how far rounding moves sequence ratios. `share` is its mean as a share of the clip range, `outside` the
-    share of responses that it moves out of the range."""
+    """Return how far rounding moves sequence ratios. `share` is its mean as a share of the clip
+    range, `outside` the share of responses that it moves out of the range."""
     return (
         f"rounding alone moves the ratio of a response by {share:.0%} of its clip range and puts {outside:.1%} of the "
         "responses outside it, so clipped shares measure rounding (ratio/floor_of_range, ratio/floor_outside)"
@@ -20,7 +23,9 @@ def floor_in_words(share: float, outside: float) -> str:
 
 
 def floor_of_run(rows: list[dict]) -> str | None:
-    """Return a sentence about the rounding in a run's rows where it takes up too much of the clip range, else None."""
+    """Return a sentence about the rounding in a run's rows where it takes up too much of the clip
+    range, else None.
+    """
     rows = [row for row in rows if is_finite(row.get("ratio/floor_of_range"))]
     if not rows:
         return None
@@ -28,13 +33,13 @@ def floor_of_run(rows: list[dict]) -> str | None:
     if share <= ROUNDING_SHARE:
         return None
     words = floor_in_words(share, sum(row["ratio/floor_outside"] for row in rows) / len(rows))
-    return (
-        f"Over the run, {words}. Use policy.head_dtype=float32 and policy.old_logprobs=step_start, or float32 layers."
-    )
+    return f"Over the run, {words}. Use policy.head_dtype=float32 and policy.old_logprobs=step_start, or float32 layers."
 
 
 def mismatch_in_words(off: float) -> str:
-    """Return how far engine and trainer are apart. `off` is the mean difference of a token's log-probs, in nats."""
+    """Return how far engine and trainer are apart. `off` is the mean difference of a token's
+    log-probs, in nats.
+    """
     return (
         f"the engine's log-probs differ from the trainer's by {off:.2g} nats per token (mismatch/logp_abs, at most "
         f"{LARGEST_MISMATCH} is usual): responses are sampled from another policy than the one that is trained"

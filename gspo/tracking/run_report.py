@@ -1,8 +1,9 @@
 """Makes the page of a run: report.html, one HTML file that opens from disk without a network.
 
-It says in words what happened, answers the three questions of stability, and shows curves, warnings, the best and worst
-responses of the batch that was saved last, time and cost, and the settings. Everything comes from the run directory's
-files, so the page can be made of a run under way, of one that was killed, and again at any time.
+It says in words what happened, answers the three questions of stability, and shows curves,
+warnings, the best and worst responses of the batch that was saved last, time and cost, and the
+settings. Everything comes from the run directory's files, so the page can be made of a run under
+way, of one that was killed, and again at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from gspo.tracking.pages import TEMPLATES, fill
 from gspo.tracking.rounding import floor_of_run, mismatch_of_run
 
 PAGE = "report.html"
-CURVES = (  # each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
+# each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
+CURVES = (
     ("reward/mean", False), ("policy/entropy", False), ("optim/grad_norm", True), ("clip/token_active", True),
     ("routing/consistency", False), ("length/mean", False), ("length/truncated", False), ("mismatch/k3", True),
     ("ratio/ess_token", False), ("group/zero_variance", False), ("episode/turns", False),
@@ -46,21 +48,28 @@ SECONDS = {
 
 
 def write_page(folder: Path) -> Path:
-    """Write the page of a run directory, and return its path. Raises ValueError if `folder` is no run directory."""
+    """Write the page of a run directory, and return its path. Raises ValueError if `folder` is no
+    run directory.
+    """
     if not (folder / "settings.yaml").exists():
-        raise ValueError(f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN")
+        raise ValueError(
+            f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN"
+        )
     replace_text(folder / PAGE, page(folder))
     return folder / PAGE
 
 
 def page(folder: Path) -> str:
-    """Return the page's HTML. Raises ValueError if the settings cannot be read; other files that cannot be read are
-    named on the page."""
+    """Return the page's HTML. Raises ValueError if the settings cannot be read; other files that
+    cannot be read are named on the page."""
     settings, amiss = untrusted.read_yaml(folder / "settings.yaml"), []
     rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
     events = _read(read_events, folder / "monitor.jsonl", amiss) or []
     custom = _read(custom_metrics, folder, amiss) or {}
-    status, batch = read_status(folder), max((folder / "rollouts").glob("step_*.jsonl"), default=None)
+    status, batch = (
+        read_status(folder),
+        max((folder / "rollouts").glob("step_*.jsonl"), default=None),
+    )
     values = {
         "name": folder.name,
         "subtitle": _subtitle(folder, settings, amiss),
@@ -78,11 +87,15 @@ def page(folder: Path) -> str:
     }
     story = _story(settings, rows, status) + _went_on(folder, amiss)
     values["story"] = [*story, *(f"A file is left out: {what}" for what in amiss)]
-    return fill(TEMPLATES / "run_report.html.j2", f"{_value(settings, 'study')}: {folder.name}", values)
+    return fill(
+        TEMPLATES / "run_report.html.j2", f"{_value(settings, 'study')}: {folder.name}", values
+    )
 
 
 def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
-    """Read a file of the run with `how`; None if it is not there or cannot be read. The latter is noted in `amiss`."""
+    """Read a file of the run with `how`; None if it is not there or cannot be read. The latter is
+    noted in `amiss`.
+    """
     try:
         return how(path)
     except FileNotFoundError:
@@ -104,21 +117,33 @@ def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
     code = _read(untrusted.read_json, folder / "code.json", amiss) or {}
     changed = ", with changed files" if code.get("changed_files") else ""
     objective = _value(settings, "options.objective", _value(settings, "objective.name"))
-    words = [f"study {_value(settings, 'study')}", f"objective {objective}", f"model {_value(settings, 'model.name')}"]
+    words = [
+        f"study {_value(settings, 'study')}",
+        f"objective {objective}",
+        f"model {_value(settings, 'model.name')}",
+    ]
     varied = code.get("varied")
     words += [f"varied in its sweep: {varied}"] if isinstance(varied, str) and varied else []
-    words += [f"seed {_value(settings, 'seed')}", f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}"]
+    words += [
+        f"seed {_value(settings, 'seed')}",
+        f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}",
+    ]
     versions = {name: _value(code, f"versions.{name}", "") for name in ("torch", "transformers")}
-    return ", ".join([*words, *(f"{name} {version}" for name, version in versions.items() if version)])
+    return ", ".join(
+        [*words, *(f"{name} {version}" for name, version in versions.items() if version)]
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------------------------------
+# words
 def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     """Return what happened, in sentences."""
     batches = [row for row in rows if row["step"] > 0]
     step = rows[-1]["step"] if rows else 0
     reason = f": {status['reason']}" if status.get("reason") else ""
-    lines = [f"The run {_ended(status.get('how', ''))} at step {step} of {_value(settings, 'steps')}{reason}."]
+    lines = [
+        f"The run {_ended(status.get('how', ''))} at step {step} of {_value(settings, 'steps')}{reason}."
+    ]
     rewards = [row["reward/mean"] for row in batches if is_finite(row.get("reward/mean"))]
     if rewards:
         first, last = rewards[:5], rewards[-10:]
@@ -136,7 +161,9 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
         lines.append(floor)
     if mismatch := mismatch_of_run(batches):
         lines.append(mismatch)
-    return lines + [_held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})]
+    return lines + [
+        _held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})
+    ]
 
 
 def _went_on(folder: Path, amiss: list[str]) -> list[str]:
@@ -145,7 +172,9 @@ def _went_on(folder: Path, amiss: list[str]) -> list[str]:
     if at:
         times = "once" if len(at) == 1 else f"{len(at)} times"
         lines.append(f"It was continued {times}, from the checkpoint of step {', '.join(at)}.")
-    for back in _read(lambda path: untrusted.read_json(path, list), folder / "rollbacks.json", amiss) or []:
+    for back in (
+        _read(lambda path: untrusted.read_json(path, list), folder / "rollbacks.json", amiss) or []
+    ):
         lines.append(
             f"The monitor took it back from step {_value(back, 'from')} to step {_value(back, 'to')}, at a lower "
             "learning rate."
@@ -167,8 +196,8 @@ def _ended(how: str) -> str:
 
 
 def _held_out(rows: list[dict], name: str) -> str:
-    """Return the first and last score of a held-out set, the latter with its 95 % interval over the problems, which is
-    ±1.96 standard errors."""
+    """Return the first and last score of a held-out set, the latter with its 95 % interval over the
+    problems, which is ±1.96 standard errors."""
     scored = [row for row in rows if is_finite(row.get(name))]
     if not scored:
         return f"{name}: no score"
@@ -179,8 +208,8 @@ def _held_out(rows: list[dict], name: str) -> str:
 
 
 def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
-    """Return the lines of a table of episodes' numbers: each one's mean over the first five and the last ten of the
-    batches that have it."""
+    """Return the lines of a table of episodes' numbers: each one's mean over the first five and the
+    last ten of the batches that have it."""
     lines = []
     for name in sorted({name for row in rows for name in row if name.startswith("episode/")}):
         values = [row[name] for row in rows if is_finite(row.get(name))]
@@ -190,12 +219,14 @@ def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
-    """Return the responses with the highest and lowest rewards, each with "good", "bad" or, where all rewards of the
-    batch are the same, "equal". A response that was cut off is never good."""
+    """Return the responses with the highest and lowest rewards, each with "good", "bad" or, where
+    all rewards of the batch are the same, "equal". A response that was cut off is never good."""
     found = sorted(graded, key=lambda response: -response["reward"])
     middle = (len(found) + 1) // 2
     best = _of_different_problems(found[:middle])
-    worst = [r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]]
+    worst = [
+        r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]
+    ]
     if not found:
         return []
     lowest, highest = found[-1]["reward"], found[0]["reward"]
@@ -212,7 +243,11 @@ def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
 def _graded(path: Path) -> list[dict]:
     """Return the responses of a saved batch that have a reward."""
     rewards = ((response, response.get("reward")) for response in untrusted.read_objects(path))
-    return [response for response, reward in rewards if type(reward) in (int, float) and is_finite(reward)]
+    return [
+        response
+        for response, reward in rewards
+        if type(reward) in (int, float) and is_finite(reward)
+    ]
 
 
 def _of_different_problems(responses: list[dict]) -> list[dict]:
@@ -235,8 +270,13 @@ def _cost(rows: list[dict]) -> list[tuple[str, str]]:
 
 
 def _profiles(folder: Path, amiss: list[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return, for every step that was profiled, its name and the lines of a table of its dearest operations."""
-    return [(path.stem, _read(_operations, path, amiss) or []) for path in sorted(folder.glob("step_*.json"))]
+    """Return, for every step that was profiled, its name and the lines of a table of its dearest
+    operations.
+    """
+    return [
+        (path.stem, _read(_operations, path, amiss) or [])
+        for path in sorted(folder.glob("step_*.json"))
+    ]
 
 
 def _operations(path: Path) -> list[tuple[str, ...]]:
@@ -244,17 +284,26 @@ def _operations(path: Path) -> list[tuple[str, ...]]:
     found = untrusted.read_json(path, list)
     try:
         return [
-            (each["operation"], f"{each['share']:.0%}", f"{each['cpu_s']:.3f}", f"{each['gpu_s']:.3f}", each["calls"])
+            (
+                each["operation"],
+                f"{each['share']:.0%}",
+                f"{each['cpu_s']:.3f}",
+                f"{each['gpu_s']:.3f}",
+                each["calls"],
+            )
             for each in found
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-# ----------------------------------------------------------------------------------------------------------- curves
+# -----------------------------------------------------------------------------------------------------------
+# curves
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps, as the template draws it. Places are in the units of an SVG picture of this size."""
+    """One metric over the steps, as the template draws it. Places are in the units of an SVG
+    picture of this size.
+    """
 
     WIDTH, HEIGHT = 330, 170
     LEFT, RIGHT, TOP, BOTTOM = 56, 322, 24, 152  # where the axes are
@@ -265,25 +314,31 @@ class Curve:
     ticks: list[tuple[float, str]]  # heights of the grid's lines, and their values
     points: str  # as an SVG attribute
     smooth: str
-    dots: list[tuple[float, float]]  # the places of single points: of held-out scores, and where there is one alone
-    errors: list[tuple[float, float, float]]  # 95 % intervals of held-out scores: x, and the heights of the two ends
+    # the places of single points: of held-out scores, and where there is one alone
+    dots: list[tuple[float, float]]
+    # 95 % intervals of held-out scores: x, and the heights of the two ends
+    errors: list[tuple[float, float, float]]
     collapse: tuple[float, int] | None  # the place of the collapse on the x axis, and its step
     is_log: bool
 
 
 def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
-    """Return one curve per metric that the run has, held-out scores and the user's own metrics last. `custom` has the
-    definitions of the latter."""
+    """Return one curve per metric that the run has, held-out scores and the user's own metrics
+    last. `custom` has the definitions of the latter."""
     recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
     names = [(name, log) for name, log in CURVES if name in recorded]
     for family in ("eval/*/avg@*", "custom/*"):
         names += [(name, False) for name in sorted(recorded) if fnmatchcase(name, family)]
-    return [curve(rows, custom.get(name) or replace(lookup(name), name=name), log) for name, log in names]
+    return [
+        curve(rows, custom.get(name) or replace(lookup(name), name=name), log)
+        for name, log in names
+    ]
 
 
 def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
-    """Return the curve of one metric. That of the reward also has the smoothed curve and the collapse. A held-out score
-    has points with 95 % intervals over its problems, on an axis from 0."""
+    """Return the curve of one metric. That of the reward also has the smoothed curve and the
+    collapse. A held-out score has points with 95 % intervals over its problems, on an axis from 0.
+    """
     found = [row for row in rows if is_finite(row.get(metric.name))]
     steps, values = [row["step"] for row in found], [row[metric.name] for row in found]
     log = log and min(values) > 0
@@ -302,7 +357,8 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
         return round(Curve.LEFT + (Curve.RIGHT - Curve.LEFT) * step / last, 1)
 
     def y(value: float) -> float:
-        share = (high - value) / (high - low) if high > low else 0.5  # a metric that never changes is in the middle
+        # a metric that never changes is in the middle
+        share = (high - value) / (high - low) if high > low else 0.5
         return round(Curve.TOP + (Curve.BOTTOM - Curve.TOP) * share, 1)
 
     def line(series: list[float]) -> str:

@@ -1,6 +1,8 @@
-"""Writes a run's rows to metrics.jsonl and sends the same numbers to Weights & Biases; saves rollouts; shows progress.
+"""Writes a run's rows to metrics.jsonl and sends the same numbers to Weights & Biases; saves
+rollouts; shows progress.
 
-The files are the truth: they are written first, and everything that W&B shows can be made from them again.
+The files are the truth: they are written first, and everything that W&B shows can be made from them
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import About, chosen_mode
 
 log = logging.getLogger(__name__)
-OF_STEPS = ("rollouts", "checkpoints", "evaluations")  # folders of a run whose entries are named after steps
+# folders of a run whose entries are named after steps
+OF_STEPS = ("rollouts", "checkpoints", "evaluations")
 
 
 class RowsElsewhere(Protocol):
@@ -65,8 +68,11 @@ class Tracker:
             self.wandb = WandbRun(run, settings, mode, About(config, group, tags, record=record))
             if start:
                 self.wandb.lineage.used(start, start.name)
-            for row in read_rows(run / "metrics.jsonl"):  # a resumed run's: `send` leaves out what W&B has
-                self.wandb.send(row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl"))
+            # a resumed run's: `send` leaves out what W&B has
+            for row in read_rows(run / "metrics.jsonl"):
+                self.wandb.send(
+                    row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl")
+                )
 
     def where(self) -> str:
         """Return, as the end of a sentence, where else the rows can be seen."""
@@ -74,8 +80,8 @@ class Tracker:
         return f", tracked at {self.wandb.run.url}" if online else ""
 
     def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
-        """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if they are given. Raises
-        KeyError for a metric that the registry lacks."""
+        """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if
+        they are given. Raises KeyError for a metric that the registry lacks."""
         for name in metrics:
             lookup(name)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -96,7 +102,9 @@ class Tracker:
             self.wandb.checkpoints()
 
     def alert(self, title: str, text: str, kind: str) -> None:
-        """Send a W&B alert, which the account passes on by mail or Slack. `kind` is the kind of a monitor's event."""
+        """Send a W&B alert, which the account passes on by mail or Slack. `kind` is the kind of a
+        monitor's event.
+        """
         if self.wandb and kind != "cleared":
             self.wandb.alert(title, text, fallen=kind == "fallen")
 
@@ -105,8 +113,8 @@ class Tracker:
         return self.wandb is not None and self.wandb.stopped
 
     def finish(self, exit_code: int) -> str | None:
-        """Close files and W&B run; return the command that uploads what W&B's server lacks, None if it lacks
-        nothing."""
+        """Close files and W&B run; return the command that uploads what W&B's server lacks, None if
+        it lacks nothing."""
         self.rows.close()
         if self.elsewhere:
             self.elsewhere.close()
@@ -134,7 +142,9 @@ def rollout_row(response: Response) -> dict:
 
 
 def turns_of(response: Response) -> dict:
-    """Return what is saved of an episode beyond that: whose words are whose, and the environment's numbers."""
+    """Return what is saved of an episode beyond that: whose words are whose, and the environment's
+    numbers.
+    """
     if not response.turns:
         return {}
     return {"turns": [asdict(turn) for turn in response.turns], "measures": response.measures}
@@ -147,7 +157,9 @@ def write_rollouts(path: Path, responses: list[Response]) -> None:
 
 
 def read_rollouts(path: Path) -> list[dict]:
-    """Read what `write_rollouts` wrote, without damaged lines; empty if the file is not there or cannot be read."""
+    """Read what `write_rollouts` wrote, without damaged lines; empty if the file is not there or
+    cannot be read.
+    """
     try:
         return list(untrusted.read_objects(path))
     except (OSError, ValueError):
@@ -155,13 +167,17 @@ def read_rollouts(path: Path) -> list[dict]:
 
 
 def supersede(run: Path, step: int) -> list[str]:
-    """Move what a run wrote after `step` to superseded/<n>/, because a run that resumes at `step` will write it again.
+    """Move what a run wrote after `step` to superseded/<n>/, because a run that resumes at `step`
+    will write it again.
 
-    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines of metrics.jsonl are moved
-    too. Returns a warning that names the rows which are lost by that, if there are any.
+    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines of
+    metrics.jsonl are moved too. Returns a warning that names the rows which are lost by that, if
+    there are any.
     """
     attic, metrics = run / "superseded", run / "metrics.jsonl"
-    files = [path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step]
+    files = [
+        path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step
+    ]
     rows, damaged = rows_and_damage(metrics)
     later = [row for row in rows if row["step"] > step]
     if files or later or damaged:
@@ -173,15 +189,23 @@ def supersede(run: Path, step: int) -> list[str]:
     for path in files:
         path.rename(attic / f"{path.parent.name}_{path.name}")
     if metrics.exists():
-        replace_text(metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        replace_text(
+            metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+        )
     missing = sorted(set(range(step + 1)) - {row["step"] for row in rows})
-    return [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"] if missing else []
+    return (
+        [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"]
+        if missing
+        else []
+    )
 
 
 def _step(path: Path) -> int:
-    """Return the step that a file or folder of a run is named after; -1 for another name, such as an unfinished one's.
+    """Return the step that a file or folder of a run is named after; -1 for another name, such as
+    an unfinished one's.
 
-    step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation of it).
+    step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation
+    of it).
     """
     name = re.fullmatch(r"step_(\d+)(\.jsonl|-\w+)?", path.name)
     return int(name[1]) if name else -1
@@ -204,14 +228,20 @@ PAUSE = 10.0  # seconds between two lines of a run's progress
 class Progress:
     """Shows step, reward and time left: as a bar on a terminal, else as a line every few seconds.
 
-    `alone` says that no other job writes to the same terminal. Without end to `seconds_between_lines`, nothing is shown
-    and the steps are only logged."""
+    `alone` says that no other job writes to the same terminal. Without end to
+    `seconds_between_lines`, nothing is shown and the steps are only logged."""
 
-    def __init__(self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = PAUSE):
+    def __init__(
+        self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = PAUSE
+    ):
         self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
         self.started, self.printed = time.perf_counter(), 0.0
         bar = alone and sys.stderr.isatty()
-        self.bar = tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True) if bar else None
+        self.bar = (
+            tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True)
+            if bar
+            else None
+        )
 
     def __call__(self, step: int, **figures: float) -> None:
         """Show that a step is done, with some of its numbers; log it too."""

@@ -1,7 +1,7 @@
 """Arranges the registry's metrics as views: pages of panels, each page for one question.
 
-W&B's saved views (dashboard.py) follow this arrangement. Titles, units and descriptions come from the registry. Every
-metric of the registry is on a panel, or in LEFT_OUT with a reason.
+W&B's saved views (dashboard.py) follow this arrangement. Titles, units and descriptions come from
+the registry. Every metric of the registry is on a panel, or in LEFT_OUT with a reason.
 """
 
 from __future__ import annotations
@@ -12,28 +12,37 @@ from fnmatch import fnmatchcase
 from gspo.tracking.metrics import METRICS, Metric, lookup
 
 STEP = "step"
-GROUP_BY = ("objective.name", "policy.routing_replay")  # GRPO with and without replay are two arms of the paper
+# GRPO with and without replay are two arms of the paper
+GROUP_BY = ("objective.name", "policy.routing_replay")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share one pair of axes. `metrics` are names in the registry, for families with their `*`."""
+    """Curves that share one pair of axes. `metrics` are names in the registry, for families with
+    their `*`.
+    """
 
     metrics: tuple[str, ...]
     x: str = STEP
     log: bool = False  # whether the y axis is logarithmic
 
     def entries(self) -> list[Metric]:
-        """Return the definitions of the metrics. Raises KeyError if the registry lacks one of them or the x axis; a
-        family must be named by its own name, not by a member's."""
+        """Return the definitions of the metrics. Raises KeyError if the registry lacks one of them
+        or the x axis; a family must be named by its own name, not by a member's."""
         by_name = {metric.name: metric for metric in METRICS}
         return [by_name[name] for name in (*self.metrics, self.x)][:-1]
 
     def title(self) -> str:
-        """Return the metrics' names, with a common prefix written once, and the x axis if it is not the step."""
+        """Return the metrics' names, with a common prefix written once, and the x axis if it is not
+        the step.
+        """
         head, slash, _ = self.metrics[0].partition("/")
         same = all(name.startswith(head + slash) for name in self.metrics)
-        rest = [name.removeprefix(head + slash) for name in self.metrics] if same else list(self.metrics)
+        rest = (
+            [name.removeprefix(head + slash) for name in self.metrics]
+            if same
+            else list(self.metrics)
+        )
         names = (head + slash if same else "") + ", ".join(rest)
         return names if self.x == STEP else f"{names} against {self.x}"
 
@@ -43,14 +52,17 @@ class Panel:
 
     def description(self) -> str:
         """Return one line per metric: name [unit]: meaning."""
-        return "\n".join(f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries())
+        return "\n".join(
+            f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries()
+        )
 
 
 @dataclass(frozen=True)
 class View:
     """One page: a question, and sections of panels that answer it.
 
-    With `only` it shows the runs that carry this tag; a run is tagged with its objective, its replay and its model."""
+    With `only` it shows the runs that carry this tag; a run is tagged with its objective, its
+    replay and its model."""
 
     name: str
     question: str
@@ -229,30 +241,47 @@ LEFT_OUT = {STEP: "the x axis of every panel that names no other"}
 
 
 def unplaced() -> list[str]:
-    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT: there should be none."""
-    placed = {name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)}
+    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT: there should
+    be none.
+    """
+    placed = {
+        name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)
+    }
     return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
 
 
 def unknown(names: list[str]) -> list[str]:
     """Return those of the names that the registry lacks."""
-    return [name for name in names if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)]
+    return [
+        name
+        for name in names
+        if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)
+    ]
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views with only the metrics that runs have recorded (`names`), and the names of the other metrics.
+    """Return the views with only the metrics that runs have recorded (`names`), and the names of
+    the other metrics.
 
     Raises KeyError for a name that the registry lacks."""
     seen = {lookup(name).name for name in names if name != STEP} | {STEP}
     missing = []
 
     def kept(panel: Panel) -> Panel:
-        missing.extend(name for name in (*panel.metrics, panel.x) if name not in seen and name not in missing)
-        return replace(panel, metrics=tuple(name for name in panel.metrics if name in seen and panel.x in seen))
+        missing.extend(
+            name for name in (*panel.metrics, panel.x) if name not in seen and name not in missing
+        )
+        return replace(
+            panel, metrics=tuple(name for name in panel.metrics if name in seen and panel.x in seen)
+        )
 
     result = []
     for view in views:
-        sections = [(name, tuple(kept(panel) for panel in panels)) for name, panels in view.sections]
-        filled = [(name, tuple(panel for panel in panels if panel.metrics)) for name, panels in sections]
+        sections = [
+            (name, tuple(kept(panel) for panel in panels)) for name, panels in view.sections
+        ]
+        filled = [
+            (name, tuple(panel for panel in panels if panel.metrics)) for name, panels in sections
+        ]
         result.append(replace(view, sections=tuple(section for section in filled if section[1])))
     return tuple(view for view in result if view.sections), missing

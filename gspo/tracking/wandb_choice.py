@@ -1,6 +1,8 @@
-"""What a run is for W&B, and whether there is an account: all that can be known without importing W&B.
+"""What a run is for W&B, and whether there is an account: all that can be known without importing
+W&B.
 
-`import wandb` takes a second, and a run with tracking.wandb=disabled does not need the package at all.
+`import wandb` takes a second, and a run with tracking.wandb=disabled does not need the package at
+all.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from requests.utils import get_netrc_auth
 from gspo.core.ownership import own
 from gspo.tracking.settings import MODES
 
-AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")  # the variables that `wandb agent` sets for the runs that it starts
+# the variables that `wandb agent` sets for the runs that it starts
+AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")
 MODEL, EVALUATION = "model", "evaluation"  # the types of our artifacts
-OF_WANDB = ("wandb", "wandb_id", "wandb_online", "signed.json")  # what a W&B run leaves in its folder
+# what a W&B run leaves in its folder
+OF_WANDB = ("wandb", "wandb_id", "wandb_online", "signed.json")
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ def noted_in(file: Path) -> str:
 
 
 def server_run(folder: Path) -> list[str]:
-    """Return entity, project and id under which W&B's server has the run of a folder; three times "" if that is not
-    noted."""
+    """Return entity, project and id under which W&B's server has the run of a folder; three times
+    "" if that is not noted."""
     noted = noted_in(folder / "wandb_online")
     names = noted.split("/") if noted else []
     return [""] * (3 - len(names)) + names
@@ -66,8 +70,8 @@ def own_arguments(arguments: list[str]) -> list[str]:
 
 
 def chosen_mode(wanted: str) -> str:
-    """Return the mode that W&B runs in; for "auto" that of WANDB_MODE, else online if an account is configured, else
-    offline. Raises ValueError if W&B is to be used and is not installed."""
+    """Return the mode that W&B runs in; for "auto" that of WANDB_MODE, else online if an account is
+    configured, else offline. Raises ValueError if W&B is to be used and is not installed."""
     if wanted == "disabled":
         return wanted
     check_installed(f"tracking.wandb={wanted}")
@@ -79,7 +83,9 @@ def chosen_mode(wanted: str) -> str:
 
 
 def account() -> bool:
-    """Return whether a W&B account is configured: an API key in the environment or in the netrc file."""
+    """Return whether a W&B account is configured: an API key in the environment or in the netrc
+    file.
+    """
     import wandb
 
     return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
@@ -88,4 +94,6 @@ def account() -> bool:
 def check_installed(asked: str) -> None:
     """Raise ValueError if the package is missing. `asked` is the setting or command that needs it."""
     if find_spec("wandb") is None:
-        raise ValueError(f"{asked}: W&B is not installed: `pip install wandb` (tracking.wandb=disabled needs none)")
+        raise ValueError(
+            f"{asked}: W&B is not installed: `pip install wandb` (tracking.wandb=disabled needs none)"
+        )

@@ -24,8 +24,8 @@ Number = Tensor | float
 class MetricAccumulator:
     """Accumulates means, counts, extremes and seconds over a training step.
 
-    Numbers on a GPU stay there until `result` is called: reading one earlier would make the CPU wait until the GPU has
-    done all the work that it was given.
+    Numbers on a GPU stay there until `result` is called: reading one earlier would make the CPU
+    wait until the GPU has done all the work that it was given.
     """
 
     def __init__(self):
@@ -38,7 +38,9 @@ class MetricAccumulator:
         self.expert_loads_LE: Tensor | None = None
 
     def mean(self, name: str, total: Number, count: Number) -> None:
-        """Add `total`, a sum over `count` items, to the metric that is the mean over all items of the step."""
+        """Add `total`, a sum over `count` items, to the metric that is the mean over all items of
+        the step.
+        """
         self._sums[name].append((_kept(total), _kept(count)))
 
     def count(self, name: str, number: float) -> None:
@@ -46,12 +48,15 @@ class MetricAccumulator:
         self._counts[name] += number
 
     def ess(self, name: str, weights: Tensor) -> None:
-        """Add importance weights to the metric that is their effective sample size, as a share of their number n.
+        """Add importance weights to the metric that is their effective sample size, as a share of
+        their number n.
 
         (sum w)^2 / (n sum w^2)
         """
         weights = weights.double()
-        self._moments[name].append((weights.numel(), _kept(weights.sum()), _kept(weights.square().sum())))
+        self._moments[name].append(
+            (weights.numel(), _kept(weights.sum()), _kept(weights.square().sum()))
+        )
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -67,7 +72,8 @@ class MetricAccumulator:
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to a metric.
 
-        On a GPU this is the time for handing over the work, unless something in the block waits for the result.
+        On a GPU this is the time for handing over the work, unless something in the block waits for
+        the result.
         """
         started = time.perf_counter()
         try:
@@ -78,8 +84,9 @@ class MetricAccumulator:
     def result(self, ranks: Ranks | None = None) -> dict[str, float]:
         """Return all metrics by name. A mean over no items is left out rather than reported as 0.
 
-        With `ranks` means, effective sample sizes, extremes and loads are those of all ranks together; what every rank
-        has measured alike stays what it is. Counts are alike on all ranks, and seconds each rank's own.
+        With `ranks` means, effective sample sizes, extremes and loads are those of all ranks
+        together; what every rank has measured alike stays what it is. Counts are alike on all
+        ranks, and seconds each rank's own.
         """
         sums, moments, extremes, loads = self._together(ranks or Ranks())
         means = {name: total / count for name, (total, count) in sums.items() if count}
@@ -92,7 +99,9 @@ class MetricAccumulator:
         return result
 
     def _read(self) -> None:
-        """Turn all numbers that lie on a GPU into floats, and copy the loads to the CPU, with one wait for all."""
+        """Turn all numbers that lie on a GPU into floats, and copy the loads to the CPU, with one
+        wait for all.
+        """
         rows = [*self._sums.values(), *self._moments.values()]
         kept = [value for several in rows for row in several for value in row]
         kept += [value for several in self._extremes.values() for value in several]
@@ -115,7 +124,9 @@ class MetricAccumulator:
             several[:] = [number(value) for value in several]
 
     def _together(self, ranks: Ranks) -> tuple[dict, dict, dict[str, float], Tensor | None]:
-        """Return the column sums of means and of moments, the extremes, and the loads, of all ranks."""
+        """Return the column sums of means and of moments, the extremes, and the loads, of all
+        ranks.
+        """
         self._read()
         own = (
             {name: _column_sums(rows) for name, rows in self._sums.items()},
@@ -129,7 +140,8 @@ class MetricAccumulator:
             {name: _column_sums(rows) for name, rows in _by_name(sums).items()},
             {name: _column_sums(rows) for name, rows in _by_name(moments).items()},
             {
-                name: (sign := parts[0][0]) * max(sign * value for _, values in parts for value in values)
+                name: (sign := parts[0][0])
+                * max(sign * value for _, values in parts for value in values)
                 for name, parts in _by_name(extremes).items()
             },
             torch.stack(found).sum(0) if found else None,
@@ -137,8 +149,12 @@ class MetricAccumulator:
 
 
 def _kept(value: Number) -> Number:
-    """Convert a number to what is kept until the end of the step: a float, or a tensor if it lies on a GPU."""
-    return value.detach() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+    """Convert a number to what is kept until the end of the step: a float, or a tensor if it lies
+    on a GPU.
+    """
+    return (
+        value.detach() if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+    )
 
 
 def _by_name(parts: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:

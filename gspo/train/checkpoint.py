@@ -1,12 +1,14 @@
-"""Writes and reads checkpoints. A checkpoint is written to an unfinished folder that is renamed at the end, so that it
-is either whole or not there. The file `latest` is changed last.
+"""Writes and reads checkpoints. A checkpoint is written to an unfinished folder that is renamed at
+the end, so that it is either whole or not there. The file `latest` is changed last.
 
-checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; with LoRA, in the place
-                           of the model, peft's files of the adapter (gspo.model.adapter); where there is one,
-                           value_head.pt (the critic), reference/ (a reference policy that was refreshed),
-                           held.json and held.npz (responses that were sampled and not yet trained on)
-                           optimizer/ in the place of optimizer.pt where the weights were spread over ranks
-                           checksums.json: of every other file, so that a damaged checkpoint is noticed and skipped
+checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; with
+                           LoRA, in the place of the model, peft's files of the adapter
+                           (gspo.model.adapter); where there is one, value_head.pt (the critic),
+                           reference/ (a reference policy that was refreshed), held.json and
+                           held.npz (responses that were sampled and not yet trained on) optimizer/
+                           in the place of optimizer.pt where the weights were spread over ranks
+                           checksums.json: of every other file, so that a damaged checkpoint is
+                           noticed and skipped
 checkpoints/latest         the name of the newest whole checkpoint
 """
 
@@ -38,7 +40,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainState:
-    """Holds what a resumed run needs beside weights and optimizer state. All counts are of the whole run."""
+    """Holds what a resumed run needs beside weights and optimizer state. All counts are of the
+    whole run.
+    """
 
     step: int = 0
     updates: int = 0
@@ -50,20 +54,26 @@ class TrainState:
     # the coefficient of the entropy bonus, and the entropy of the latest update
     entropy_coef: list[float | None] | None = None
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
-    source: dict = field(default_factory=dict)  # the state of the rollout source, see RolloutSource.state
-    callbacks: dict = field(default_factory=dict)  # the states of the user's callbacks, see Extensions.state
+    # the state of the rollout source, see RolloutSource.state
+    source: dict = field(default_factory=dict)
+    # the states of the user's callbacks, see Extensions.state
+    callbacks: dict = field(default_factory=dict)
 
     @staticmethod
     def from_json(content: dict) -> TrainState:
         """Build the state from the content of state.json; keys that are no fields are ignored."""
-        state = TrainState(**{f.name: content[f.name] for f in fields(TrainState) if f.name in content})
+        state = TrainState(
+            **{f.name: content[f.name] for f in fields(TrainState) if f.name in content}
+        )
         state.rewards = RunningMoments(**content["rewards"])
         return state
 
 
 @dataclass
 class Snapshot:
-    """Holds copies of everything that goes into a checkpoint, so that training can continue while they are written."""
+    """Holds copies of everything that goes into a checkpoint, so that training can continue while
+    they are written.
+    """
 
     step: int
     model: dict[str, Tensor]  # with LoRA the adapter's tensors alone
@@ -75,12 +85,21 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run in a second thread while training continues, at most one at a time.
+    """Writes the checkpoints of a run in a second thread while training continues, at most one at a
+    time.
 
     An error while writing one is raised by the next `check`, `save` or `wait`.
     """
 
-    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str, cleans: bool = True):
+    def __init__(
+        self,
+        run: Path,
+        policy: Policy,
+        optimizer: Optimizer,
+        keep: int,
+        settings: str,
+        cleans: bool = True,
+    ):
         self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
         self.keep, self.settings = keep, settings
         # left by a run that was killed while it wrote them
@@ -96,11 +115,12 @@ class CheckpointWriter:
         pending: PendingRollouts | None = None,
         spared: int = -1,
     ) -> None:
-        """Copy weights, optimizer state, counters and the hash of the settings, and begin to write them.
+        """Copy weights, optimizer state, counters and the hash of the settings, and begin to write
+        them.
 
-        `reference` is given if the reference policy is no longer the one that the run started from, `pending` if there
-        are responses that wait for later steps. Beside the `keep` newest checkpoints, the newest one of step `spared`
-        or before is kept.
+        `reference` is given if the reference policy is no longer the one that the run started from,
+        `pending` if there are responses that wait for later steps. Beside the `keep` newest
+        checkpoints, the newest one of step `spared` or before is kept.
         """
         self.wait()
         unfinished = self._begin(state.step, pending)
@@ -117,7 +137,9 @@ class CheckpointWriter:
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
     def _begin(self, step: int, pending: PendingRollouts | None) -> Path:
-        """Make the unfinished folder of a checkpoint and write into it the responses that wait, if any."""
+        """Make the unfinished folder of a checkpoint and write into it the responses that wait, if
+        any.
+        """
         unfinished = self.folder / f"step_{step:06d}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -143,7 +165,9 @@ class CheckpointWriter:
         self._finish(unfinished, snapshot.spared)
 
     def _finish(self, unfinished: Path, spared: int) -> None:
-        """Rename a folder that is whole; then delete all but the `keep` newest and the newest of step `spared`."""
+        """Rename a folder that is whole; then delete all but the `keep` newest and the newest of
+        step `spared`.
+        """
         folder = unfinished.with_suffix("")
         if folder.exists():
             shutil.rmtree(folder)
@@ -163,14 +187,16 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is whole. Raises the error of writing it, if any."""
+        """Wait until the checkpoint that is being written is whole. Raises the error of writing it,
+        if any.
+        """
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is whole and end the thread. An error is logged, not raised, because another
-        error may be the reason for closing."""
+        """Wait until the last checkpoint is whole and end the thread. An error is logged, not
+        raised, because another error may be the reason for closing."""
         self.thread.shutdown()
         if self.writing and self.writing.exception():
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
@@ -183,7 +209,9 @@ def save_tensors(content: Any, path: Path) -> None:
 
 
 def copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
-    """Copy nested dicts and lists with their tensors to the CPU; one that occurs twice (tied weights) only once."""
+    """Copy nested dicts and lists with their tensors to the CPU; one that occurs twice (tied
+    weights) only once.
+    """
     made = {} if made is None else made
     if isinstance(content, Tensor):
         place = (content.data_ptr(), content.shape, content.stride())
@@ -198,16 +226,18 @@ def copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainState:
-    """Load a checkpoint's optimizer state into the policy's `optimizer` and return its counters. Another number of
-    ranks may have written it, with weights spread over them or not.
+    """Load a checkpoint's optimizer state into the policy's `optimizer` and return its counters.
+    Another number of ranks may have written it, with weights spread over them or not.
 
-    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens, or an adapter's.
+    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens,
+    or an adapter's.
     """
     state = TrainState.from_json(read_state(folder))
     whole = folder / "optimizer.pt"
     if whole.exists():
         stored = torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
-        if policy.shards:  # its groups keep their order but may be cut (gspo.train.optimizer.parameter_groups)
+        # its groups keep their order but may be cut (gspo.train.optimizer.parameter_groups)
+        if policy.shards:
             stored["param_groups"] = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(stored)
     if whole.exists() and not policy.shards:

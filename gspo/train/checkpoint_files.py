@@ -1,4 +1,6 @@
-"""Finds the checkpoints of a run and tells whether they are whole. The content of their tensors is not read here."""
+"""Finds the checkpoints of a run and tells whether they are whole. The content of their tensors is
+not read here.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a
 
 
 def seal(folder: Path, known: dict[str, str] | None = None) -> None:
-    """Write the checksums of a folder's files into it, but for the `known` ones by computing them, and wait until
-    everything in it is on the disk."""
+    """Write the checksums of a folder's files into it, but for the `known` ones by computing them,
+    and wait until everything in it is on the disk."""
     known = known or {}
     names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     sums = {name: known.get(name) or checksum(path) for name, path in names.items()}
@@ -29,9 +31,11 @@ def seal(folder: Path, known: dict[str, str] | None = None) -> None:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest whole checkpoint of a run directory, up to the one that `latest` names; None if it has none.
+    """Return the newest whole checkpoint of a run directory, up to the one that `latest` names;
+    None if it has none.
 
-    It warns if newer checkpoints are damaged. Raises ValueError if there are checkpoints and none of them is whole.
+    It warns if newer checkpoints are damaged. Raises ValueError if there are checkpoints and none
+    of them is whole.
     """
     pointer = run / "checkpoints" / "latest"
     with permission_needed(run):
@@ -58,8 +62,8 @@ def latest_checkpoint(run: Path) -> Path | None:
 def damage(folder: Path) -> str | None:
     """Describe what is wrong with a folder that `seal` completed; None if it is whole.
 
-    It is damaged if a file is missing or not as it was written. Raises ValueError for a file that this user may not
-    read, as nothing is known of its content.
+    It is damaged if a file is missing or not as it was written. Raises ValueError for a file that
+    this user may not read, as nothing is known of its content.
     """
     with permission_needed(folder):
         return _damage(folder)
@@ -82,7 +86,10 @@ def _damage(folder: Path) -> str | None:
             return f"{name} is missing"
         except PermissionError:
             raise
-        except (OSError, ValueError) as error:  # an error of the disk, a link, a folder, a path outside the folder
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # an error of the disk, a link, a folder, a path outside the folder
             return f"{name} cannot be read ({error})"
     return None
 
@@ -94,7 +101,9 @@ def permission_needed(folder: Path) -> Iterator[None]:
         yield
     except PermissionError as error:
         what = error.filename or folder
-        raise ValueError(f"{what} may not be read by this user: ask its owner for the permission to read it") from None
+        raise ValueError(
+            f"{what} may not be read by this user: ask its owner for the permission to read it"
+        ) from None
 
 
 def checksum(path: Path) -> str:
@@ -104,10 +113,14 @@ def checksum(path: Path) -> str:
 
 
 def check_belongs(folder: Path, settings: str) -> None:
-    """Raise ValueError if a checkpoint was written under other settings, whatever directory it lies in now."""
+    """Raise ValueError if a checkpoint was written under other settings, whatever directory it lies
+    in now.
+    """
     written = read_state(folder)["settings"]
     if written != settings:
-        raise ValueError(f"{folder} belongs to a run with other settings ({written}, here {settings})")
+        raise ValueError(
+            f"{folder} belongs to a run with other settings ({written}, here {settings})"
+        )
 
 
 def read_state(folder: Path) -> dict:
@@ -115,5 +128,7 @@ def read_state(folder: Path) -> dict:
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
         if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):
-            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}")
+            raise ValueError(
+                f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}"
+            )
     return state

@@ -1,10 +1,12 @@
-"""The cold start: supervised training on demonstrations, so that reinforcement learning has something to improve.
+"""The cold start: supervised training on demonstrations, so that reinforcement learning has
+something to improve.
 
-The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here demonstrations contain wrong
-steps at a set rate, so that the model learns the format and most of the skill but answers only about half of the
-problems. The result is a normal model folder, named by the hash of everything it depends on. It is made only once, also
-when several runs of a sweep need it at the same time. All seeds of a study start from it, so it is written as carefully
-as a checkpoint, with checksums and a rename at the end, and checked each time it is used.
+The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here
+demonstrations contain wrong steps at a set rate, so that the model learns the format and most of
+the skill but answers only about half of the problems. The result is a normal model folder, named by
+the hash of everything it depends on. It is made only once, also when several runs of a sweep need
+it at the same time. All seeds of a study start from it, so it is written as carefully as a
+checkpoint, with checksums and a rename at the end, and checked each time it is used.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ from gspo.train.checkpoint_files import damage, seal
 from gspo.train.settings import ColdStartSettings
 
 RECORD = "cold_start.json"
-# the reward recorded with a cold start is the mean over this many problems, with responses of at most this many tokens
+# the reward recorded with a cold start is the mean over this many problems, with responses of at
+# most this many tokens
 CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128
-NORMALIZER_WEIGHT = 1e-3  # of the squared distance from cold_start.log_normalizer, beside nats per token
+# of the squared distance from cold_start.log_normalizer, beside nats per token
+NORMALIZER_WEIGHT = 1e-3
 
 
 def cold_start(
@@ -59,9 +63,11 @@ def cold_start(
     device: str = "cpu",
     prompts: PromptFormat | None = None,
 ) -> Path:
-    """Return the folder of the cold-started model in `cache`, which is trained first if it does not exist yet.
+    """Return the folder of the cold-started model in `cache`, which is trained first if it does not
+    exist yet.
 
-    `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the folder is damaged.
+    `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the
+    folder is damaged.
     """
     prompts = prompts or PromptFormat()
     folder = folder_of(model, task, settings, cache, prompts)
@@ -72,12 +78,18 @@ def cold_start(
             if not folder.exists():
                 _make(model, task, settings, prompts, folder, on_step, device)
     if problem := damage(folder):
-        raise ValueError(f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew")
+        raise ValueError(
+            f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew"
+        )
     return folder
 
 
 def folder_of(
-    model: ModelSettings, task: Task, settings: ColdStartSettings, cache: Path, prompts: PromptFormat
+    model: ModelSettings,
+    task: Task,
+    settings: ColdStartSettings,
+    cache: Path,
+    prompts: PromptFormat,
 ) -> Path:
     """Return the folder that the cold start has, or will have, in `cache`."""
     key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
@@ -126,24 +138,36 @@ def _make(
 
 
 def recorded_reward(folder: Path) -> float:
-    """Read the mean reward that was sampled when the cold start was made. Raises ValueError if it cannot be read."""
+    """Read the mean reward that was sampled when the cold start was made. Raises ValueError if it
+    cannot be read.
+    """
     try:
         return float(read_json(folder / RECORD)["reward"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew") from None
+        raise ValueError(
+            f"{folder / RECORD} cannot be read ({error}); remove {folder}, and it is made anew"
+        ) from None
 
 
-def _train(policy: Policy, task: Task, settings: ColdStartSettings, on_step: Callable) -> list[float]:
+def _train(
+    policy: Policy, task: Task, settings: ColdStartSettings, on_step: Callable
+) -> list[float]:
     """Train next-token prediction on the demonstrations and return the loss of every step.
 
     The optimizer is AdamW; after a linear warm-up the learning rate follows a cosine to zero.
     """
     if not settings.steps:
         return []
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, max(settings.warmup_steps, 1))
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(settings.steps - settings.warmup_steps, 1))
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [max(settings.warmup_steps, 1)])
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, max(settings.steps - settings.warmup_steps, 1)
+    )
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [warm_up, decay], [max(settings.warmup_steps, 1)]
+    )
     losses = []
     for step in range(settings.steps):
         batch = demonstrations(policy, task, settings, step)
@@ -165,10 +189,12 @@ def _train(policy: Policy, task: Task, settings: ColdStartSettings, on_step: Cal
 
 
 def _distance(policy: Policy, micro: TrainBatch, log_normalizer: float) -> Tensor:
-    """Return the mean squared distance of log sum exp(logits) from a number, over the response tokens of a
-    micro-batch."""
+    """Return the mean squared distance of log sum exp(logits) from a number, over the response
+    tokens of a micro-batch."""
     micro = micro.to(policy.device)
-    logits_BSV = policy.model(input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()).logits
+    logits_BSV = policy.model(
+        input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()
+    ).logits
     predicting_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
     return (predicting_BT[micro.mask_BT] - log_normalizer).square().mean()
 
@@ -187,7 +213,9 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     return sum(rewards) / len(rewards)
 
 
-def demonstrations(policy: Policy, task: Task, settings: ColdStartSettings, step: int) -> TrainBatch:
+def demonstrations(
+    policy: Policy, task: Task, settings: ColdStartSettings, step: int
+) -> TrainBatch:
     """Build the batch of a supervised step, a pure function of the settings and the step.
 
     Raises ValueError if a demonstration is longer than the model's positions.
@@ -225,9 +253,9 @@ def _episode(
     rng: random.Random,
     conversations: dict[str, Conversation],
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Return the tokens of a demonstrated episode, as it would be played: the prompt, the turns, and which tokens of
-    these are the policy's. What the policy reads first and whose turn an observation is, the environment says. Raises
-    ValueError if it fails."""
+    """Return the tokens of a demonstrated episode, as it would be played: the prompt, the turns,
+    and which tokens of these are the policy's. What the policy reads first and whose turn an
+    observation is, the environment says. Raises ValueError if it fails."""
     position = (settings.seed, "cold_start", problem.task, problem.index, 0)
     player = Player(lambda: task.environment(problem, position), task.step_seconds)
     try:
@@ -235,11 +263,15 @@ def _episode(
         prompt = written(policy, beginning, policy.positions)
     except EnvironmentFailed as error:
         where = f"problem {problem.index} of task {problem.task!r}"
-        raise ValueError(f"cold_start.steps={settings.steps}: {where} does not begin: {error}") from error
+        raise ValueError(
+            f"cold_start.steps={settings.steps}: {where} does not begin: {error}"
+        ) from error
     finally:
         all_closed([player.close()])
     if beginning.role not in conversations:
-        conversations[beginning.role] = Conversation(policy.tokenizer, policy.prompts, policy.stop_ids, beginning.role)
+        conversations[beginning.role] = Conversation(
+            policy.tokenizer, policy.prompts, policy.stop_ids, beginning.role
+        )
     turns = task.demonstrated_turns(problem, settings.wrong_step_rate, rng)
     own = demonstrated(policy, turns, conversations[beginning.role], task.observation_tokens)
     return policy.prompts.encode_written(policy.tokenizer, prompt), *own
@@ -248,16 +280,19 @@ def _episode(
 def demonstrated(
     policy: Policy, turns: list[str], conversation: Conversation | None = None, most: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a demonstration's turns, the policy's and the environment's in turn, and which of them are
-    the policy's: each of its turns ends with the end-of-sequence token. Of what the environment says `most` tokens are
-    kept, as in an episode."""
+    """Return the tokens of a demonstration's turns, the policy's and the environment's in turn, and
+    which of them are the policy's: each of its turns ends with the end-of-sequence token. Of what
+    the environment says `most` tokens are kept, as in an episode."""
     token_ids: list[int] = []
     own: list[bool] = []
     for number, text in enumerate(turns):
         if number % 2:
             new = conversation.reply(text, token_ids[-1], most).token_ids
         else:
-            new = [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id]
+            new = [
+                *policy.tokenizer(text, add_special_tokens=False)["input_ids"],
+                policy.tokenizer.eos_token_id,
+            ]
         token_ids += new
         own += [number % 2 == 0] * len(new)
     return token_ids, own

@@ -1,7 +1,9 @@
 """Computes the advantage of every token from scored responses.
 
-    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token (reward.turns=each: every
-                                                                  turn's own reward -> its last token)
+    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
+    (reward.turns=each: every
+                                                                  turn's own reward -> its last
+                                                                  token)
     - beta KL of every token, where KL is in the reward          -> estimator, whitening, clip
 
 Shape suffixes: B responses, T response tokens.
@@ -32,9 +34,11 @@ def assign_credit(
     running: RunningMoments,
     accumulator: MetricAccumulator,
 ) -> None:
-    """Set the batch's advantages, and its returns if there is a critic. The computation is in float64.
+    """Set the batch's advantages, and its returns if there is a critic. The computation is in
+    float64.
 
-    `limit` is the largest number of tokens a response may have, and `running` holds the moments of all rewards so far.
+    `limit` is the largest number of tokens a response may have, and `running` holds the moments of
+    all rewards so far.
     """
     mask_BT, advantage = batch.mask_BT, algorithm.advantage
     lengths_B = mask_BT.sum(-1)
@@ -46,7 +50,9 @@ def assign_credit(
         token_rewards_BT, shaped_B = batch.turn_rewards_BT.clone(), penalty_B
     token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += shaped_B
     if algorithm.kl.in_reward:
-        kl_BT = algorithm.kl.estimate(batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT)
+        kl_BT = algorithm.kl.estimate(
+            batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT
+        )
         token_rewards_BT = torch.where(mask_BT, token_rewards_BT - coefficient.value * kl_BT, 0.0)
     values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
     credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT, batch.turns_BT)

@@ -1,7 +1,8 @@
-"""What a user's own package may add to a run beside objective, advantages and task: metrics, and callbacks.
+"""What a user's own package may add to a run beside objective, advantages and task: metrics, and
+callbacks.
 
-For example, with this in my_pkg/extras.py, `metrics.long.path=my_pkg.extras:Long metrics.long.tokens=50` measures
-`custom/long` at every step:
+For example, with this in my_pkg/extras.py, `metrics.long.path=my_pkg.extras:Long
+metrics.long.tokens=50` measures `custom/long` at every step:
 
     @dataclass
     class Long(CustomMetric):
@@ -34,7 +35,8 @@ class TrainedStep:
     """Holds what a metric may read of a step, after its last update."""
 
     step: int
-    # every response of the step as tensors: tokens, mask_BT, old_logp_BT (log-probs before the updates), adv_BT
+    # every response of the step as tensors: tokens, mask_BT, old_logp_BT (log-probs before the
+    # updates), adv_BT
     batch: TrainBatch
     responses: list[Response]  # the rows of the batch: texts, scores, the engine's log-probs
     metrics: dict[str, float]  # the step's other metrics
@@ -42,10 +44,11 @@ class TrainedStep:
 
 @dataclass
 class CustomMetric(Ranged, key="metrics"):
-    """The base of a user's own metric: its fields are settings, and calling it computes the number of one step.
+    """The base of a user's own metric: its fields are settings, and calling it computes the number
+    of one step.
 
-    Its name in a run is `custom/<name>`, from the setting metrics.<name>. A metric that raises an exception or is not
-    finite is left out of the step's row; the first time a warning says why.
+    Its name in a run is `custom/<name>`, from the setting metrics.<name>. A metric that raises an
+    exception or is not finite is left out of the step's row; the first time a warning says why.
     """
 
     path: str = ""  # where the class is, for example my_pkg.extras:Long
@@ -61,8 +64,9 @@ class CustomMetric(Ranged, key="metrics"):
 class Callback(Ranged, key="callbacks"):
     """The base of a user's own code around the steps; all methods may be left out.
 
-    `trainer` is the gspo.train.trainer.Trainer. What a callback changes in it, such as `trainer.optim.lr`, acts from
-    that moment on. An exception in a callback ends the run, which then goes on from its last checkpoint.
+    `trainer` is the gspo.train.trainer.Trainer. What a callback changes in it, such as
+    `trainer.optim.lr`, acts from that moment on. An exception in a callback ends the run, which
+    then goes on from its last checkpoint.
     """
 
     path: str = ""  # where the class is, for example my_pkg.extras:StopEarly
@@ -71,7 +75,9 @@ class Callback(Ranged, key="callbacks"):
         """Act before the responses of a step are sampled."""
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool | None:
-        """Act after the step's updates and its row of metrics. Returns True to end the run after this step."""
+        """Act after the step's updates and its row of metrics. Returns True to end the run after
+        this step.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must keep of the callback; ready for JSON."""
@@ -87,7 +93,8 @@ class Extensions:
     def __init__(self, metrics: dict[str, CustomMetric], callbacks: dict[str, Callback]):
         self.metrics, self.callbacks = metrics, dict(callbacks)  # a run adds its own
         self.warned: set[str] = set()  # metrics that were left out of a row already
-        self.warnings: list[str] = []  # what the user was not told yet; whoever tells it clears the list
+        # what the user was not told yet; whoever tells it clears the list
+        self.warnings: list[str] = []
 
     def measure(self, trained: TrainedStep) -> dict[str, float]:
         """Compute the user's metrics of a step."""
@@ -101,7 +108,9 @@ class Extensions:
             if why and name not in self.warned:
                 self.warned.add(name)
                 LOG.info("custom/%s", name, exc_info=True)  # where in the user's code it was
-                self.warnings.append(f"step {trained.step}: custom/{name} is left out where it fails: {why}")
+                self.warnings.append(
+                    f"step {trained.step}: custom/{name} is left out where it fails: {why}"
+                )
             if not why:
                 found[f"custom/{name}"] = value
         return found
@@ -113,11 +122,15 @@ class Extensions:
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool:
         """Call every callback after a step; tell whether one of them ends the run."""
-        return any([callback.after_step(step, trainer, metrics) for callback in self.callbacks.values()])
+        return any(
+            [callback.after_step(step, trainer, metrics) for callback in self.callbacks.values()]
+        )
 
     def state(self) -> dict[str, dict]:
         """Return the states of the callbacks that have one."""
-        return {name: state for name, callback in self.callbacks.items() if (state := callback.state())}
+        return {
+            name: state for name, callback in self.callbacks.items() if (state := callback.state())
+        }
 
     def load_state(self, states: dict[str, dict]) -> None:
         """Restore what `state` returned; callbacks that are new keep the state they start with."""

@@ -11,13 +11,19 @@ from gspo.train.checkpoint import TrainState
 
 
 def account(
-    state: TrainState, policy: Policy, batch: TrainBatch, rollout: Rollout, passes: int, train_s: float
+    state: TrainState,
+    policy: Policy,
+    batch: TrainBatch,
+    rollout: Rollout,
+    passes: int,
+    train_s: float,
 ) -> dict[str, float]:
     """Add the step to the run's counters, and return the metrics of the step and of the run so far.
 
-    A prompt is prefilled once per group. A response is generated, then passed through the model `passes` times; a
-    backward pass counts as two. Groups that were sampled and dropped cost their generation. `compute/flops` is left out
-    for a model whose number of active parameters is not known.
+    A prompt is prefilled once per group. A response is generated, then passed through the model
+    `passes` times; a backward pass counts as two. Groups that were sampled and dropped cost their
+    generation. `compute/flops` is left out for a model whose number of active parameters is not
+    known.
     """
     counts_flops = policy.active_parameters is not None
     sampled = [r for group in rollout.sampled for r in group]
@@ -26,7 +32,9 @@ def account(
     state.tokens += generated
     if counts_flops:
         flops = policy.forward_flops
-        whole = torch.tensor([len(r.prompt_ids) + len(r.token_ids) for r in [*sampled, *rollout.ungraded]])
+        whole = torch.tensor(
+            [len(r.prompt_ids) + len(r.token_ids) for r in [*sampled, *rollout.ungraded]]
+        )
         repeated = torch.tensor([len(r.prompt_ids) for group in rollout.sampled for r in group[1:]])
         state.flops += flops(whole) - flops(repeated) + flops(batch.attention_BS.sum(1)) * passes
     synced_s = rollout.synced.get("time/sync_s", 0.0)

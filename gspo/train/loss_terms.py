@@ -1,7 +1,9 @@
-"""The terms of the loss. The total is their sum; each aggregates by itself and measures its own metrics.
+"""The terms of the loss. The total is their sum; each aggregates by itself and measures its own
+metrics.
 
-A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and returns its share of
-the step's loss. The trainer adds up the terms of a list, so a further term is a further object in it, not a branch.
+A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and
+returns its share of the step's loss. The trainer adds up the terms of a list, so a further term is
+a further object in it, not a branch.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -36,8 +38,12 @@ class Term(Protocol):
         """Whether rows whose advantages are all 0 have a gradient too."""
         ...
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
-        """Compute the micro-batch's share of the term, a scalar. `minibatch` counts the updates of the step from 1."""
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
+        """Compute the micro-batch's share of the term, a scalar. `minibatch` counts the updates of
+        the step from 1.
+        """
         ...
 
 
@@ -53,7 +59,9 @@ class PolicyTerm:
         """Whether the objective's gradient is not 0 where the advantage is."""
         return self.objective.needs_every_row
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
         outputs = self.objective(inputs)
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, inputs, minibatch, accumulator)
@@ -62,24 +70,36 @@ class PolicyTerm:
 
 @dataclass
 class KLTerm:
-    """The KL term, beta * aggregate( KL estimate ), see KLInLoss. It raises ValueError without reference log-probs."""
+    """The KL term, beta * aggregate( KL estimate ), see KLInLoss. It raises ValueError without
+    reference log-probs.
+    """
 
     settings: KLInLoss
     coefficient: KLCoefficient
     needs_every_row: ClassVar[bool] = True
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
         if inputs.ref_logp_BT is None:
-            raise ValueError(f"kl.coef={self.settings.coef} without reference policy: ref_logp_BT is missing")
+            raise ValueError(
+                f"kl.coef={self.settings.coef} without reference policy: ref_logp_BT is missing"
+            )
         kl_BT = self.settings.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
         if self.settings.times_ratio != "none":
             exponent = RatioObjective(log_ratio_bound=self.settings.log_ratio_bound)
-            ratio = exponent.token_ratio if self.settings.times_ratio == "token" else exponent.sequence_ratio
+            ratio = (
+                exponent.token_ratio
+                if self.settings.times_ratio == "token"
+                else exponent.sequence_ratio
+            )
             kl_BT = kl_BT * ratio(inputs)[0]
         if self.settings.weighted:
             kl_BT = corrected(kl_BT, inputs)
         loss = self.coefficient.value * self.settings.aggregation(kl_BT, inputs.mask_BT, totals)
-        accumulator.mean("kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1))
+        accumulator.mean(
+            "kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1)
+        )
         return loss
 
 
@@ -93,13 +113,18 @@ class ValueTerm:
     settings: GAE
     needs_every_row: ClassVar[bool] = True
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
         mask_BT, clip = inputs.mask_BT, self.settings.value_clip
         values_BT, old_BT, returns_BT = (
-            torch.where(mask_BT, x, 0.0) for x in (inputs.values_BT, inputs.old_values_BT, inputs.returns_BT)
+            torch.where(mask_BT, x, 0.0)
+            for x in (inputs.values_BT, inputs.old_values_BT, inputs.returns_BT)
         )
         clipped_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
-        error_BT = torch.maximum((values_BT - returns_BT).square(), (clipped_BT - returns_BT).square()) / 2
+        error_BT = (
+            torch.maximum((values_BT - returns_BT).square(), (clipped_BT - returns_BT).square()) / 2
+        )
         with torch.no_grad():
             diagnostics.values(inputs, clip, accumulator)
         return self.settings.value_coef * Aggregation("token-mean")(error_BT, mask_BT, totals)
@@ -107,41 +132,54 @@ class ValueTerm:
 
 @dataclass
 class BalanceTerm:
-    """The auxiliary loss that balances the loads of the experts (arXiv:2101.03961, equation 4), mean over MoE layers:
+    """The auxiliary loss that balances the loads of the experts (arXiv:2101.03961, equation 4),
+    mean over MoE layers:
 
     router_aux_loss_coef * E * sum_e f_e P_e
 
-    P_e is the mean over the response tokens of the probability that the router gives expert e. f_e is the share of the
-    mini-batch's choices that fell on e under the old policy: fixed for the whole optimizer step, so that the gradient
-    does not depend on the micro-batches. The sum is 1 where all experts are used equally.
+    P_e is the mean over the response tokens of the probability that the router gives expert e. f_e
+    is the share of the mini-batch's choices that fell on e under the old policy: fixed for the
+    whole optimizer step, so that the gradient does not depend on the micro-batches. The sum is 1
+    where all experts are used equally.
     """
 
     coef: float
     needs_every_row: ClassVar[bool] = True
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
         balance = Aggregation("token-mean")(inputs.balance_BT, inputs.mask_BT, totals)
-        accumulator.mean("routing/balance", balance.detach(), inputs.mask_BT.sum() / max(totals.tokens, 1))
+        accumulator.mean(
+            "routing/balance", balance.detach(), inputs.mask_BT.sum() / max(totals.tokens, 1)
+        )
         return self.coef * balance
 
 
 class EntropyTerm:
-    """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation, as in verl and ROLL.
+    """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation, as in verl
+    and ROLL.
 
-    H = -sum_v pi_v log pi_v is the entropy of the whole distribution at the sampling temperature, of which the ratio is
-    too. alpha is the coefficient that acts in this update, see EntropyCoefficient.
+    H = -sum_v pi_v log pi_v is the entropy of the whole distribution at the sampling temperature,
+    of which the ratio is too. alpha is the coefficient that acts in this update, see
+    EntropyCoefficient.
     """
 
     needs_every_row: ClassVar[bool] = True
 
     def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):
         self.coefficient, self.aggregation = coefficient, aggregation
-        self.passed = 0.0  # nats: the sum over the tokens of the mini-batch that have been passed so far
+        # nats: the sum over the tokens of the mini-batch that have been passed so far
+        self.passed = 0.0
 
-    def __call__(self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator) -> Tensor:
+    def __call__(
+        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+    ) -> Tensor:
         """Compute the micro-batch's share. Raises ValueError without inputs.entropy_BT."""
         if inputs.entropy_BT is None:
-            raise ValueError("the entropy bonus needs the entropy of every token: entropy_BT is missing")
+            raise ValueError(
+                "the entropy bonus needs the entropy of every token: entropy_BT is missing"
+            )
         own_BT = torch.where(inputs.mask_BT, inputs.entropy_BT.detach(), 0.0)
         self.passed = self.passed + own_BT.double().sum()
         share, alpha = inputs.mask_BT.sum() / max(totals.tokens, 1), self.coefficient.acting
@@ -149,8 +187,8 @@ class EntropyTerm:
         return -alpha * self.aggregation(inputs.entropy_BT, inputs.mask_BT, totals)
 
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
-        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has passed a share. A fixed
-        one reads no number, for which a GPU would have to be waited for."""
+        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has
+        passed a share. A fixed one reads no number, for which a GPU would have to be waited for."""
         passed, self.passed = self.passed, 0.0
         if totals.tokens and self.coefficient.target is not None:
             total = torch.tensor(float(passed), dtype=torch.float64)
@@ -158,15 +196,21 @@ class EntropyTerm:
 
 
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
-    """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if there is one."""
+    """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if
+    there is one.
+    """
     return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()
 
 
 def loss_terms(
-    algorithm: Algorithm, aggregation: Aggregation, coefficient: KLCoefficient | None, router_aux_loss_coef: float
+    algorithm: Algorithm,
+    aggregation: Aggregation,
+    coefficient: KLCoefficient | None,
+    router_aux_loss_coef: float,
 ) -> list[Term]:
-    """List the addends of the loss: the policy term, the KL and value terms of algorithms that have them, and the
-    auxiliary loss of the routers if its coefficient is not 0. The trainer adds the entropy term."""
+    """List the addends of the loss: the policy term, the KL and value terms of algorithms that have
+    them, and the auxiliary loss of the routers if its coefficient is not 0. The trainer adds the
+    entropy term."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
     if algorithm.kl.in_loss:
         terms.append(KLTerm(algorithm.kl, coefficient))
@@ -178,7 +222,9 @@ def loss_terms(
 
 
 def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
-    """Collect what the loss terms may read: the results of this forward pass and what the batch holds."""
+    """Collect what the loss terms may read: the results of this forward pass and what the batch
+    holds.
+    """
     return LossInputs(
         logp_BT=output.logp_BT,
         old_logp_BT=batch.old_logp_BT,

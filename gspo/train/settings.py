@@ -1,5 +1,5 @@
-"""The trainer's settings: the optimizer, how a rollout batch becomes updates, what the ratio divides by, checkpoints,
-the cold start, and the algorithm of an update."""
+"""The trainer's settings: the optimizer, how a rollout batch becomes updates, what the ratio
+divides by, checkpoints, the cold start, and the algorithm of an update."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ MODES = ("none", "replicate", "shard")
 class OptimSettings(Ranged, key="optim"):
     """The settings of AdamW, and how its learning rate changes with the number of updates."""
 
-    # adamw | adamw_8bit, paged_adamw_8bit: with moments of 8 bits, by bitsandbytes (gspo.train.optimizer)
+    # adamw | adamw_8bit, paged_adamw_8bit: with moments of 8 bits, by bitsandbytes
+    # (gspo.train.optimizer)
     name: str = field(default="adamw", metadata=HASHED_IF_CHANGED)
     lr: float = ranged(1e-6, least=0)  # the largest that it becomes
     warmup_updates: int = ranged(20, least=0)  # over so many it rises linearly
-    # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on a straight line
-    # (linear) or on half a wave (cosine)
+    # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on
+    # a straight line (linear) or on half a wave (cosine)
     decay: str = field(default="none", metadata=HASHED_IF_CHANGED)
     decay_updates: int = ranged(0, least=0, metadata=HASHED_IF_CHANGED)
     final_lr_factor: float = ranged(0.0, least=0, most=1, metadata=HASHED_IF_CHANGED)
     beta1: float = ranged(0.9, least=0, below=1)
     beta2: float = ranged(0.95, least=0, below=1)
-    # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning (arXiv:2506.13585)
+    # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning
+    # (arXiv:2506.13585)
     eps: float = ranged(1e-15, least=0)
     weight_decay: float = ranged(0.0, least=0)
     # the learning rate of an MoE model's routers, as a multiple of lr
     router_lr_factor: float = ranged(1.0, least=0, metadata=HASHED_IF_CHANGED)
     max_grad_norm: float = ranged(1.0, above=0)
-    # the run stops after more than this many updates in a row that are skipped because their gradient is not finite
+    # the run stops after more than this many updates in a row that are skipped because their
+    # gradient is not finite
     max_skipped: int = ranged(8, least=0)
 
     def __post_init__(self):
@@ -57,13 +60,15 @@ class OptimSettings(Ranged, key="optim"):
                 "a number of updates; set both, or neither (a step has trainer.minibatches x trainer.epochs updates)"
             )
         if self.decay == "none" and self.final_lr_factor:
-            raise ValueError(f"optim.final_lr_factor={self.final_lr_factor} does nothing with optim.decay=none")
+            raise ValueError(
+                f"optim.final_lr_factor={self.final_lr_factor} does nothing with optim.decay=none"
+            )
 
     def lr_of(self, update: int) -> float:
         """Return the learning rate of an update; the first has the number 1.
 
-        lr min(1, n / warmup) (f + (1 - f) d(p)) with p = (n - warmup) / decay_updates in [0, 1], f = final_lr_factor,
-        and d(p) = 1, 1 - p or (1 + cos(pi p)) / 2."""
+        lr min(1, n / warmup) (f + (1 - f) d(p)) with p = (n - warmup) / decay_updates in [0, 1], f
+        = final_lr_factor, and d(p) = 1, 1 - p or (1 + cos(pi p)) / 2."""
         lr = self.lr * min(1.0, update / max(self.warmup_updates, 1))
         if self.decay == "none":
             return lr
@@ -76,28 +81,33 @@ class OptimSettings(Ranged, key="optim"):
 class TrainerSettings(Ranged, key="trainer"):
     """The settings that say how a rollout batch becomes updates."""
 
-    minibatches: int = ranged(4, least=1)  # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
+    # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
+    minibatches: int = ranged(4, least=1)
     epochs: int = ranged(1, least=1)
     # responses per forward and backward pass; it changes memory and speed, not the gradient
     micro_batch_size: int = ranged(64, least=1, cost_only=True)
-    aggregation: Aggregation = field(default_factory=Aggregation)  # from the loss of every token to one number
-    # leave responses that a limit has cut off out of the loss, since their rewards are no fair ones (overlong
-    # filtering, DAPO, arXiv:2503.14476): at max_new_tokens, at the model's positions, at an episode's last turn. Their
-    # rewards stay in the baseline
+    # from the loss of every token to one number
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    # leave responses that a limit has cut off out of the loss, since their rewards are no fair ones
+    # (overlong filtering, DAPO, arXiv:2503.14476): at max_new_tokens, at the model's positions, at
+    # an episode's last turn. Their rewards stay in the baseline
     mask_truncated: bool = False
-    # coefficient of the auxiliary loss that balances the loads of the experts (BalanceTerm). The GSPO paper's
-    # formula has none. transformers' router_aux_loss_coef is 0.001 for Qwen3-MoE and Mixtral and 0.01 for OLMoE; its
-    # loss is K times as large as ours.
+    # coefficient of the auxiliary loss that balances the loads of the experts (BalanceTerm). The
+    # GSPO paper's formula has none. transformers' router_aux_loss_coef is 0.001 for Qwen3-MoE and
+    # Mixtral and 0.01 for OLMoE; its loss is K times as large as ours.
     router_aux_loss_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
-    # coefficient of the entropy bonus (EntropyTerm), which the GSPO paper does not have; with entropy_target the first
+    # coefficient of the entropy bonus (EntropyTerm), which the GSPO paper does not have; with
+    # entropy_target the first
     entropy_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
-    # nats per token at which the entropy is held: after each update the coefficient moves by entropy_coef_delta, within
-    # [entropy_coef_min, entropy_coef_max] (gspo.algorithm.entropy). null: the coefficient is fixed
+    # nats per token at which the entropy is held: after each update the coefficient moves by
+    # entropy_coef_delta, within [entropy_coef_min, entropy_coef_max] (gspo.algorithm.entropy).
+    # null: the coefficient is fixed
     entropy_target: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
     entropy_coef_delta: float = ranged(0.005, above=0, metadata=HASHED_IF_CHANGED)
     entropy_coef_min: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
     entropy_coef_max: float = ranged(1.0, above=0, metadata=HASHED_IF_CHANGED)
-    consistency_sample: int = ranged(32, least=1)  # responses on which routing is measured after the last update
+    # responses on which routing is measured after the last update
+    consistency_sample: int = ranged(32, least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,29 +140,36 @@ class TrainerSettings(Ranged, key="trainer"):
 
 @dataclass
 class PolicySettings:
-    """The settings that say which policy the ratio divides by, and whether that policy's routing is replayed."""
+    """The settings that say which policy the ratio divides by, and whether that policy's routing is
+    replayed.
+    """
 
     # none | r2: gradient steps go through the experts that the trainer chose under the old policy
     #      | r3: old log-probs and gradient steps go through those that the engine chose
     routing_replay: str = "none"
     # leave the routers of an MoE model as they were when the run began
     freeze_router: bool = field(default=False, metadata=HASHED_IF_CHANGED)
-    # step_start: recomputed under the weights of the step's start | behaviour: under those that sampled
-    #            | engine: as the engine reported. The first two differ where responses are older than the step.
+    # step_start: recomputed under the weights of the step's start | behaviour: under those that
+    # sampled
+    #            | engine: as the engine reported. The first two differ where responses are older
+    #            than the step.
     old_logprobs: str = "step_start"
-    # auto: skip the pass over the batch before the updates where the engine has just computed the same, with the
-    # trainer's own weights and in its precision (Trainer.skips_old_pass); the engine's experts are recorded for that.
-    # always: never skip it. Results differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured
-    # on the first mini-batch alone.
+    # auto: skip the pass over the batch before the updates where the engine has just computed the
+    # same, with the trainer's own weights and in its precision (Trainer.skips_old_pass); the
+    # engine's experts are recorded for that. always: never skip it. Results differ by rounding.
+    # With auto, mismatch/* and routing/engine_agreement are measured on the first mini-batch alone.
     old_pass: str = cost_only("auto")
     device: str = cost_only("auto")  # auto | cpu | cuda ...
-    # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax stay float32
+    # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits'
+    # softmax stay float32
     precision: str = "float32"
-    # of the product that makes logits, and so of log-probs, in the trainer and in every engine. bfloat16: it is rounded
-    # as the layers are, which moves GSPO's ratios by more than its clip range (docs/recipes.md)
+    # of the product that makes logits, and so of log-probs, in the trainer and in every engine.
+    # bfloat16: it is rounded as the layers are, which moves GSPO's ratios by more than its clip
+    # range (docs/recipes.md)
     head_dtype: str = field(default="float32", metadata=HASHED_IF_CHANGED)
-    # sum in the same order each time on a GPU too, so that a resumed run equals an uninterrupted one to the bit, as it
-    # does on a CPU. It is slower, and an operation that has no such order ends the run
+    # sum in the same order each time on a GPU too, so that a resumed run equals an uninterrupted
+    # one to the bit, as it does on a CPU. It is slower, and an operation that has no such order
+    # ends the run
     deterministic: bool = cost_only(False)
     # keep only the layers' inputs for the backward pass, and compute the rest again
     checkpointing: bool = cost_only(False)
@@ -169,25 +186,33 @@ class PolicySettings:
         }
         for key, choices in allowed.items():
             if getattr(self, key) not in choices:
-                raise ValueError(f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")
+                raise ValueError(
+                    f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}"
+                )
 
 
 @dataclass
 class ParallelSettings(Ranged, key="parallel"):
-    """The settings that say how several processes train one policy together. Numbers depend on them by rounding."""
+    """The settings that say how several processes train one policy together. Numbers depend on them
+    by rounding.
+    """
 
-    # none: one process | replicate: each of the processes that torchrun starts holds the whole model, takes its share
-    # of the responses, and makes the same updates | shard: the same, with weights, gradients and optimizer state
-    # spread over the processes (FSDP)
+    # none: one process | replicate: each of the processes that torchrun starts holds the whole
+    # model, takes its share of the responses, and makes the same updates | shard: the same, with
+    # weights, gradients and optimizer state spread over the processes (FSDP)
     mode: str = "none"
-    # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for all of them
+    # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for
+    # all of them
     shard_size: int = ranged(0, least=0)
-    # with mode=shard: to how many of those the experts of a layer are dealt, whose tokens then travel to them; it
-    # divides their number and that of the experts. 1: experts are gathered as all other weights
+    # with mode=shard: to how many of those the experts of a layer are dealt, whose tokens then
+    # travel to them; it divides their number and that of the experts. 1: experts are gathered as
+    # all other weights
     experts: int = ranged(1, least=1)
-    # how many processes the run is for, as `gspo plan` reads it; another number is refused. 0: as many as are started
+    # how many processes the run is for, as `gspo plan` reads it; another number is refused. 0: as
+    # many as are started
     ranks: int = ranged(0, least=0)
-    timeout_minutes: float = ranged(30.0, above=0)  # how long the processes wait for one that does not answer
+    # how long the processes wait for one that does not answer
+    timeout_minutes: float = ranged(30.0, above=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -201,7 +226,9 @@ class ParallelSettings(Ranged, key="parallel"):
 
 @dataclass
 class CheckpointSettings(Ranged, key="checkpoint"):
-    """The settings of checkpoints. One is always written at the end of a run and when the run is stopped."""
+    """The settings of checkpoints. One is always written at the end of a run and when the run is
+    stopped.
+    """
 
     every: int = ranged(10, least=1)  # the number of steps from one checkpoint to the next
     keep: int = ranged(2, least=0)  # the number of newest checkpoints that are kept; 0 keeps all
@@ -209,16 +236,20 @@ class CheckpointSettings(Ranged, key="checkpoint"):
 
 @dataclass
 class ColdStartSettings(Ranged, key="cold_start"):
-    """The settings of supervised training before reinforcement learning; steps=0 starts from the model as it is."""
+    """The settings of supervised training before reinforcement learning; steps=0 starts from the
+    model as it is.
+    """
 
     steps: int = ranged(0, least=0)
     batch_size: int = ranged(64, least=1)
     micro_batch_size: int = ranged(16, least=1)  # it changes speed and memory, not the gradient
     lr: float = ranged(3e-3, above=0)
     warmup_steps: int = ranged(50, least=0)
-    wrong_step_rate: float = ranged(0.12, least=0, below=1)  # share of demonstration steps that are wrong
-    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves the
-    # probabilities alone. 25 makes them as large as those of public models; null: they stay as they come
+    # share of demonstration steps that are wrong
+    wrong_step_rate: float = ranged(0.12, least=0, below=1)
+    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves
+    # the probabilities alone. 25 makes them as large as those of public models; null: they stay as
+    # they come
     log_normalizer: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
     # it is not the run's seed, so that all seeds of a study share one cold start
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
@@ -226,7 +257,9 @@ class ColdStartSettings(Ranged, key="cold_start"):
 
 @dataclass
 class Algorithm:
-    """Names everything that the mathematics of an update depends on: objective, credit, KL term and correction."""
+    """Names everything that the mathematics of an update depends on: objective, credit, KL term and
+    correction.
+    """
 
     objective: Objective = field(default_factory=GSPO)
     advantage: Advantage = field(default_factory=GroupNormalized)

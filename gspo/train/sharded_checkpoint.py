@@ -1,6 +1,7 @@
-"""Writes checkpoints of a model that is spread over ranks. No rank holds all of it: each writes some of the model's
-files, and its share of the optimizer's state. The folder is that of any checkpoint (gspo.train.checkpoint), but that
-`optimizer/` takes the place of optimizer.pt (gspo.train.sharded_optimizer).
+"""Writes checkpoints of a model that is spread over ranks. No rank holds all of it: each writes
+some of the model's files, and its share of the optimizer's state. The folder is that of any
+checkpoint (gspo.train.checkpoint), but that `optimizer/` takes the place of optimizer.pt
+(gspo.train.sharded_optimizer).
 """
 
 from __future__ import annotations
@@ -39,12 +40,21 @@ class Shard:
 
 
 class ShardedCheckpointWriter(CheckpointWriter):
-    """Writes the checkpoints of a run together with the writers of the other ranks: every rank has one, and all of them
-    must save at the same steps.
+    """Writes the checkpoints of a run together with the writers of the other ranks: every rank has
+    one, and all of them must save at the same steps.
 
-    Rank 0 renames the folder once all have written their parts. An error of one is raised by all."""
+    Rank 0 renames the folder once all have written their parts. An error of one is raised by all.
+    """
 
-    def __init__(self, run: Path, policy: Policy, optimizer: Optimizer, keep: int, settings: str, ranks: Ranks):
+    def __init__(
+        self,
+        run: Path,
+        policy: Policy,
+        optimizer: Optimizer,
+        keep: int,
+        settings: str,
+        ranks: Ranks,
+    ):
         super().__init__(run, policy, optimizer, keep, settings, cleans=ranks.index == 0)
         self.ranks, self.exchange, self.of_dcp = ranks, ranks.another(), ranks.another()
 
@@ -81,7 +91,9 @@ class ShardedCheckpointWriter(CheckpointWriter):
         if problem := next((text for text in self.exchange.gathered(problem) if text), ""):
             raise OSError(problem)
         files = self.exchange.own(sorted(path for path in unfinished.rglob("*.safetensors")))
-        sums = self.exchange.gathered({str(path.relative_to(unfinished)): checksum(path) for path in files})
+        sums = self.exchange.gathered(
+            {str(path.relative_to(unfinished)): checksum(path) for path in files}
+        )
         if self.ranks.index == 0:
             model, tokenizer = self.policy.model, self.policy.tokenizer
             write_rest(model, tokenizer, shard.index, unfinished)

@@ -1,7 +1,9 @@
-"""Writes the state of an optimizer that is spread over ranks, and reads it into any number of ranks, by PyTorch's
-distributed checkpoint (DCP): every rank writes a file, and what a rank reads is cut as it needs it.
+"""Writes the state of an optimizer that is spread over ranks, and reads it into any number of
+ranks, by PyTorch's distributed checkpoint (DCP): every rank writes a file, and what a rank reads is
+cut as it needs it.
 
-optimizer/shard-00001-model-00001-of-00001.safetensors    rank 0's share of each parameter's exp_avg and exp_avg_sq
+optimizer/shard-00001-model-00001-of-00001.safetensors    rank 0's share of each parameter's exp_avg
+                                                          and exp_avg_sq
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ FOLDER = "optimizer"
 
 
 def begin_writing(policy: Policy, optimizer: Optimizer, checkpoint: Path, ranks: Ranks) -> Future:
-    """Copy this rank's share and begin to write it into the folder of a checkpoint. All ranks must call this. They
-    exchange over `ranks`, which must be used for nothing else until the result is there."""
+    """Copy this rank's share and begin to write it into the folder of a checkpoint. All ranks must
+    call this. They exchange over `ranks`, which must be used for nothing else until the result is
+    there."""
     return dcp.async_save(
         by_name(policy, optimizer),
-        storage_writer=dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True),
+        storage_writer=dcp.HuggingFaceStorageWriter(
+            str(checkpoint / FOLDER), save_distributed=True
+        ),
         process_group=ranks.group,
     )
 
 
 def by_name(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the state of every parameter that has one, under the parameter's name: `lm_head.weight/exp_avg`."""
+    """Return the state of every parameter that has one, under the parameter's name:
+    `lm_head.weight/exp_avg`.
+    """
     return {
         f"{name}/{key}": value
         for name, parameter in named_parameters(policy)
@@ -47,8 +54,8 @@ def named_parameters(policy: Policy) -> list[tuple[str, nn.Parameter]]:
 
 
 def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
-    """Fill an optimizer with the state that a checkpoint has for its parameters, each rank with its shard. Raises
-    ValueError if the state is not that of these parameters."""
+    """Fill an optimizer with the state that a checkpoint has for its parameters, each rank with its
+    shard. Raises ValueError if the state is not that of these parameters."""
     reader = dcp.HuggingFaceStorageReader(str(folder / FOLDER))
     stored = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Tensor] = {}
@@ -56,13 +63,16 @@ def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{name}/{key}" not in stored:
                 continue
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW keeps it
+            # where fused AdamW keeps it
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             like = step if key == "step" else torch.zeros_like(parameter)
             if stored[f"{name}/{key}"].size != like.shape:
                 raise ValueError(f"{folder}: the optimizer's state of {name} has another shape")
             optimizer.state[parameter][key] = wanted[f"{name}/{key}"] = like.detach()
     if unknown := stored.keys() - wanted.keys():
-        raise ValueError(f"{folder} has an optimizer's state of {min(unknown)}, which this model does not have")
+        raise ValueError(
+            f"{folder} has an optimizer's state of {min(unknown)}, which this model does not have"
+        )
     dcp.load(wanted, storage_reader=reader, no_dist=not policy.shards)
 
 

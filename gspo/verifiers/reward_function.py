@@ -1,13 +1,17 @@
-"""Calls a user's reward function, in processes of its own that are ended when a call takes too long.
+"""Calls a user's reward function, in processes of its own that are ended when a call takes too
+long.
 
-The function gets (prompt, response, row), or lists of them as (prompts, responses, rows), and may be async. It returns
-a number, None for a response that cannot be graded, or a gspo.core.types.Score. An exception, None, or a call that
-takes too long leaves the response ungraded, with the reason; it ends neither the run nor the other calls.
+The function gets (prompt, response, row), or lists of them as (prompts, responses, rows), and may
+be async. It returns a number, None for a response that cannot be graded, or a
+gspo.core.types.Score. An exception, None, or a call that takes too long leaves the response
+ungraded, with the reason; it ends neither the run nor the other calls.
 
-Judges that wait, for a model behind an address for example, are called side by side: up to 64 calls of an async
-function wait at the same time, and `workers` processes call any other function of one response.
+Judges that wait, for a model behind an address for example, are called side by side: up to 64 calls
+of an async function wait at the same time, and `workers` processes call any other function of one
+response.
 
-The function is the user's own code and is not confined. If it runs what a model wrote, it should do so in a sandbox.
+The function is the user's own code and is not confined. If it runs what a model wrote, it should do
+so in a sandbox.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ TRIAL_RESPONSE = "This is a trial of the reward function. The answer is 42."
 
 @dataclass
 class RewardFunction:
-    """Scores responses by the function at `path`, each call within `seconds`, in `workers` processes. `key` is the
-    setting that names it."""
+    """Scores responses by the function at `path`, each call within `seconds`, in `workers`
+    processes. `key` is the setting that names it."""
 
     path: str
     key: str
@@ -44,14 +48,17 @@ class RewardFunction:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._processes = [RewardProcess(self.path, self.key, self.seconds) for _ in range(self.workers)]
+        self._processes = [
+            RewardProcess(self.path, self.key, self.seconds) for _ in range(self.workers)
+        ]
 
     def __reduce__(self) -> tuple[type[RewardFunction], tuple]:
         return RewardFunction, astuple(self)
 
     def start(self) -> None:
-        """Start the first process and import the function. Raises ValueError if it is not there, has a wrong signature,
-        or gets all responses at once although there are several processes."""
+        """Start the first process and import the function. Raises ValueError if it is not there,
+        has a wrong signature, or gets all responses at once although there are several processes.
+        """
         if self._owner != os.getpid():  # a forked copy: the processes belong to its parent
             self.__post_init__()
         style = self._processes[0].start()
@@ -64,10 +71,11 @@ class RewardFunction:
             )
 
     def try_out(self, prompt: str, row: dict[str, Any]) -> str:
-        """Call the function for a whole response and for one that breaks off, before anything depends on it.
+        """Call the function for a whole response and for one that breaks off, before anything
+        depends on it.
 
-        Return in words what went wrong, "" if nothing did. Raises ValueError for a mistake that no response can mend,
-        such as a column that the row does not have."""
+        Return in words what went wrong, "" if nothing did. Raises ValueError for a mistake that no
+        response can mend, such as a column that the row does not have."""
         self.start()
         half = TRIAL_RESPONSE[: len(TRIAL_RESPONSE) // 2]
         questions: list[Question] = [(0, prompt, TRIAL_RESPONSE, row), (1, prompt, half, row)]
@@ -78,10 +86,13 @@ class RewardFunction:
             raise ValueError(text)
         return text
 
-    def __call__(self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[Score]:
+    def __call__(
+        self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]
+    ) -> list[Score]:
         """Return the score of each response."""
         questions: list[Question] = [
-            (place, *question) for place, question in enumerate(zip(prompts, responses, rows, strict=True))
+            (place, *question)
+            for place, question in enumerate(zip(prompts, responses, rows, strict=True))
         ]
         self.start()
         with self._lock:
@@ -112,13 +123,22 @@ class RewardProcess:
         self._style = ""
 
     def start(self) -> str:
-        """Start the process, if it is not running, and import the function. Return its style, "single" or "batch".
-        Raises ValueError if it is not there or has a wrong signature."""
+        """Start the process, if it is not running, and import the function. Return its style,
+        "single" or "batch". Raises ValueError if it is not there or has a wrong signature."""
         if self._process and self._process.poll() is None:
             return self._style
         ours, theirs = multiprocessing.Pipe()
-        words = [sys.executable, "-P", "-m", "gspo.verifiers.reward_worker", str(theirs.fileno()), self.path, self.key]
-        # The current folder is searched last, by `import_object`: its files must not stand in for installed modules.
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "gspo.verifiers.reward_worker",
+            str(theirs.fileno()),
+            self.path,
+            self.key,
+        ]
+        # The current folder is searched last, by `import_object`: its files must not stand in for
+        # installed modules.
         paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
         self._process = subprocess.Popen(
             [*words, str(os.getpid())],
@@ -129,7 +149,10 @@ class RewardProcess:
         )
         theirs.close()
         self._connection = ours
-        kind, text = self._receive(START_SECONDS) or ("refused", f"{self.key}={self.path}: its process has ended")
+        kind, text = self._receive(START_SECONDS) or (
+            "refused",
+            f"{self.key}={self.path}: its process has ended",
+        )
         if kind == "refused":
             self.close()
             raise ValueError(text)
@@ -137,8 +160,8 @@ class RewardProcess:
         return text
 
     def try_out(self, questions: list[Question]) -> tuple[bool, str]:
-        """Call the function for these questions; return whether it has a mistake that no response can mend, and what
-        went wrong."""
+        """Call the function for these questions; return whether it has a mistake that no response
+        can mend, and what went wrong."""
         self.start()
         self._connection.send((questions, self.seconds, True))
         message = self._receive(len(questions) * self.seconds + GRACE_SECONDS)
@@ -161,13 +184,16 @@ class RewardProcess:
         return scores
 
     def _collect(self, waiting: dict[int, Question]) -> dict[int, Score]:
-        """Return the outcomes of the questions that were sent: of all, or until the process must be ended or has ended.
-        Then the calls that had begun count as failed, and the others are asked again."""
+        """Return the outcomes of the questions that were sent: of all, or until the process must be
+        ended or has ended. Then the calls that had begun count as failed, and the others are asked
+        again."""
         scores: dict[int, Score] = {}
         begun: dict[int, float] = {}  # the time at which calls without outcome began
         while len(scores) < len(waiting):
             oldest = min(begun.values(), default=time.monotonic())
-            message = self._receive(max(0.0, oldest + self.seconds + GRACE_SECONDS - time.monotonic()))
+            message = self._receive(
+                max(0.0, oldest + self.seconds + GRACE_SECONDS - time.monotonic())
+            )
             if message is None:
                 why = self._ended()
                 self.close()
@@ -184,7 +210,9 @@ class RewardProcess:
         code = self._process.poll()
         if code is None:
             return timeout(self.seconds)
-        return Score(None, "error", reason=f"the reward function's process ended (exit status {code})")
+        return Score(
+            None, "error", reason=f"the reward function's process ended (exit status {code})"
+        )
 
     def _receive(self, seconds: float) -> Any:
         """Return the process's next message; None after `seconds`, or if the process has ended."""

@@ -1,9 +1,11 @@
-"""The process that a user's reward function runs in; gspo.verifiers.reward_function starts it and says what is asked.
+"""The process that a user's reward function runs in; gspo.verifiers.reward_function starts it and
+says what is asked.
 
-It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first. Then for each call it begins it
-sends ("begins", places), and for each place that has an outcome ("outcome", place, Score). After a trial it sends one
-("tried", certain, what went wrong). Printing in the function goes to the standard error. The command line gives the
-connection's descriptor and the place of the function.
+It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first. Then for
+each call it begins it sends ("begins", places), and for each place that has an outcome ("outcome",
+place, Score). After a trial it sends one ("tried", certain, what went wrong). Printing in the
+function goes to the standard error. The command line gives the connection's descriptor and the
+place of the function.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ Question = tuple[int, str, str, dict[str, Any]]  # place, prompt, response, row
 
 
 def style_of(function: Callable[..., Any], start: str) -> str:
-    """Return "single" for a function of (prompt, response, row), "batch" for one of (prompts, responses, rows).
+    """Return "single" for a function of (prompt, response, row), "batch" for one of (prompts,
+    responses, rows).
 
     Raises ValueError, which begins with `start`, for another signature."""
-    wanted = f"def NAME({', '.join(ONE)}) or, for all responses at once, def NAME({', '.join(MANY)})"
+    wanted = (
+        f"def NAME({', '.join(ONE)}) or, for all responses at once, def NAME({', '.join(MANY)})"
+    )
     if not callable(function):
         raise ValueError(f"{start}: must be a function, {wanted}")
     signature = inspect.signature(function)
-    names, needed = tuple(signature.parameters)[:3], [p for p in signature.parameters.values() if p.default is p.empty]
+    names, needed = (
+        tuple(signature.parameters)[:3],
+        [p for p in signature.parameters.values() if p.default is p.empty],
+    )
     if names not in (ONE, MANY) or len(needed) > 3:
         raise ValueError(f"{start}{signature}: must be {wanted}")
     return "batch" if names == MANY else "single"
@@ -58,8 +66,9 @@ class TrialRow(dict):
 
 
 def as_score(value: Any) -> Score:
-    """Return what a reward function gave as a score: a number, True or False, None for no reward, or a Score. Raises
-    NoScore for anything else, and ValueError for a number that is not finite or too large."""
+    """Return what a reward function gave as a score: a number, True or False, None for no reward,
+    or a Score. Raises NoScore for anything else, and ValueError for a number that is not finite or
+    too large."""
     if isinstance(value, Score):
         score = value
     elif value is None:
@@ -68,7 +77,9 @@ def as_score(value: Any) -> Score:
         try:
             reward = float(value)
         except (TypeError, ValueError):
-            raise NoScore(f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number") from None
+            raise NoScore(
+                f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number"
+            ) from None
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
     if score.reward is not None and not abs(score.reward) <= LARGEST_REWARD:
         raise ValueError(f"the reward is {score.reward}, not a number within +-{LARGEST_REWARD:g}")
@@ -86,11 +97,13 @@ class Worker:
         self.errors: list[Exception] = []  # what the function raised in the latest call of `answer`
 
     def failure(self, error: Exception) -> Score:
-        """Return the score of a response whose reward function raised an exception: the reason names the function, the
-        exception, and the last line of the user's own code that it came from."""
+        """Return the score of a response whose reward function raised an exception: the reason
+        names the function, the exception, and the last line of the user's own code that it came
+        from."""
         self.errors.append(error)
         frames = traceback.extract_tb(error.__traceback__)
-        code = getattr(inspect.unwrap(self.function), "__code__", None)  # a class's instance has none
+        # a class's instance has none
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
         own_folder = os.path.dirname(code.co_filename) if code else ""
         own = [frame for frame in frames if os.path.dirname(frame.filename) == own_folder]
         place = ""
@@ -101,25 +114,31 @@ class Worker:
         return Score(None, "error", reason=f"{self.name}: {what}{place}"[:LONGEST_REASON])
 
     def trial(self, questions: list[Question], seconds: float) -> tuple[bool, str]:
-        """Call the function for these questions before a run. Return whether it has a mistake that no response can
-        mend, and in words what went wrong; "" if nothing did.
+        """Call the function for these questions before a run. Return whether it has a mistake that
+        no response can mend, and in words what went wrong; "" if nothing did.
 
-        Such mistakes are a column that the rows do not have, a name that is not defined, a module that cannot be
-        imported, and a value that is no number. Other exceptions may be due to the trial's responses."""
+        Such mistakes are a column that the rows do not have, a name that is not defined, a module
+        that cannot be imported, and a value that is no number. Other exceptions may be due to the
+        trial's responses."""
         reason, errors = self._tried(questions, seconds)
         if any(isinstance(error, KeyError) for error in errors):
-            reason, errors = self._tried([(*question[:3], TrialRow(question[3])) for question in questions], seconds)
+            reason, errors = self._tried(
+                [(*question[:3], TrialRow(question[3])) for question in questions], seconds
+            )
         for error in errors:
             if isinstance(error, AbsentColumn):
                 columns = ", ".join(map(str, questions[0][3]))
-                return True, f"{reason}; the rows have no column {error.args[0]!r}, they have {columns}"
+                return (
+                    True,
+                    f"{reason}; the rows have no column {error.args[0]!r}, they have {columns}",
+                )
         # an unbound local name is a NameError too, and may be due to the response
         certain = [e for e in errors if isinstance(e, NameError | ImportError | NoScore)]
         return any(not isinstance(error, UnboundLocalError) for error in certain), reason
 
     def _tried(self, questions: list[Question], seconds: float) -> tuple[str, list[Exception]]:
-        """Call the function and send nothing. Return the first reason for which a response was left ungraded, "" if
-        there is none, and what was raised."""
+        """Call the function and send nothing. Return the first reason for which a response was left
+        ungraded, "" if there is none, and what was raised."""
         scores: list[Score] = []
 
         class Outcomes:
@@ -131,7 +150,9 @@ class Worker:
 
         trying = Worker(Outcomes(), self.function, self.style, self.name)
         trying.answer(questions, seconds)
-        reason = next((score.reason for score in scores if score.verdict in ("error", "timeout")), "")
+        reason = next(
+            (score.reason for score in scores if score.verdict in ("error", "timeout")), ""
+        )
         return reason, trying.errors
 
     def answer(self, questions: list[Question], seconds: float) -> None:
@@ -154,13 +175,17 @@ class Worker:
         places = [place for place, *_ in questions]
         self.connection.send(("begins", places))
         try:
-            values = self.function(*(list(column) for column in list(zip(*questions, strict=True))[1:]))
+            values = self.function(
+                *(list(column) for column in list(zip(*questions, strict=True))[1:])
+            )
             if inspect.iscoroutine(values):
                 values = asyncio.run(asyncio.wait_for(values, seconds))
             try:
                 values = list(values)
             except TypeError:
-                raise NoScore(f"it returned {type(values).__name__}, not a list of rewards") from None
+                raise NoScore(
+                    f"it returned {type(values).__name__}, not a list of rewards"
+                ) from None
             if len(values) != len(places):
                 raise NoScore(f"it returned {len(values)} rewards for {len(places)} responses")
             scores = [as_score(value) for value in values]
@@ -195,7 +220,9 @@ def timeout(seconds: float) -> Score:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when the one that started it has ended, also during a call that never returns."""
+    """End this process when the one that started it has ended, also during a call that never
+    returns.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)

@@ -1,4 +1,6 @@
-"""The benchmark: its workloads' models, its arithmetic, and one real measurement from the command line."""
+"""The benchmark: its workloads' models, its arithmetic, and one real measurement from the command
+line.
+"""
 
 import json
 import sys
@@ -31,7 +33,9 @@ ROOT = Path(__file__).parents[2]
 def test_responses_of_a_random_model_end_after_about_the_length_that_was_asked_for(tokens):
     shape = Shape(hidden=32, layers=2, heads=2, key_value_heads=2, width=16, mean_length=tokens)
     policy = Policy(made(shape), character_tokenizer())
-    groups = LocalEngine(policy).generate(problems(), 40, Sampling(1.0, 12 * tokens), (1, "lengths"))
+    groups = LocalEngine(policy).generate(
+        problems(), 40, Sampling(1.0, 12 * tokens), (1, "lengths")
+    )
     lengths = torch.tensor([float(len(r.token_ids)) for group in groups for r in group])
     assert 0.6 * tokens < lengths.mean() < 1.6 * tokens
     assert lengths.std() > 0.5 * tokens, "ends come by chance, as a geometric distribution's"
@@ -46,9 +50,13 @@ def test_the_random_models_are_known_to_our_own_forward_and_the_same_everywhere(
 def test_random_text_earns_a_reward_half_of_the_time():
     texts = [f"{i * 7919 % 1000}x{i}" for i in range(400)]
     problem = problems()[0]
-    rewards = [score.reward for score in EvenText().score([(problem, text, True) for text in texts])]
+    rewards = [
+        score.reward for score in EvenText().score([(problem, text, True) for text in texts])
+    ]
     assert 0.4 < sum(rewards) / len(rewards) < 0.6
-    assert [s.verdict for s in EvenText().score([(problem, "ab", True), (problem, "aa", True)])] == ["odd", "even"]
+    assert [
+        s.verdict for s in EvenText().score([(problem, "ab", True), (problem, "aa", True)])
+    ] == ["odd", "even"]
 
 
 def test_sizes_can_be_changed_and_unknown_ones_are_refused():
@@ -64,9 +72,18 @@ def test_sizes_can_be_changed_and_unknown_ones_are_refused():
 
 def test_ratios_are_pair_by_pair_and_their_median_is_shown():
     def record(total):
-        return {"total_s": total, "rollout_s": total / 4, "train_s": total / 2, "peak_memory_mib": 100.0, "tokens": 10}
+        return {
+            "total_s": total,
+            "rollout_s": total / 4,
+            "train_s": total / 2,
+            "peak_memory_mib": 100.0,
+            "tokens": 10,
+        }
 
-    rounds = [{"trl": record(t), "like for like": record(1.0), "best": record(0.5)} for t in (2.0, 8.0, 3.0)]
+    rounds = [
+        {"trl": record(t), "like for like": record(1.0), "best": record(0.5)}
+        for t in (2.0, 8.0, 3.0)
+    ]
     pairs = Pairs(rounds)
     assert pairs.ratios("like for like", "total_s") == [2.0, 8.0, 3.0]
     assert "TRL / ours, best, total_s: median 6.00 (min 4.00, max 16.00)" in pairs.table()
@@ -78,15 +95,29 @@ def test_nested_settings_become_a_command_line():
 
 @pytest.mark.slow
 def test_the_command_measures_and_writes(tmp_path):
-    sizes = ["size.prompts=4", "size.group_size=4", "size.new_tokens=12", "size.hidden=16", "size.layers=1"]
-    command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "batches=2", *sizes]
+    sizes = [
+        "size.prompts=4",
+        "size.group_size=4",
+        "size.new_tokens=12",
+        "size.hidden=16",
+        "size.layers=1",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "experiments" / "benchmark.py"),
+        "workload=long",
+        "batches=2",
+        *sizes,
+    ]
     out = tmp_path / "x.json"
     done = forked.run([*command, f"out={out}", f"runs={tmp_path}"])
     assert done.returncode == 0, done.stderr
     for phase in ("rollout", "update", "diagnostics", "tracking", "of matmul peak", "peak memory"):
         assert phase in done.stdout
     record = json.loads(out.read_text())
-    assert len(record["batches"]) == 2 and record["sequences"] == 16 and 16 <= record["tokens"] <= 192
+    assert (
+        len(record["batches"]) == 2 and record["sequences"] == 16 and 16 <= record["tokens"] <= 192
+    )
     phases = ("rollout", "scoring", "old_logprobs", "update", "diagnostics", "tracking")
     parts = [record["batches"][0][f"{phase}_s"] for phase in phases]
     assert 0.8 < sum(parts) / record["batches"][0]["total_s"] <= 1.0 + 1e-6
@@ -97,7 +128,9 @@ def test_the_command_measures_and_writes(tmp_path):
 
 
 class CountedGathers(Processes):
-    """Counts the values that are gathered, each of which takes two exchanges of gloo: its size, and itself."""
+    """Counts the values that are gathered, each of which takes two exchanges of gloo: its size, and
+    itself.
+    """
 
     gathers = 0
 
@@ -107,7 +140,9 @@ class CountedGathers(Processes):
 
 
 def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
-    """A step whose exchanges are timed and which torch's profiler watches; before it a step without."""
+    """A step whose exchanges are timed and which torch's profiler watches; before it a step
+    without.
+    """
     from gspo.model.sharding import Shards
 
     def spread(policy: Policy) -> Policy:
@@ -121,7 +156,10 @@ def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
     t.train_step(1, t.source.next(1))
     exchanges = Exchanges()
     ranks.gathers = 0
-    with exchanges.timed(t), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with (
+        exchanges.timed(t),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
         t.train_step(2, t.source.next(2))
     gathers, noted = ranks.gathers, exchanges.taken()
     t.train_step(3, t.source.next(3))
@@ -137,7 +175,11 @@ def test_no_exchange_of_a_step_is_missed_and_afterwards_none_is_timed(mode):
         barriers = noted["gloo"].count("gloo:barrier")
         assert barriers == noted["exchanges"] > 5
         assert len(noted["gloo"]) - barriers == noted["exchanges"] + noted["gathers"]
-        assert all(noted[f"{phase}_exchanging_s"] > 0 for phase in PHASES if phase != "handover" or mode == "shard")
+        assert all(
+            noted[f"{phase}_exchanging_s"] > 0
+            for phase in PHASES
+            if phase != "handover" or mode == "shard"
+        )
         assert noted["later"] == 0
 
 
@@ -165,15 +207,21 @@ def test_waiting_for_a_late_rank_is_told_apart_from_exchanging():
 def measured(tokens: float, total: float, waiting: float = -1.0) -> dict:
     """A record of which each phase takes a quarter of the time, and of it these seconds of waiting."""
     phases = ("next", "old_logprobs", "update", "handover")
-    record = {"tokens": tokens, "sequences": 8, "total_s": total} | {f"{phase}_s": total / 4 for phase in phases}
+    record = {"tokens": tokens, "sequences": 8, "total_s": total} | {
+        f"{phase}_s": total / 4 for phase in phases
+    }
     if waiting >= 0:
-        record |= {f"{phase}_{kind}_s": waiting for phase in PHASES for kind in ("waiting", "exchanging")}
+        record |= {
+            f"{phase}_{kind}_s": waiting for phase in PHASES for kind in ("waiting", "exchanging")
+        }
         record["exchanges"] = 7
     return record
 
 
 def test_scaling_is_told_in_the_tokens_of_the_same_round():
-    """Two processes take half the time in the first round and as long in the second: 2 and 1 times the tokens."""
+    """Two processes take half the time in the first round and as long in the second: 2 and 1 times
+    the tokens.
+    """
     labels = [case.label for case in cases(2)]
     assert labels[0] == "1 process, 1 thread" and len(set(labels)) == 7
     rounds = [
@@ -182,7 +230,11 @@ def test_scaling_is_told_in_the_tokens_of_the_same_round():
                      [(c.label, c, 2.0) for c in cases(2)])
     ]  # fmt: skip
     lines = scaling_table(rounds, 2).splitlines()
-    row = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[10:] if line}
+    row = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in lines[10:]
+        if line
+    }
     assert row["2 processes, shard, 2 x prompts"][:2] == ["20.0% + 20.0%"] * 2, "of half a second"
     gains = [line.split("|") for line in lines if "(" in line]
     assert [cells[1].strip() for cells in gains] == labels[1:]
@@ -194,7 +246,12 @@ def test_scaling_is_told_in_the_tokens_of_the_same_round():
 
 def test_runs_side_by_side_are_summed():
     both = side_by_side([measured(100, 4.0), measured(120, 2.0)])
-    assert (both["tokens"], both["sequences"], both["total_s"], both["next_s"]) == (220, 16, 3.0, 0.75)
+    assert (both["tokens"], both["sequences"], both["total_s"], both["next_s"]) == (
+        220,
+        16,
+        3.0,
+        0.75,
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,20 +270,43 @@ def test_what_scaling_does_not_go_with_is_refused(settings, message):
 
 @pytest.mark.slow
 def test_one_command_measures_one_process_beside_two(tmp_path):
-    sizes = ["size.prompts=4", "size.group_size=4", "size.new_tokens=12", "size.hidden=16", "size.layers=1"]
-    command = [sys.executable, str(ROOT / "experiments" / "benchmark.py"), "workload=long", "scaling=2", *sizes]
+    sizes = [
+        "size.prompts=4",
+        "size.group_size=4",
+        "size.new_tokens=12",
+        "size.hidden=16",
+        "size.layers=1",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "experiments" / "benchmark.py"),
+        "workload=long",
+        "scaling=2",
+        *sizes,
+    ]
     out = tmp_path / "x.json"
-    done = forked.run([*command, "batches=1", "rounds=1", f"out={out}", f"runs={tmp_path}"], seconds=600)
+    done = forked.run(
+        [*command, "batches=1", "rounds=1", f"out={out}", f"runs={tmp_path}"], seconds=600
+    )
     assert done.returncode == 0, done.stderr
     assert "waiting + exchanging" in done.stdout
     (found,) = json.loads(out.read_text())["rounds"]
     assert list(found) == [case.label for case in cases(2)]
     one, threads, apart, copies, shards, more_copies, more_shards = found.values()
-    assert one["tokens"] == threads["tokens"] == copies["tokens"] == shards["tokens"] == apart["tokens"] / 2
+    assert (
+        one["tokens"]
+        == threads["tokens"]
+        == copies["tokens"]
+        == shards["tokens"]
+        == apart["tokens"] / 2
+    )
     assert more_copies["tokens"] == more_shards["tokens"] > one["tokens"]
     assert (one["threads"], threads["threads"], copies["threads"]) == (1, 2, 1)
     assert "ranks" not in one and (copies["ranks"], shards["mode"]) == (2, "shard")
-    assert shards["handover_s"] > 0 == copies["handover_s"] and shards["exchanges"] > copies["exchanges"] > 5
+    assert (
+        shards["handover_s"] > 0 == copies["handover_s"]
+        and shards["exchanges"] > copies["exchanges"] > 5
+    )
     assert all(record["old_logprobs_flops"] for record in found.values()), "all make the old pass"
     for count, word, remedy in (
         (8, "size.prompts=4", "say size.prompts=8 or more"),

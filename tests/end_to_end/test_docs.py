@@ -1,7 +1,8 @@
-"""The pages of the documentation: what they name exists, their commands are understood, and marked blocks run.
+"""The pages of the documentation: what they name exists, their commands are understood, and marked
+blocks run.
 
-A block of commands runs where `<!-- run -->` stands on the line above it; the blocks of a page run one after another in
-one shell, in a temporary folder, with few steps.
+A block of commands runs where `<!-- run -->` stands on the line above it; the blocks of a page run
+one after another in one shell, in a temporary folder, with few steps.
 """
 
 import argparse
@@ -34,7 +35,9 @@ from gspo.tracking.metrics import FAMILIES, lookup
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 SHELL = ("sh", "bash")
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -62,13 +65,18 @@ def spans(page: Path) -> list[str]:
 
 
 def scripts(page: Path) -> list[tuple[str, list[str]]]:
-    """The scripts that a page calls, with their arguments: in blocks of commands and between backticks. For
-    `gspo train ...` that is experiments/train.py, which does the same; `gspo train` alone only names the command."""
+    """The scripts that a page calls, with their arguments: in blocks of commands and between
+    backticks. For `gspo train ...` that is experiments/train.py, which does the same; `gspo train`
+    alone only names the command."""
     lines = [line for text in blocks(page) for line in text.replace("\\\n", " ").splitlines()]
     found = []
     for line in lines + [span for span in spans(page) if re.match("python |gspo .*[=/]", span)]:
         program, *words = shlex.split(line.replace("$RUN", "runs/STUDY/RUN"), comments=True) or [""]
-        if program.endswith("python") and words and words[0].startswith(("experiments/", "analysis/")):
+        if (
+            program.endswith("python")
+            and words
+            and words[0].startswith(("experiments/", "analysis/"))
+        ):
             found.append((words[0], words[1:]))
         elif program == "gspo" and "--help" not in words:
             found.append(called_by_gspo(*words))
@@ -76,11 +84,15 @@ def scripts(page: Path) -> list[tuple[str, list[str]]]:
 
 
 def write_modules(folder: Path) -> list[str]:
-    """Write the Python of the pages whose first line names a file, `# my_losses.py`; return the modules' names."""
+    """Write the Python of the pages whose first line names a file, `# my_losses.py`; return the
+    modules' names.
+    """
     names = []
     for page in PAGES:
         for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-            if block["language"] == "python" and (name := re.match(r"# (\w+)\.py\b", block["text"])):
+            if block["language"] == "python" and (
+                name := re.match(r"# (\w+)\.py\b", block["text"])
+            ):
                 (folder / f"{name[1]}.py").write_text(block["text"])
                 names.append(name[1])
     return names
@@ -98,7 +110,8 @@ def called_by_gspo(name: str, *words: str) -> tuple[str, list[str]]:
 CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(page)})
 
 
-# ---- commands ----------------------------------------------------------------------------------------------------
+# ---- commands
+# ----------------------------------------------------------------------------------------------------
 
 
 class Parsed(Exception):
@@ -114,7 +127,8 @@ def understood_by_figure(script: str, words: list[str], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     monkeypatch.setattr(sys, "argv", [script, *words])
-    monkeypatch.setattr("gspo.core.escaping.guard", lambda: None)  # the test's own streams stay as they are
+    # the test's own streams stay as they are
+    monkeypatch.setattr("gspo.core.escaping.guard", lambda: None)
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
@@ -183,7 +197,9 @@ def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
 def test_there_are_commands_of_every_kind():
     """The patterns above find what they are to find."""
     called = {call[0] for call in CALLS}
-    assert {"train", *OTHERS} <= {Path(script).stem for script in called if script.startswith("experiments/")}
+    assert {"train", *OTHERS} <= {
+        Path(script).stem for script in called if script.startswith("experiments/")
+    }
     assert {f"analysis/{path.name}" for path in (ROOT / "analysis").glob("fig*.py")} - called <= {
         "analysis/fig_scaling.py"  # the benchmark calls it
     }
@@ -192,17 +208,22 @@ def test_there_are_commands_of_every_kind():
 
 @every_page
 def test_targets_of_make_are_in_the_makefile(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     code = "\n".join([*blocks(page), *spans(page)])
     assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets
 
 
-# ---- names -------------------------------------------------------------------------------------------------------
+# ---- names
+# -------------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
     """The ends of links that lead to the page's headings."""
-    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -223,7 +244,9 @@ def test_files_and_modules_that_are_named_exist(page):
     for name in re.findall(r"(?<![\w/])gspo(?:\.\w+)+", page.read_text(encoding="utf-8")):
         path = ROOT.joinpath(*name.split("."))
         if not (path.is_dir() or path.with_suffix(".py").is_file()):
-            assert hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]), name
+            assert hasattr(
+                importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]
+            ), name
 
 
 @every_page
@@ -259,7 +282,13 @@ def test_settings_that_are_named_exist():
 
 
 @pytest.mark.parametrize(
-    "page, group", [("algorithms", "objective"), ("algorithms", "preset"), ("rewards", "task"), ("settings", "arm")]
+    "page, group",
+    [
+        ("algorithms", "objective"),
+        ("algorithms", "preset"),
+        ("rewards", "task"),
+        ("settings", "arm"),
+    ],
 )
 def test_a_page_names_every_option(page, group):
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
@@ -273,7 +302,8 @@ def test_the_page_of_sweeps_names_every_sweep():
         assert f"`{path.stem}`" in text, path.stem
 
 
-# ---- blocks that run ---------------------------------------------------------------------------------------------
+# ---- blocks that run
+# ---------------------------------------------------------------------------------------------
 
 FEW_STEPS = (
     "steps=3 cold_start.steps=4 rollout.prompts_per_step=4 rollout.group_size=4 rollout.max_new_tokens=12 "
@@ -300,9 +330,17 @@ def test_the_marked_blocks_of_a_page_run(page, tmp_path):
     for name in ("experiments", "analysis", "conf", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_modules(tmp_path)
-    there = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    there = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     script = "\n".join(["set -euo pipefail", SHORTER, *blocks(page, marked=True)])
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment() | there, capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment() | there,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

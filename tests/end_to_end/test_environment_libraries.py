@@ -1,4 +1,6 @@
-"""Runs whose problems are played in environments of other libraries: trained, resumed, evaluated by name."""
+"""Runs whose problems are played in environments of other libraries: trained, resumed, evaluated by
+name.
+"""
 
 import json
 import shutil
@@ -11,7 +13,8 @@ import forked
 from commands import ROOT, SMALL, environment, train
 
 SUPPORT = Path(__file__).parents[1] / "support"
-STOP = "rollout.stop=[" + ",".join(f'"{digit}"' for digit in range(10)) + "]"  # an untrained model ends its turns so
+# an untrained model ends its turns so
+STOP = "rollout.stop=[" + ",".join(f'"{digit}"' for digit in range(10)) + "]"
 SIZES = [word for word in SMALL if not word.startswith(("task=", "cold_start", "steps="))]
 SIZES += ["cold_start.steps=0", "rollout.max_new_tokens=40", "tracking.wandb=disabled", STOP]
 
@@ -38,7 +41,14 @@ def trained(folder: Path, *task: str) -> Path:
 
 def evaluated(run: Path, *command: str, name: str = "evaluated") -> dict:
     out = run / name
-    script = [sys.executable, str(ROOT / "experiments" / "evaluate.py"), *command, f"out={out}", "problems=3", "k=2"]
+    script = [
+        sys.executable,
+        str(ROOT / "experiments" / "evaluate.py"),
+        *command,
+        f"out={out}",
+        "problems=3",
+        "k=2",
+    ]
     done = forked.run(script, cwd=run.parents[2], env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads((out / "result.json").read_text())
@@ -51,17 +61,28 @@ def episodes(run: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_text_game_is_trained_on_resumed_and_evaluated(tmp_path):
-    run = trained(tmp_path, "task=text_game", "task.env=text_games:Doors", "task.arguments={doors: 3}")
-    assert (run / "outside" / "text_games.py").read_text() == (SUPPORT / "text_games.py").read_text()
+    run = trained(
+        tmp_path, "task=text_game", "task.env=text_games:Doors", "task.arguments={doors: 3}"
+    )
+    assert (run / "outside" / "text_games.py").read_text() == (
+        SUPPORT / "text_games.py"
+    ).read_text()
     played = episodes(run)
     assert {row["verdict"] for row in played} & {"terminated", "time-limit"}
     assert any(turn["text"] == "A wall." for row in played for turn in row["turns"])
-    assert all(row["measures"]["replay_differs"] == 0 for row in played if "replay_differs" in row["measures"])
+    assert all(
+        row["measures"]["replay_differs"] == 0
+        for row in played
+        if "replay_differs" in row["measures"]
+    )
     assert set(evaluated(run, f"run={run}")["sets"]) == {"text_game"}
 
     (tmp_path / "twice" / "text_games.py").write_text("# another game\n")
     done = train(tmp_path / "twice", f"resume={run}", "steps=6")
-    assert done.returncode == 2 and "the source of task.env=text_games:Doors is not what it was" in done.stderr
+    assert (
+        done.returncode == 2
+        and "the source of task.env=text_games:Doors is not what it was" in done.stderr
+    )
 
 
 @pytest.mark.environments
@@ -69,13 +90,23 @@ def test_an_environment_of_verifiers_is_trained_on_resumed_and_evaluated_by_name
     run = trained(tmp_path, "task=vf", "task.env=vf-games", "task.arguments={rounds: 3}")
     played = episodes(run)
     ended = [row for row in played if row["verdict"] == "max_turns_reached"]
-    assert ended and all(row["reward"] == pytest.approx(0.5 / 3) for row in ended)  # 0.5 x quick, and not found
+    # 0.5 x quick, and not found
+    assert ended and all(row["reward"] == pytest.approx(0.5 / 3) for row in ended)
     assert {turn["text"] for row in played for turn in row["turns"] if turn["author"] == "environment"} <= {
         "higher", "lower"
     }  # fmt: skip
-    assert all(row["measures"]["replay_differs"] == 0 for row in played if "replay_differs" in row["measures"])
+    assert all(
+        row["measures"]["replay_differs"] == 0
+        for row in played
+        if "replay_differs" in row["measures"]
+    )
     assert set(evaluated(run, f"run={run}")["sets"]) == {"vf"}
-    model = ["model=tiny_moe", "benchmark=vf", "tasks.vf.env=vf_games:load_single", "max_new_tokens=8"]
+    model = [
+        "model=tiny_moe",
+        "benchmark=vf",
+        "tasks.vf.env=vf_games:load_single",
+        "max_new_tokens=8",
+    ]
     assert set(evaluated(run, *model, name="beside")["sets"]) == {"vf"}
 
 

@@ -1,4 +1,6 @@
-"""Evaluations as W&B runs of the job type "eval", and runs with TensorBoard's files, by the commands themselves."""
+"""Evaluations as W&B runs of the job type "eval", and runs with TensorBoard's files, by the
+commands themselves.
+"""
 
 import json
 import sys
@@ -28,7 +30,12 @@ def run(server, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     short = [o for o in SMALL if not o.startswith("steps=")]
     done = train(
-        folder, *short, "steps=4", "tracking.tensorboard=true", "tracking.project=mine", account=server.environment
+        folder,
+        *short,
+        "steps=4",
+        "tracking.tensorboard=true",
+        "tracking.project=mine",
+        account=server.environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return only_run(folder)
@@ -37,10 +44,19 @@ def run(server, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_the_graph_goes_from_the_cold_start_to_the_evaluation(server, run):
     (trained,) = server.runs
-    call = [str(ROOT / "experiments" / "evaluate.py"), f"run={run}", "problems=2", "k=2", "step=4", "wandb=auto"]
+    call = [
+        str(ROOT / "experiments" / "evaluate.py"),
+        f"run={run}",
+        "problems=2",
+        "k=2",
+        "step=4",
+        "wandb=auto",
+    ]
 
     def evaluated() -> None:
-        done = forked.run([sys.executable, *call], cwd=run.parents[2], env=environment() | server.environment)
+        done = forked.run(
+            [sys.executable, *call], cwd=run.parents[2], env=environment() | server.environment
+        )
         assert done.returncode == 0 and "wandb sync" not in done.stdout, done.stderr[-3000:]
 
     evaluated()
@@ -57,10 +73,14 @@ def test_the_graph_goes_from_the_cold_start_to_the_evaluation(server, run):
         assert row[f"eval/{each}/avg@2"] == numbers["avg"]["value"]
         assert row[f"eval/{each}/pass@2"] == numbers["pass"]["2"]["value"]
     told = found.config["evaluated"]["value"]
-    assert told["run"] == run.name and told["step"] == 4 and told["checkpoint"].endswith("step_000004")
+    assert (
+        told["run"] == run.name and told["step"] == 4 and told["checkpoint"].endswith("step_000004")
+    )
     (start,) = (run.parents[1] / "cold_starts").glob("*[0-9a-f]")
     assert set(server.used) == {(trained, start.name), (name, run.name)}
-    versions = {each["digest"] for each in server.made if each["artifactCollectionName"] == run.name}
+    versions = {
+        each["digest"] for each in server.made if each["artifactCollectionName"] == run.name
+    }
     assert len(versions) == 2, "the evaluation uses a version that the run has written"
     assert "evaluation" in {each["artifactTypeName"] for each in server.made}
 
@@ -90,7 +110,9 @@ def test_the_event_files_hold_the_rows(run):
     assert set(events.Tags()["scalars"]) == {name for row in rows for name in row} - {"step"}
     for name in ("reward/mean", "optim/grad_norm", "compute/flops"):
         found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == {row["step"]: pytest.approx(row[name], rel=1e-6) for row in rows if name in row}
+        assert found == {
+            row["step"]: pytest.approx(row[name], rel=1e-6) for row in rows if name in row
+        }
 
 
 @pytest.mark.slow
@@ -101,4 +123,8 @@ def test_the_score_is_in_wandbs_rows_and_not_in_ours(server, run):
     assert not any("score" in row for row in rows)
     last = rows[-1]
     held_out = [value for name, value in last.items() if "/avg@" in name]
-    assert found.rows[4]["score"] == pytest.approx(sum(held_out) / len(held_out)) == found.summary["score"]
+    assert (
+        found.rows[4]["score"]
+        == pytest.approx(sum(held_out) / len(held_out))
+        == found.summary["score"]
+    )

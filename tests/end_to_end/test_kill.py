@@ -1,6 +1,8 @@
-"""SIGKILL in every phase of a run, again and again; its end is that of a run that was left alone, to the last bit.
+"""SIGKILL in every phase of a run, again and again; its end is that of a run that was left alone,
+to the last bit.
 
-That is promised for one machine, one build of the program and its libraries, and one number of threads.
+That is promised for one machine, one build of the program and its libraries, and one number of
+threads.
 """
 
 import sys
@@ -15,10 +17,17 @@ from commands import ROOT, comparable, environment, only_run, train, wandb_rows
 from gspo.tracking.tracker import read_rows
 from killer import MOMENTS as ALL
 
-# test_faults.py has the moment of a rollback, test_processes.py that of a checkpoint which ranks write together.
-MOMENTS = [moment for moment in ALL if not moment.startswith("rollback") and moment != "checkpoint.some_files"]
+# test_faults.py has the moment of a rollback, test_processes.py that of a checkpoint which ranks
+# write together.
+MOMENTS = [
+    moment
+    for moment in ALL
+    if not moment.startswith("rollback") and moment != "checkpoint.some_files"
+]
 STEPS = 2 * len(MOMENTS) + 6
-SETTINGS = [  # a policy that earns something, so that every step has a gradient and the monitor something to follow
+# a policy that earns something, so that every step has a gradient and the monitor something to
+# follow
+SETTINGS = [
     "study=small", "task=math", "task.max_operands=2", "task.largest=5", f"steps={STEPS}", "threads=1",
     "cold_start.steps=500", "cold_start.batch_size=64", "model.hidden=32", "model.layers=2", "model.heads=2",
     "model.experts=4", "model.expert_width=16", "rollout.prompts_per_step=8", "rollout.group_size=4",
@@ -48,7 +57,9 @@ def test_a_run_killed_in_every_phase_ends_as_one_that_was_left_alone(tmp_path):
     done = train(folder, f"resume={only_run(folder).relative_to(folder)}")
     assert done.returncode == 0, done.stderr[-3000:]
     phases = [moment.partition(".")[0] for moment in killed]
-    assert len(killed) >= 20 and all(phases.count(p) >= 3 for p in ("rollout", "update", "checkpoint", "metrics"))
+    assert len(killed) >= 20 and all(
+        phases.count(p) >= 3 for p in ("rollout", "update", "checkpoint", "metrics")
+    )
     same(only_run(folder), only_run(tmp_path / "straight"))
 
 
@@ -71,9 +82,13 @@ def same(killed: Path, straight: Path) -> None:
     events = (straight / "monitor.jsonl").read_text()
     assert (killed / "monitor.jsonl").read_text() == events and events.count("\n") > STEPS / 4
     rows = comparable(straight)
-    assert len({row["policy/entropy"] for row in rows[1:]}) == STEPS, "the test means nothing if the weights stay put"
+    assert len({row["policy/entropy"] for row in rows[1:]}) == STEPS, (
+        "the test means nothing if the weights stay put"
+    )
     assert sum(row["optim/grad_norm"] > 0 for row in rows[1:]) > STEPS / 2
     assert max(row["reward/mean"] for row in rows[1:]) > 0.2, "the policy earns something"
     seen = wandb_rows(killed)
     assert [row["step"] for row in seen] == list(range(STEPS + 1)), "one W&B run, whole"
-    assert len({p.name.rsplit("-", 1)[1] for p in killed.glob("wandb/offline-run-*")}) == 1, "of one id"
+    assert len({p.name.rsplit("-", 1)[1] for p in killed.glob("wandb/offline-run-*")}) == 1, (
+        "of one id"
+    )

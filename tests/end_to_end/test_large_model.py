@@ -1,4 +1,6 @@
-"""experiment=qwen3_30b_a3b: that it composes with the paper's settings, and takes steps on two ranks with sizes cut."""
+"""experiment=qwen3_30b_a3b: that it composes with the paper's settings, and takes steps on two
+ranks with sizes cut.
+"""
 
 import json
 
@@ -16,7 +18,10 @@ from rank_processes import launch
 def problems(tmp_path):
     """Files of sums, as a benchmark of mathematics is written."""
     for name, first in (("train", 10), ("test", 60)):
-        rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(first, first + 16)]
+        rows = [
+            {"problem": f"What is {n} + {n}?", "answer": str(2 * n)}
+            for n in range(first, first + 16)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["experiment=qwen3_30b_a3b", "task.train_path=train.jsonl", "task.path=test.jsonl"]
 
@@ -25,7 +30,11 @@ def test_it_has_the_settings_of_the_paper(tmp_path, problems, monkeypatch):
     monkeypatch.chdir(tmp_path)
     s = settings(*problems)
     assert (s.objective.clip_low, s.objective.clip_high, s.trainer.minibatches) == (3e-4, 4e-4, 4)
-    assert (s.rollout.prompts_per_step, s.rollout.group_size, s.policy.routing_replay) == (512, 16, "none")
+    assert (s.rollout.prompts_per_step, s.rollout.group_size, s.policy.routing_replay) == (
+        512,
+        16,
+        "none",
+    )
     assert s.parallel.mode == "shard" and s.policy.precision == s.rollout.dtype == "bfloat16"
     rival = settings(*problems, "objective=grpo", "policy.routing_replay=r2")
     assert (rival.objective.clip_low, rival.objective.clip_high) == (0.2, 0.27), (

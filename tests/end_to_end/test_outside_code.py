@@ -1,4 +1,6 @@
-"""A user's own loss, reward, data, metric and callback in an empty folder: a sweep, resumed, evaluated, drawn."""
+"""A user's own loss, reward, data, metric and callback in an empty folder: a sweep, resumed,
+evaluated, drawn.
+"""
 
 import json
 import subprocess
@@ -29,11 +31,19 @@ def folder(tmp_path):
 
 
 def runs(folder) -> dict[str, object]:
-    return {path.name.rpartition("-")[0]: path for path in (folder / "runs" / "small").glob("*-seed*")}
+    return {
+        path.name.rpartition("-")[0]: path for path in (folder / "runs" / "small").glob("*-seed*")
+    }
 
 
 def evaluate(folder, run):
-    script = [sys.executable, str(ROOT / "experiments" / "evaluate.py"), f"run={run}", "problems=2", "k=1"]
+    script = [
+        sys.executable,
+        str(ROOT / "experiments" / "evaluate.py"),
+        f"run={run}",
+        "problems=2",
+        "k=1",
+    ]
     return forked.run(script, cwd=folder, env=environment())
 
 
@@ -55,13 +65,25 @@ def test_a_sweep_over_a_loss_of_ones_own_is_resumed_evaluated_and_drawn(folder):
     assert done.returncode == 0 and len(comparable(own)) == 7, done.stderr
     done = evaluate(folder, own)
     assert done.returncode == 0 and "rows" in done.stdout, done.stderr
-    figures = [sys.executable, str(ROOT / "analysis" / "fig_curves.py"), "runs/small", "--metrics", "custom/long"]
-    done = subprocess.run([*figures, "--out", "drawn"], cwd=folder, env=environment(), capture_output=True, text=True)
+    figures = [
+        sys.executable,
+        str(ROOT / "analysis" / "fig_curves.py"),
+        "runs/small",
+        "--metrics",
+        "custom/long",
+    ]
+    done = subprocess.run(
+        [*figures, "--out", "drawn"], cwd=folder, env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0 and list((folder / "drawn").glob("*.png")), done.stderr
 
     (folder / "own_package" / "helpers.py").write_text("def same(x):\n    return x  # changed\n")
     done = train(folder, f"resume={own}", "steps=8")
-    assert done.returncode == 2 and "own_package/helpers.py" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "own_package/helpers.py" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     done = evaluate(folder, own)
     assert done.returncode == 0 and "what is there now is used" in done.stderr
 
@@ -77,7 +99,9 @@ def test_a_callback_ends_a_run_and_its_state_is_resumed(folder):
 
 def test_a_wrong_reward_function_is_one_line_and_leaves_nothing(folder):
     done = train(folder, *SIZES, *OWN, "task.reward=own_package.rewards:two")
-    assert done.returncode == 2 and done.stderr.startswith("error: task.reward=own_package.rewards:two(prompt, resp")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: task.reward=own_package.rewards:two(prompt, resp"
+    )
     assert done.stderr.count("\n") == 1 and not (folder / "runs").exists()
 
 

@@ -1,7 +1,9 @@
-"""A model of one's own on GSM8K: its defaults, what is said when nothing can be learned, and what the model saw.
+"""A model of one's own on GSM8K: its defaults, what is said when nothing can be learned, and what
+the model saw.
 
-The model is a small Qwen3 with random weights and a real byte-level BPE tokenizer with ChatML's template, in a folder
-as `transformers` writes it; problems come from the real GSM8K file where it is there.
+The model is a small Qwen3 with random weights and a real byte-level BPE tokenizer with ChatML's
+template, in a folder as `transformers` writes it; problems come from the real GSM8K file where it
+is there.
 """
 
 import json
@@ -44,22 +46,34 @@ HF = ("model=hf", "model.path=some/folder", "task=gsm8k")
 def test_a_model_of_ones_own_runs_with_the_papers_clip_range_and_a_real_models_sizes():
     s = settings(*HF)
     assert (s.objective.name, s.objective.clip_low, s.objective.clip_high) == ("gspo", 3e-4, 4e-4)
-    assert (s.rollout.prompts_per_step, s.rollout.group_size, s.rollout.max_new_tokens) == (64, 8, 4096)
+    assert (s.rollout.prompts_per_step, s.rollout.group_size, s.rollout.max_new_tokens) == (
+        64,
+        8,
+        4096,
+    )
     assert (s.trainer.minibatches, s.optim.lr, s.rollout.max_prompt_tokens) == (4, 1e-6, 2048)
-    assert s.rollout == settings("preset=roll_current", *HF).rollout, "the peer whose sizes they are"
+    assert s.rollout == settings("preset=roll_current", *HF).rollout, (
+        "the peer whose sizes they are"
+    )
     assert settings("rollout=vllm", *HF).rollout.max_new_tokens == 4096
 
 
 def test_sizes_stand_below_experiment_preset_and_command_line():
     tiny = settings("experiment=tiny_moe", "model=hf", "model.path=x")
-    assert (tiny.rollout.prompts_per_step, tiny.rollout.max_new_tokens, tiny.optim.lr) == (32, 80, 2e-4)
+    assert (tiny.rollout.prompts_per_step, tiny.rollout.max_new_tokens, tiny.optim.lr) == (
+        32,
+        80,
+        2e-4,
+    )
     assert settings("preset=minirl", *HF).rollout.max_new_tokens == 32768
     assert settings(*HF, "rollout.max_new_tokens=300").rollout.max_new_tokens == 300
     assert settings("model=tiny_dense").rollout.max_new_tokens == 80, "a tiny model's"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", [name for name in options("experiment") if name.endswith("_moe")])
+@pytest.mark.parametrize(
+    "experiment", [name for name in options("experiment") if name.endswith("_moe")]
+)
 def test_a_testbed_brings_its_own_clip_range_which_everything_after_it_overrides(experiment):
     chosen, tiny = settings(f"experiment={experiment}"), settings("objective=gspo_tiny").objective
     assert chosen.objective == tiny and chosen.objective.clip_low == 3.5e-4
@@ -70,7 +84,8 @@ def test_a_testbed_brings_its_own_clip_range_which_everything_after_it_overrides
 
 def numbered(count: int, **metrics: float) -> list[dict]:
     return [
-        {"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()} for step in range(count)
+        {"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()}
+        for step in range(count)
     ]
 
 
@@ -81,13 +96,19 @@ NOTHING = {"reward__mean": 0.0, "group__zero_variance": 1.0, "optim__grad_norm":
 @pytest.mark.parametrize("count", [3, 40])
 def test_the_report_of_a_run_that_could_learn_nothing_says_no(count):
     reward, gradient, routing = stability_report(numbered(count + 1, **NOTHING)).splitlines()
-    assert reward.startswith(f"Does the reward keep rising? No: no signal (none of {count} steps had")
-    assert gradient.startswith(f"Is the gradient norm in a reasonable range? No: no signal, {count} of {count} steps")
+    assert reward.startswith(
+        f"Does the reward keep rising? No: no signal (none of {count} steps had"
+    )
+    assert gradient.startswith(
+        f"Is the gradient norm in a reasonable range? No: no signal, {count} of {count} steps"
+    )
     assert routing.startswith("Does expert activation stay consistent? It says nothing: no signal")
 
 
 def test_a_gradient_of_the_kl_term_alone_is_no_signal_and_a_few_silent_steps_are_not_the_run():
-    by_kl = stability_report(numbered(41, **NOTHING | {"optim__grad_norm": 0.1, "optim__grad_norm_max": 0.1}))
+    by_kl = stability_report(
+        numbered(41, **NOTHING | {"optim__grad_norm": 0.1, "optim__grad_norm_max": 0.1})
+    )
     assert by_kl.count("no signal") == 3
     learning = numbered(41, **NOTHING | {"group__zero_variance": 0.2, "optim__grad_norm": 0.1})
     for row in learning[:10]:
@@ -97,7 +118,9 @@ def test_a_gradient_of_the_kl_term_alone_is_no_signal_and_a_few_silent_steps_are
         row["optim/grad_norm"] = 0.0
     assert "No: no signal, 29 of 40 steps" in stability_report(learning)
     silent = [row | {"reward/mean": 0.5 + row["step"] % 2} for row in numbered(41, **NOTHING)]
-    assert stability_report(silent).count("no signal") == 3, "rewards that differ between problems only: no gradient"
+    assert stability_report(silent).count("no signal") == 3, (
+        "rewards that differ between problems only: no gradient"
+    )
 
 
 FIRST = {"length/truncated": 0.0, "group/zero_variance": 1.0, "reward/mean": 0.0}
@@ -121,12 +144,19 @@ FIRST = {"length/truncated": 0.0, "group/zero_variance": 1.0, "reward/mean": 0.0
         ),
         ({}, True, [], [r"earned 0.*step_000001.jsonl.*prompt.format=auto: chat.*task=gsm8k"]),
         ({"reward/mean": 1.0}, True, [], ["earned 1.*harder problems than task=gsm8k"]),
-        ({"reward/mean": 0.5}, True, ["advantage=returns"], ["earned 0.5, so there is nothing to learn"]),
+        (
+            {"reward/mean": 0.5},
+            True,
+            ["advantage=returns"],
+            ["earned 0.5, so there is nothing to learn"],
+        ),
         ({"reward/mean": 0.5}, False, [], ["rollout.group_size=8.*raise it"]),
         ({"reward/mean": 0.5}, False, ["advantage=returns"], []),
     ],
 )
-def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, is_equal, overrides, lines):
+def test_a_first_step_without_signal_is_said_with_what_to_change(
+    metrics, is_equal, overrides, lines
+):
     chosen = settings(*HF, *overrides)
     chosen.prompt_used = "chat"
     measured = FIRST | metrics
@@ -134,9 +164,9 @@ def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, is_equ
     rewards = [mean] * 2 if is_equal else [mean / 2, mean * 1.5]
     responses = [SimpleNamespace(score=Score(reward, "partial")) for reward in rewards]
     found = nothing_to_learn(chosen, measured, responses, step=1)
-    assert len(found) == len(lines) and all(re.search(line, text) for line, text in zip(lines, found, strict=True)), (
-        found
-    )
+    assert len(found) == len(lines) and all(
+        re.search(line, text) for line, text in zip(lines, found, strict=True)
+    ), found
 
 
 # a real folder, in real processes
@@ -144,11 +174,17 @@ def test_a_first_step_without_signal_is_said_with_what_to_change(metrics, is_equ
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Qwen3 of 30,000 parameters with a byte-level BPE and ChatML, and four problems of GSM8K's format."""
+    """A random Qwen3 of 30,000 parameters with a byte-level BPE and ChatML, and four problems of
+    GSM8K's format.
+    """
     folder = tmp_path_factory.mktemp("own")
-    questions = [f"Tom has {n} apples and buys {n + 1} more. How many apples does he have?" for n in range(4)]
+    questions = [
+        f"Tom has {n} apples and buys {n + 1} more. How many apples does he have?" for n in range(4)
+    ]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(questions, vocab_size=400, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    bpe.train_from_iterator(
+        questions, vocab_size=400, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML,
         additional_special_tokens=["<|im_start|>"],
@@ -160,7 +196,10 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     save(Qwen3ForCausalLM(config), tokenizer, folder / "model")
     (folder / "gsm8k").mkdir()
-    lines = [json.dumps({"question": q, "answer": f"So.\n#### {2 * n + 1}"}) for n, q in enumerate(questions)]
+    lines = [
+        json.dumps({"question": q, "answer": f"So.\n#### {2 * n + 1}"})
+        for n, q in enumerate(questions)
+    ]
     (folder / "gsm8k" / "train.jsonl").write_text("\n".join(lines[1:]) + "\n")
     (folder / "gsm8k" / "test.jsonl").write_text(lines[0] + "\n")
     return folder
@@ -184,7 +223,9 @@ def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
         policy = Policy(model, tokenizer, prompts=prompts)
         assert policy.prompt_format_used == ("plain" if prompts.format == "plain" else "chat")
         engine, seed = LocalEngine(policy), (1, "rollout")
-        ((response,),) = engine.generate([Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed)
+        ((response,),) = engine.generate(
+            [Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed
+        )
         assert response.rendered == text and response.finish_reason == "budget"
         (longer,) = engine.extend([response], Sampling(1.0, 8), seed)
         assert longer.rendered == text, "also where a response is continued"
@@ -194,23 +235,35 @@ def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
 
 @pytest.mark.slow
 def test_what_the_model_saw_and_that_nothing_can_be_learned(folder):
-    """Train one step, sample, evaluate: the run says chat, shows the rendered prompt, and why it cannot learn."""
+    """Train one step, sample, evaluate: the run says chat, shows the rendered prompt, and why it
+    cannot learn.
+    """
     done = train(folder, *SMALL, "task.path=gsm8k")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "100.0% of the responses were cut off at rollout.max_new_tokens=8" in done.stderr
-    assert "step 1: every response earned 0" in done.stderr and "prompt.format=auto: chat" in done.stderr
-    assert "keep rising? No: no signal" in done.stdout and "reasonable range? No: no signal" in done.stdout
+    assert (
+        "step 1: every response earned 0" in done.stderr
+        and "prompt.format=auto: chat" in done.stderr
+    )
+    assert (
+        "keep rising? No: no signal" in done.stdout
+        and "reasonable range? No: no signal" in done.stdout
+    )
     (run,) = (folder / "runs" / "own").glob("gspo-seed1-*")
     recorded = yaml.safe_load((run / "settings.yaml").read_text())
     assert (recorded["prompt"]["format"], recorded["prompt_used"]) == ("auto", "chat")
     assert recorded["objective"]["clip_low"] == 3e-4
     row = first_row(run)
-    assert row["rendered"] == f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        row["rendered"] == f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert "&lt;|im_start|&gt;user" in (run / "report.html").read_text()
     again = train(folder, f"resume={run}", "steps=2")
     assert again.returncode == 0 and "step 1:" not in again.stderr, again.stderr[-2000:]
     look = run_script(folder, "sample.py", f"run={run}", "problems=1", "samples=1")
-    assert "prompt.format=auto: chat" in look.stdout and "<|im_start|>user\nTom has" in look.stdout, look.stderr
+    assert (
+        "prompt.format=auto: chat" in look.stdout and "<|im_start|>user\nTom has" in look.stdout
+    ), look.stderr
     scored = run_script(folder, "evaluate.py", "model=hf", "model.path=model", "benchmark=gsm8k", "data=.", "k=1",
                         "max_new_tokens=9")  # fmt: skip
     assert scored.returncode == 0, scored.stderr[-2000:]
@@ -221,7 +274,9 @@ def test_what_the_model_saw_and_that_nothing_can_be_learned(folder):
     assert not (folder / "evaluations").exists()
     long = run_script(folder, "evaluate.py", f"run={run}", "k=1")
     assert long.returncode == 0, long.stderr[-2000:]
-    assert re.search(r"gsm8k: up to \d+ response tokens in place of 2048: \d+ positions", long.stdout), "its own, not 8"
+    assert re.search(
+        r"gsm8k: up to \d+ response tokens in place of 2048: \d+ positions", long.stdout
+    ), "its own, not 8"
 
 
 def first_row(run: Path) -> dict:

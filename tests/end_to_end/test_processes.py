@@ -1,4 +1,6 @@
-"""Runs of several processes, as torchrun starts them: the numbers of one, resumed, stopped, killed, refused."""
+"""Runs of several processes, as torchrun starts them: the numbers of one, resumed, stopped, killed,
+refused.
+"""
 
 import json
 import shutil
@@ -25,7 +27,9 @@ def good(ranks) -> None:
 
 
 @pytest.mark.parametrize("several", [TWO, SHARD], ids=["replicate", "shard"])
-def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the_others_run(tmp_path, several):
+def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the_others_run(
+    tmp_path, several
+):
     """2 -> 2 to the bit; 2 -> 3 -> 1 -> 2 up to rounding."""
     alone = tmp_path / "one"
     alone.mkdir()
@@ -54,7 +58,9 @@ def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the
 
 
 def test_experts_that_are_dealt_to_two_processes_go_on_to_the_bit_and_otherwise(tmp_path, straight):
-    """2 -> 2 to the bit; dealt -> gathered -> one process -> dealt up to rounding; with a critic and a reference."""
+    """2 -> 2 to the bit; dealt -> gathered -> one process -> dealt up to rounding; with a critic
+    and a reference.
+    """
     rows, cold_starts = straight(EXPERTS)
     near(straight(SHARD)[0], rows)
     for name in ("again", "others"):
@@ -74,12 +80,24 @@ def test_experts_that_are_dealt_to_two_processes_go_on_to_the_bit_and_otherwise(
 
 
 def test_batches_that_are_sampled_beside_the_training_are_waited_for_at_the_end(tmp_path):
-    """With a verifier slower than the training, batches are under way when the last checkpoint is written."""
+    """With a verifier slower than the training, batches are under way when the last checkpoint is
+    written.
+    """
     (tmp_path / "slow.py").write_text(SLOW)
-    ahead = ["rollout.staleness=2", "rollout.overlap=true", "steps=4", "callbacks.it=slow:Fast", "evaluation.every=0"]
+    ahead = [
+        "rollout.staleness=2",
+        "rollout.overlap=true",
+        "steps=4",
+        "callbacks.it=slow:Fast",
+        "evaluation.every=0",
+    ]
     good(launch(tmp_path, 2, *TWO, *ahead, env={rank: {"PYTHONPATH": "."} for rank in (0, 1)}))
     rows = comparable(only_run(tmp_path))
-    good(launch(tmp_path, 2, *TWO, *ahead, "steps=6", env={rank: {"PYTHONPATH": "."} for rank in (0, 1)}))
+    good(
+        launch(
+            tmp_path, 2, *TWO, *ahead, "steps=6", env={rank: {"PYTHONPATH": "."} for rank in (0, 1)}
+        )
+    )
     assert comparable(only_run(tmp_path))[:5] == rows
 
 
@@ -106,7 +124,12 @@ class Fast(Callback):
 
 def torchrun(folder: Path, *overrides: str):
     """Start the program by torchrun as two ranks, and wait for its end."""
-    options = ["--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    options = [
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    ]
     launcher = [sys.executable, "-c", TORCHRUN, *options, *command(*overrides)[1:]]
     return forked.run(launcher, cwd=folder, env=environment() | {"PYTHONPATH": "."})
 
@@ -117,14 +140,22 @@ TORCHRUN = "from torch.distributed.run import main; main()"
 def test_torchrun_starts_them(tmp_path):
     done = torchrun(tmp_path, *TWO, "steps=2")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(comparable(only_run(tmp_path))) == 3 and done.stdout.count("finished at step 2/2") == 1
+    assert (
+        len(comparable(only_run(tmp_path))) == 3 and done.stdout.count("finished at step 2/2") == 1
+    )
 
 
 WRONG = {
     "key": (["lr=1"], "error: there is no setting lr: here it is optim.lr"),
-    "mode": (["parallel.mode=none"], "error: 2 processes with parallel.mode=none: say parallel.mode=replicate or"),
+    "mode": (
+        ["parallel.mode=none"],
+        "error: 2 processes with parallel.mode=none: say parallel.mode=replicate or",
+    ),
     "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9 cannot be used here: "),
-    "one rank": (["callbacks.it=failing:OnRankOne"], "error: rank 1: RuntimeError: this rank's disk is gone"),
+    "one rank": (
+        ["callbacks.it=failing:OnRankOne"],
+        "error: rank 1: RuntimeError: this rank's disk is gone",
+    ),
 }
 
 
@@ -140,7 +171,8 @@ def test_torchrun_shows_last_why_a_launch_failed_and_one_rank_prints_it(tmp_path
     assert shown[-1].strip().startswith(f"traceback : {line}"), done.stderr
 
 
-# What a run remembers beside its weights: a critic, a refreshed reference, the KL coefficient, a curriculum, moments.
+# What a run remembers beside its weights: a critic, a refreshed reference, the KL coefficient, a
+# curriculum, moments.
 REMEMBERED = [
     "preset=ppo", "kl=loss", "kl.target=1e-4", "kl.horizon=100", "kl.refresh_every=3", "sampler=grouped",
     "rollout.query_set=16", "reward.shift=running", "reward.scale=running", "optim.warmup_updates=0",
@@ -177,13 +209,19 @@ def straight(tmp_path_factory):
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1].split("=")[1],
 )
-def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(tmp_path, straight, several, moment):
+def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(
+    tmp_path, straight, several, moment
+):
     rows, cold_starts = straight(several)
     shutil.copytree(cold_starts, tmp_path / "runs" / "cold_starts")
     ranks = launch(tmp_path, 2, *several, *REMEMBERED, scripts={1: [KILLER, moment, "5"]})
     assert ranks[1].code == -9 and ranks[0].code == 1 and ranks[0].seconds - ranks[1].seconds < 30
     error = [line for line in ranks[0].err.splitlines() if line.startswith("error:")]
-    assert len(error) == 1 and "rank 1 (process " in error[0] and "has ended before its time" in error[0], ranks[0].err
+    assert (
+        len(error) == 1
+        and "rank 1 (process " in error[0]
+        and "has ended before its time" in error[0]
+    ), ranks[0].err
     assert "go on with resume=" in error[0] and "Traceback" not in ranks[0].err + ranks[1].err
     run = only_run(tmp_path)
     status = json.loads((run / "status.json").read_text())
@@ -194,21 +232,38 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_same_command_goes_on(t
 
 @pytest.mark.parametrize(
     ("several", "moment"),
-    [(TWO, "checkpoint.half_an_optimizer"), (SHARD, "checkpoint.not_renamed"), (SHARD, "update.in_a_layer")],
+    [
+        (TWO, "checkpoint.half_an_optimizer"),
+        (SHARD, "checkpoint.not_renamed"),
+        (SHARD, "update.in_a_layer"),
+    ],
 )
 def test_rank_0_killed_is_named_by_another(tmp_path, several, moment):
     ranks = launch(tmp_path, 3, *several, scripts={0: [KILLER, moment, "3"]})
     assert ranks[0].code == -9 and ranks[1].code == ranks[2].code == 1
-    errors = [[line for line in rank.err.splitlines() if line.startswith("error")] for rank in ranks]
-    assert len(errors[1]) == 1 and errors[1][0].startswith("error: rank 0 (process ") and not errors[2]
+    errors = [
+        [line for line in rank.err.splitlines() if line.startswith("error")] for rank in ranks
+    ]
+    assert (
+        len(errors[1]) == 1 and errors[1][0].startswith("error: rank 0 (process ") and not errors[2]
+    )
     assert "Traceback" not in ranks[1].err + ranks[2].err
 
 
 def test_a_rank_that_fails_says_why(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
-    ranks = launch(tmp_path, 2, *TWO, "callbacks.it=failing:OnRankOne", env={r: {"PYTHONPATH": "."} for r in (0, 1)})
+    ranks = launch(
+        tmp_path,
+        2,
+        *TWO,
+        "callbacks.it=failing:OnRankOne",
+        env={r: {"PYTHONPATH": "."} for r in (0, 1)},
+    )
     assert [rank.code for rank in ranks] == [1, 1]
-    assert "error: rank 1 (process " in ranks[0].err and "has failed: this rank's disk is gone" in ranks[0].err
+    assert (
+        "error: rank 1 (process " in ranks[0].err
+        and "has failed: this rank's disk is gone" in ranks[0].err
+    )
 
 
 FAILING = """
@@ -231,7 +286,13 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
             'raise RuntimeError("this rank\'s disk is gone")', "os.kill(os.getpid(), 15)"
         )
     )
-    ranks = launch(tmp_path, 2, *TWO, "callbacks.it=asking:Asking", env={r: {"PYTHONPATH": "."} for r in (0, 1)})
+    ranks = launch(
+        tmp_path,
+        2,
+        *TWO,
+        "callbacks.it=asking:Asking",
+        env={r: {"PYTHONPATH": "."} for r in (0, 1)},
+    )
     assert [rank.code for rank in ranks] == [143, 143], ranks
     run = only_run(tmp_path)
     assert json.loads((run / "status.json").read_text())["how"] == "stopped"
@@ -239,7 +300,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     assert (run / "checkpoints" / "latest").read_text() == "step_000003"
 
 
-# ------------------------------------------------------------------------------------------------------------ refused
+# ------------------------------------------------------------------------------------------------------------
+# refused
 REFUSED = {
     "none": ("2 processes with parallel.mode=none: say parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
     "settings": (
@@ -307,15 +369,25 @@ def test_what_cannot_work_is_one_line_of_rank_0(tmp_path, case):
 
 def test_several_processes_without_torchrun_are_refused(tmp_path):
     done = forked.run(command(*TWO), cwd=tmp_path, env=environment())
-    assert done.returncode == 2 and "parallel.mode=replicate with one process: start the processes by" in done.stderr
+    assert (
+        done.returncode == 2
+        and "parallel.mode=replicate with one process: start the processes by" in done.stderr
+    )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = forked.run(command(*SHARD), cwd=tmp_path, env=environment() | alone)
-    assert done.returncode == 2 and "parallel.mode=shard with one process: there is nothing to spread" in done.stderr
+    assert (
+        done.returncode == 2
+        and "parallel.mode=shard with one process: there is nothing to spread" in done.stderr
+    )
 
 
 def test_weights_that_are_multiplied_in_bfloat16_pass_the_check_of_the_engine(tmp_path):
     """The engine's copy is in float32, and no nearer to the trainer than its bfloat16 is."""
-    good(launch(tmp_path, 2, *SHARD, "policy.precision=bfloat16", "policy.checkpointing=true", "steps=2"))
+    good(
+        launch(
+            tmp_path, 2, *SHARD, "policy.precision=bfloat16", "policy.checkpointing=true", "steps=2"
+        )
+    )
     rows = comparable(only_run(tmp_path))
     assert all(1e-5 < row["mismatch/after_sync"] < 0.15 for row in rows[1:])
 

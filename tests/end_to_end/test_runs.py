@@ -1,4 +1,6 @@
-"""Whole runs: directory, tracking, resume after SIGKILL and SIGTERM, refusal. Real processes, the real W&B client."""
+"""Whole runs: directory, tracking, resume after SIGKILL and SIGTERM, refusal. Real processes, the
+real W&B client.
+"""
 
 import gzip
 import json
@@ -18,7 +20,18 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import forked
 from builders import small_policy
-from commands import ROOT, SMALL, command, comparable, environment, evaluate, only_run, train, wait_for_step, wandb_rows
+from commands import (
+    ROOT,
+    SMALL,
+    command,
+    comparable,
+    environment,
+    evaluate,
+    only_run,
+    train,
+    wait_for_step,
+    wandb_rows,
+)
 from families import other_family
 from gspo.model.loading import save
 from gspo.model.settings import TinyDense
@@ -40,19 +53,36 @@ def straight(tmp_path_factory) -> Path:
 def test_a_run_directory_holds_everything(straight):
     rows = read_rows(straight / "metrics.jsonl")
     assert straight.name.startswith("gspo-seed1-")
-    assert yaml.safe_load((straight / "settings.yaml").read_text())["options"]["objective"] == "gspo"
+    assert (
+        yaml.safe_load((straight / "settings.yaml").read_text())["options"]["objective"] == "gspo"
+    )
     assert "objective gspo" in (straight / "report.html").read_text()
     assert [row["step"] for row in rows] == list(range(13))
     assert "eval/math_easy/avg@2" in rows[0] and "reward/mean" not in rows[0]
     assert all("reward/mean" in row and "routing/consistency" in row for row in rows[1:])
     assert ["eval/elo" in row for row in rows] == [step % 2 == 0 for step in range(13)]
-    first = [json.loads(line) for line in (straight / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
-    assert len(first) == 16 and set(first[0]) >= {"prompt", "response", "reward", "verdict", "length", "finish_reason"}
+    first = [
+        json.loads(line)
+        for line in (straight / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len(first) == 16 and set(first[0]) >= {
+        "prompt",
+        "response",
+        "reward",
+        "verdict",
+        "length",
+        "finish_reason",
+    }
     mean = sum(row["reward"] for row in first) / 16
     assert mean == pytest.approx(rows[1]["reward/mean"])
     assert (straight / "checkpoints" / "latest").read_text() == "step_000012"
-    assert {p.name for p in (straight / "checkpoints").glob("step_*")} == {"step_000010", "step_000012"}
-    assert {"commit", "changed_files", "versions", "command"} <= set(json.loads((straight / "code.json").read_text()))
+    assert {p.name for p in (straight / "checkpoints").glob("step_*")} == {
+        "step_000010",
+        "step_000012",
+    }
+    assert {"commit", "changed_files", "versions", "command"} <= set(
+        json.loads((straight / "code.json").read_text())
+    )
     assert "step 12/12" in (straight / "train.log").read_text()
 
 
@@ -66,7 +96,9 @@ def test_steps_are_profiled_into_a_trace_and_a_table(straight, tmp_path):
         "step_000002.json",
         "step_000002.trace.json.gz",
     ]
-    trace = json.loads(gzip.decompress((run / "profile" / "step_000002.trace.json.gz").read_bytes()))
+    trace = json.loads(
+        gzip.decompress((run / "profile" / "step_000002.trace.json.gz").read_bytes())
+    )
     names = Counter(event.get("name") for event in trace["traceEvents"])
     assert names["Optimizer.step#AdamW.step"] == 2, "two mini-batches of one step"
     table = json.loads((run / "profile" / "step_000002.json").read_text())
@@ -128,7 +160,9 @@ def interrupted(folder: Path, number: int, *overrides: str) -> subprocess.Popen:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    first, second = (load_file(run / "checkpoints" / "step_000012" / "model.safetensors") for run in (a, b))
+    first, second = (
+        load_file(run / "checkpoints" / "step_000012" / "model.safetensors") for run in (a, b)
+    )
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
@@ -141,7 +175,9 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert comparable(run) == comparable(straight)
     assert same_weights(run, straight)
-    assert [row["step"] for row in wandb_rows(run)] == list(range(13)), "the newest W&B segment holds the whole history"
+    assert [row["step"] for row in wandb_rows(run)] == list(range(13)), (
+        "the newest W&B segment holds the whole history"
+    )
     for step in (1, 12):
         name = f"rollouts/step_{step:06d}.jsonl"
         assert (run / name).read_text() == (straight / name).read_text()
@@ -149,15 +185,20 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(straight, tmp_path, number):
+def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(
+    straight, tmp_path, number
+):
     process = interrupted(tmp_path, number)
     assert process.returncode == 128 + number
     run = only_run(tmp_path)
     last = read_rows(run / "metrics.jsonl")[-1]["step"]
-    assert (run / "checkpoints" / "latest").read_text() == f"step_{last:06d}", "nothing that was computed is lost"
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{last:06d}", (
+        "nothing that was computed is lost"
+    )
     assert [row["step"] for row in wandb_rows(run)] == list(range(last + 1))
     assert last < 12, "the signal came too late to show anything"
-    again = SMALL if number == signal.SIGINT else [f"resume={run}", "steps=12"]  # the same command does it too
+    # the same command does it too
+    again = SMALL if number == signal.SIGINT else [f"resume={run}", "steps=12"]
     assert train(tmp_path, *again).returncode == 0
     assert comparable(run) == comparable(straight)
     assert same_weights(run, straight)
@@ -174,7 +215,10 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "continued once, from the checkpoint of step 10." in (run / "report.html").read_text()
     assert comparable(run) == comparable(straight)
-    assert [row["step"] for row in read_rows(run / "superseded" / "1" / "metrics.jsonl")] == [11, 12]
+    assert [row["step"] for row in read_rows(run / "superseded" / "1" / "metrics.jsonl")] == [
+        11,
+        12,
+    ]
     assert {p.name for p in (run / "superseded" / "1").glob("*step*")} == {
         "rollouts_step_000011.jsonl",
         "rollouts_step_000012.jsonl",
@@ -184,7 +228,9 @@ def test_resume_moves_later_rows_aside(straight, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_was_evaluated_goes_on(tmp_path):
-    """By resume=, and by its sweep typed again; an evaluation of a checkpoint that is gone back behind moves aside."""
+    """By resume=, and by its sweep typed again; an evaluation of a checkpoint that is gone back
+    behind moves aside.
+    """
     assert train(tmp_path, *SMALL, "steps=4").returncode == 0
     run = only_run(tmp_path)
     for step, again in ((4, [f"resume={run}", "steps=6"]), (6, ["-m", *SMALL, "steps=8"])):
@@ -206,15 +252,21 @@ def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(straight, run)
     state = run / "checkpoints" / "step_000012" / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"settings": "0123456789"}))  # as another run wrote it
+    # as another run wrote it
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"settings": "0123456789"}))
     (state.parent / "checksums.json").unlink()
     seal(state.parent)
     before = (run / "metrics.jsonl").read_text()
     done = train(tmp_path, f"resume={run}", "steps=20")
-    assert done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr
+    assert (
+        done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr
+    )
     shutil.rmtree(run / "checkpoints")
     done = train(tmp_path, f"resume={run}", "steps=20")
-    assert done.returncode == 2 and f"{run} has no checkpoint, although it has rows up to step 12" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"{run} has no checkpoint, although it has rows up to step 12" in done.stderr
+    )
     assert (run / "metrics.jsonl").read_text() == before
 
 
@@ -254,18 +306,24 @@ def test_two_processes_cannot_write_one_run(straight):
 
 @pytest.mark.slow
 def test_a_sweep_finishes_its_good_jobs_and_names_the_bad_one(tmp_path):
-    """A grid with an impossible combination; the same grid again runs nothing twice (on_existing=auto)."""
+    """A grid with an impossible combination; the same grid again runs nothing twice
+    (on_existing=auto).
+    """
     grid = ["-m", *SMALL, "steps=2", "rollout.group_size=1,2"]
     for _ in range(2):
         done = train(tmp_path, *[o for o in grid if o != "rollout.group_size=4"])
-        assert done.returncode == 1 and "rollout.group_size=1 leaves" in done.stderr.splitlines()[-1]
+        assert (
+            done.returncode == 1 and "rollout.group_size=1 leaves" in done.stderr.splitlines()[-1]
+        )
     assert [row["step"] for row in read_rows(only_run(tmp_path) / "metrics.jsonl")] == [0, 1, 2]
     assert "has reached step 2 already" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
-    """A checkpoint folder that cannot be made: exit 1, said in one line, rows kept, traceback in train.log."""
+    """A checkpoint folder that cannot be made: exit 1, said in one line, rows kept, traceback in
+    train.log.
+    """
     process = subprocess.Popen(
         command(*SMALL, "steps=200", "checkpoint.every=50"),
         cwd=tmp_path,
@@ -278,7 +336,10 @@ def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and "what was written is kept" in errors
     run = only_run(tmp_path)
-    assert len(read_rows(run / "metrics.jsonl")) > 50 and "Traceback" in (run / "train.log").read_text()
+    assert (
+        len(read_rows(run / "metrics.jsonl")) > 50
+        and "Traceback" in (run / "train.log").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -287,12 +348,18 @@ def test_any_model_folder_can_be_trained_and_replay_needs_a_router(tmp_path):
     dense = small_policy(TinyDense(hidden=16, layers=1, heads=2))
     for name, policy in (("olmoe", other_family("olmoe")), ("dense", dense)):
         save(policy.model, policy.tokenizer, tmp_path / name)
-    small = [o for o in SMALL if not o.startswith("model.")] + ["steps=2", "model=hf", "cold_start.steps=0"]
+    small = [o for o in SMALL if not o.startswith("model.")] + [
+        "steps=2",
+        "model=hf",
+        "cold_start.steps=0",
+    ]
     done = train(tmp_path, *small, f"model.path={tmp_path / 'olmoe'}", "policy.routing_replay=r2")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
     assert "routing/consistency_layer_1" in rows[2] and rows[2]["mismatch/logp_abs_max"] < 1e-4
-    refused = train(tmp_path, *small, f"model.path={tmp_path / 'dense'}", "policy.routing_replay=r2")
+    refused = train(
+        tmp_path, *small, f"model.path={tmp_path / 'dense'}", "policy.routing_replay=r2"
+    )
     assert refused.returncode == 2 and "no router to replay" in refused.stderr
     mixed = ["policy.precision=bfloat16", "policy.checkpointing=true"]
     done = train(tmp_path, *small, f"model.path={tmp_path / 'dense'}", *mixed)
@@ -302,17 +369,36 @@ def test_any_model_folder_can_be_trained_and_replay_needs_a_router(tmp_path):
 @pytest.mark.slow
 def test_an_unknown_architecture_is_trained_by_its_own_forward_which_is_said(tmp_path):
     tokenizer = small_policy().tokenizer
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=tokenizer.eos_token_id)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     save(GPT2LMHeadModel(config), tokenizer, tmp_path / "gpt2")
     # such a file can be read and not written; at the first checkpoint the run would end
-    generation = {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "eos_token_id": tokenizer.eos_token_id}
+    generation = {
+        "do_sample": False,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     (tmp_path / "gpt2" / "generation_config.json").write_text(json.dumps(generation))
-    small = [o for o in SMALL if not o.startswith("model.")] + ["steps=2", "model=hf", "cold_start.steps=0"]
+    small = [o for o in SMALL if not o.startswith("model.")] + [
+        "steps=2",
+        "model=hf",
+        "cold_start.steps=0",
+    ]
     small.append(f"model.path={tmp_path / 'gpt2'}")
     refused = train(tmp_path, *small, "policy.checkpointing=true")
     assert refused.returncode == 2 and "policy.checkpointing=true" in refused.stderr
     done = train(tmp_path, *small)
-    assert done.returncode == 0 and "GPT2LMHeadModel" in done.stderr and "known architecture" in done.stderr
+    assert (
+        done.returncode == 0
+        and "GPT2LMHeadModel" in done.stderr
+        and "known architecture" in done.stderr
+    )
     (saved,) = tmp_path.glob("runs/*/*/checkpoints/step_000002/generation_config.json")
     written = json.loads(saved.read_text())
     assert written["do_sample"] and (written["temperature"], written["top_p"]) == (0.6, 0.95)
@@ -325,16 +411,23 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(straight, tmp_path
     assert process.returncode == -signal.SIGKILL
     run = only_run(tmp_path)
     assert not list(run.glob("checkpoints/step_*"))
-    done = train(tmp_path, *([f"resume={run}", "steps=12", "checkpoint.every=2"] if again == "resume" else SMALL))
+    done = train(
+        tmp_path,
+        *([f"resume={run}", "steps=12", "checkpoint.every=2"] if again == "resume" else SMALL),
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "was interrupted before its first checkpoint: it starts from the beginning" in done.stdout
+    assert (
+        "was interrupted before its first checkpoint: it starts from the beginning" in done.stdout
+    )
     assert comparable(run) == comparable(straight)
     assert same_weights(run, straight)
 
 
 @pytest.mark.slow
 def test_a_run_killed_in_its_cold_start_can_be_resumed(tmp_path):
-    process = subprocess.Popen(command(*SMALL, "cold_start.steps=100000"), cwd=tmp_path, env=environment())
+    process = subprocess.Popen(
+        command(*SMALL, "cold_start.steps=100000"), cwd=tmp_path, env=environment()
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("runs/small/*/settings.yaml")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -342,7 +435,8 @@ def test_a_run_killed_in_its_cold_start_can_be_resumed(tmp_path):
     process.wait()
     run = only_run(tmp_path)
     written = (run / "settings.yaml").read_text()
-    (run / "settings.yaml").write_text(written.replace("steps: 100000", "steps: 4"))  # as if it had been a short one
+    # as if it had been a short one
+    (run / "settings.yaml").write_text(written.replace("steps: 100000", "steps: 4"))
     done = train(tmp_path, f"resume={run}", "steps=1")
     assert done.returncode == 0, done.stderr[-2000:]
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
@@ -363,12 +457,17 @@ def test_ctrl_c_while_the_libraries_load_is_one_line(tmp_path, program):
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
-        if line.rstrip().endswith(("numpy", "torch._C", "yaml", "omegaconf")):  # some library has begun to load
+        # some library has begun to load
+        if line.rstrip().endswith(("numpy", "torch._C", "yaml", "omegaconf")):
             break
     process.send_signal(signal.SIGINT)
     said = [line for line in process.stderr if not line.startswith("import time:")]
-    assert process.wait(60) == 130 and "".join(said).strip() == "stopped before it had begun; nothing was written"
+    assert (
+        process.wait(60) == 130
+        and "".join(said).strip() == "stopped before it had begun; nothing was written"
+    )
     assert not list(tmp_path.iterdir())

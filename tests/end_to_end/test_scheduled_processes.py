@@ -1,4 +1,6 @@
-"""A sweep of runs of several processes each: the tasks that submitit starts for a job are the ranks of its run."""
+"""A sweep of runs of several processes each: the tasks that submitit starts for a job are the ranks
+of its run.
+"""
 
 import json
 import os
@@ -41,7 +43,9 @@ def tasks_of(files) -> list[int]:
 def test_a_job_with_two_tasks_is_one_run_and_a_signal_to_one_of_them_queues_it_again(tmp_path):
     """SIGUSR2 is what SLURM sends when the time is nearly up, here to rank 1 alone."""
     words = [*command(), "-m", *SWEEP, *LAUNCHER, "steps=30", "seed=1,2", "checkpoint.every=100"]
-    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
     files = tmp_path / "runs" / "small"
     deadline = time.monotonic() + 180
     while not any(len(read_rows(path)) > 4 for path in files.glob("*/metrics.jsonl")):
@@ -60,7 +64,9 @@ def test_a_job_with_two_tasks_is_one_run_and_a_signal_to_one_of_them_queues_it_a
         assert not (run / "superseded").exists(), "the step under way was finished and saved"
     alone = tmp_path / "alone"
     alone.mkdir()
-    done = forked.run([*command(), *SWEEP, "steps=30", "seed=1", "threads=1"], cwd=alone, env=environment())
+    done = forked.run(
+        [*command(), *SWEEP, "steps=30", "seed=1", "threads=1"], cwd=alone, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     near(comparable(runs[0]), comparable(next((alone / "runs" / "small").glob("*-seed1-*"))))
     for log in (files / ".submitit").glob("*/*_1_log.out"):
@@ -68,6 +74,18 @@ def test_a_job_with_two_tasks_is_one_run_and_a_signal_to_one_of_them_queues_it_a
 
 
 def test_tasks_without_a_mode_are_refused_by_rank_0(tmp_path):
-    words = [*command(), "-m", *SWEEP, *LAUNCHER, "steps=2", "seed=1", "parallel.mode=none", "parallel.ranks=0"]
+    words = [
+        *command(),
+        "-m",
+        *SWEEP,
+        *LAUNCHER,
+        "steps=2",
+        "seed=1",
+        "parallel.mode=none",
+        "parallel.ranks=0",
+    ]
     done = forked.run(words, cwd=tmp_path, env=environment())
-    assert done.returncode == 1 and "2 processes with parallel.mode=none: say parallel.mode=replicate" in done.stderr
+    assert (
+        done.returncode == 1
+        and "2 processes with parallel.mode=none: say parallel.mode=replicate" in done.stderr
+    )

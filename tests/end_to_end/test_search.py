@@ -1,4 +1,6 @@
-"""A search by Hydra's sweeper for Optuna, as users type it: scores, the same command again, failures."""
+"""A search by Hydra's sweeper for Optuna, as users type it: scores, the same command again,
+failures.
+"""
 
 import sys
 
@@ -14,14 +16,25 @@ from gspo.tracking.tracker import read_rows
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 SEARCH = [sys.executable, str(ROOT / "experiments" / "train.py"), "-cn", "search_lr_optuna", "-m"]
 OWN = [o for o in SMALL if not o.startswith(("optim.lr=", "steps=", "evaluation.every="))]
-TYPED = [*SEARCH, *OWN, "steps=2", "hydra.sweeper.n_trials=3", "hydra/launcher=basic", "hydra.sweeper.n_jobs=1"]
+TYPED = [
+    *SEARCH,
+    *OWN,
+    "steps=2",
+    "hydra.sweeper.n_trials=3",
+    "hydra/launcher=basic",
+    "hydra.sweeper.n_jobs=1",
+]
 TYPED += ["tracking.wandb=disabled"]
 
 
 @pytest.mark.slow
 def test_a_search_reads_the_scores_and_goes_on_where_it_was(tmp_path):
     planned = forked.run([*TYPED, "dry_run=true"], cwd=tmp_path, env=environment())
-    assert planned.returncode == 0 and "a search chooses" in planned.stdout and not (tmp_path / "runs").exists()
+    assert (
+        planned.returncode == 0
+        and "a search chooses" in planned.stdout
+        and not (tmp_path / "runs").exists()
+    )
     done = forked.run(TYPED, cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     study = tmp_path / "runs" / "small"
@@ -30,12 +43,19 @@ def test_a_search_reads_the_scores_and_goes_on_where_it_was(tmp_path):
     scores = {run: score(read_rows(study / run / "metrics.jsonl")) for run in found}
     best = yaml.safe_load((study / "optimization_results.yaml").read_text())
     assert best["best_value"] == max(scores.values())
-    rates = {run: next(o for o in job.overrides if o.startswith("optim.lr=")) for run, job in found.items()}
+    rates = {
+        run: next(o for o in job.overrides if o.startswith("optim.lr="))
+        for run, job in found.items()
+    }
     assert len(set(rates.values())) == 3
     for run, rate in rates.items():
         assert f"{rate}: score {scores[run]:.4f}" in done.stdout
-    again = forked.run([o.replace("n_trials=3", "n_trials=4") for o in TYPED], cwd=tmp_path, env=environment())
-    assert again.returncode == 0 and again.stdout.count("has reached step 2 already") == 3, again.stderr[-3000:]
+    again = forked.run(
+        [o.replace("n_trials=3", "n_trials=4") for o in TYPED], cwd=tmp_path, env=environment()
+    )
+    assert again.returncode == 0 and again.stdout.count("has reached step 2 already") == 3, (
+        again.stderr[-3000:]
+    )
     for run, rate in rates.items():
         assert f"{rate}: score {scores[run]:.4f}" in again.stdout
     assert len(list(study.glob("*-seed*"))) == 4

@@ -38,16 +38,27 @@ def gspo(tmp_path: Path, before: str, *words: str) -> subprocess.CompletedProces
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "-m", "gspo.commands.main", *words]
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False
+    )
 
 
 def test_a_run_trains_where_wandb_is_missing_and_another_mode_is_refused_in_one_line(tmp_path):
-    done = gspo(tmp_path, MISSING + LEFT, "train", *RUN, "tracking.wandb=disabled", f"runs={tmp_path / 'runs'}")
+    done = gspo(
+        tmp_path,
+        MISSING + LEFT,
+        "train",
+        *RUN,
+        "tracking.wandb=disabled",
+        f"runs={tmp_path / 'runs'}",
+    )
     assert done.returncode == 0, done.stderr
     assert "W&B not imported" in done.stdout
     (rows,) = tmp_path.glob("runs/*/*/metrics.jsonl")
     assert json.loads(rows.read_text().splitlines()[-1])["step"] == 1
-    refused = gspo(tmp_path, MISSING, "train", *RUN, "tracking.wandb=offline", f"runs={tmp_path / 'more'}")
+    refused = gspo(
+        tmp_path, MISSING, "train", *RUN, "tracking.wandb=offline", f"runs={tmp_path / 'more'}"
+    )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "tracking.wandb=offline: W&B is not installed: `pip install wandb`" in refused.stderr
     assert not list(tmp_path.glob("more/*/*/metrics.jsonl")), "before anything is written"
@@ -63,8 +74,8 @@ def test_a_command_that_needs_it_says_so(tmp_path, words):
 
 
 def test_neither_a_run_nor_an_evaluation_imports_it_before_it_is_used():
-    script = (
-        "import sys, gspo.run.loop, gspo.run.lifecycle, gspo.commands.evaluation_job; print('wandb' in sys.modules)"
+    script = "import sys, gspo.run.loop, gspo.run.lifecycle, gspo.commands.evaluation_job; print('wandb' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "False\n"

@@ -1,4 +1,6 @@
-"""Rows from anywhere: what would stop a run later is refused where the file is read; what unpacks is bounded."""
+"""Rows from anywhere: what would stop a run later is refused where the file is read; what unpacks
+is bounded.
+"""
 
 import base64
 import gzip
@@ -40,7 +42,8 @@ CONTEST = {
     "question_content": "q", "platform": "p", "contest_date": "2024-12-01", "starter_code": "", "difficulty": "easy",
     "metadata": "{}", "public_test_cases": json.dumps(STDIN), "private_test_cases": "[]",
 }  # fmt: skip
-INNER = json.dumps(STDIN).replace('"1"', f'"{HALF}"')  # JSON in a text: the file itself holds whole characters
+# JSON in a text: the file itself holds whole characters
+INNER = json.dumps(STDIN).replace('"1"', f'"{HALF}"')
 CALL = json.dumps([{"input": f'"{HALF}"', "output": "1", "testtype": "functional"}])
 ROWS = {
     "question": (GSM8K, {"question": "a HALF", "answer": "#### 2"}),
@@ -50,12 +53,21 @@ ROWS = {
     "inner key": (Math500, MATH | {"x": {"HALF": 1}}),
     "aime": (AIME24, {"problem": "HALF", "answer": 2}),
     "program": (HumanEval, {"prompt": "def f(x):\n", "entry_point": "f", "test": "HALF"}),
-    "assert": (Mbpp, {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": ["f() == 'HALF'"]}),
-    "stdin": (RatedPrograms, {"prompt": "p", "rating": 1, "tests": [{"stdin": "HALF", "stdout": ""}]}),
+    "assert": (
+        Mbpp,
+        {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": ["f() == 'HALF'"]},
+    ),
+    "stdin": (
+        RatedPrograms,
+        {"prompt": "p", "rating": 1, "tests": [{"stdin": "HALF", "stdout": ""}]},
+    ),
     "contest": (LiveCodeBench, CONTEST | {"question_content": "HALF"}),
     "public tests": (LiveCodeBench, CONTEST | {"public_test_cases": INNER}),
     "private tests": (LiveCodeBench, CONTEST | {"private_test_cases": INNER}),
-    "a call": (LiveCodeBench, CONTEST | {"metadata": '{"func_name": "f"}', "private_test_cases": CALL}),
+    "a call": (
+        LiveCodeBench,
+        CONTEST | {"metadata": '{"func_name": "f"}', "private_test_cases": CALL},
+    ),
 }
 
 
@@ -70,15 +82,22 @@ def test_half_a_character_is_refused_where_the_file_is_read(name, tmp_path):
 
 def test_half_a_character_in_the_json_of_training_tests_is_refused(tmp_path):
     path = lines(
-        tmp_path / "train.jsonl", APPS, APPS | {"input_output": APPS["input_output"].replace('"1"', f'"{HALF}"')}
+        tmp_path / "train.jsonl",
+        APPS,
+        APPS | {"input_output": APPS["input_output"].replace('"1"', f'"{HALF}"')},
     )
-    good = lines(tmp_path / "test.jsonl", {"prompt": "p", "rating": 1, "tests": [{"stdin": "1", "stdout": ""}]})
+    good = lines(
+        tmp_path / "test.jsonl",
+        {"prompt": "p", "rating": 1, "tests": [{"stdin": "1", "stdout": ""}]},
+    )
     with pytest.raises(ValueError, match=r"line 2: .*half characters"):
         RatedPrograms(path=good, train_path=path).size("train")
 
 
 def test_whole_characters_beyond_the_first_plane_are_read(tmp_path):
-    path = lines(tmp_path / "test.jsonl", MATH | {"problem": b"\\U0001f600".decode("unicode_escape")})
+    path = lines(
+        tmp_path / "test.jsonl", MATH | {"problem": b"\\U0001f600".decode("unicode_escape")}
+    )
     assert Math500(path=path).problem(0, "math500", 0).prompt.startswith("\U0001f600")
 
 
@@ -87,7 +106,9 @@ def test_training_on_such_a_file_is_refused_before_anything_is_written(tmp_path)
     lines(tmp_path / "train.jsonl", *good, {"question": "HALF", "answer": "#### 1"})
     lines(tmp_path / "test.jsonl", {"question": "other", "answer": "#### 1"})
     chosen = settings("task=gsm8k", f"task.path={tmp_path}")
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 4: the key 'question' holds half a character"):
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl, line 4: the key 'question' holds half a character"
+    ):
         check_training_set(chosen)
 
 
@@ -96,8 +117,12 @@ def test_training_on_such_a_file_ends_in_a_line(tmp_path):
     test_training_on_such_a_file_is_refused_before_anything_is_written(tmp_path)
     (tmp_path / "work").mkdir()
     words = [word for word in SMALL if not word.startswith(("task=", "cold_start."))]
-    done = train(tmp_path / "work", *words, "task=gsm8k", f"task.path={tmp_path}", "tracking.wandb=disabled")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "line 4" in done.stderr, done.stderr
+    done = train(
+        tmp_path / "work", *words, "task=gsm8k", f"task.path={tmp_path}", "tracking.wandb=disabled"
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "line 4" in done.stderr, (
+        done.stderr
+    )
     assert not list((tmp_path / "work").rglob("metrics.jsonl"))
 
 
@@ -128,7 +153,9 @@ def test_a_test_too_deep_for_the_parser_is_refused_or_read(text, tmp_path):
 
 
 def test_a_value_too_deep_is_refused(tmp_path):
-    (tmp_path / "test.jsonl").write_text(f'{{"problem": "p", "answer": "1", "x": {"[" * 700}{"]" * 700}}}')
+    (tmp_path / "test.jsonl").write_text(
+        f'{{"problem": "p", "answer": "1", "x": {"[" * 700}{"]" * 700}}}'
+    )
     with pytest.raises(ValueError, match=r"line 1.*(too deep|not JSON)"):
         Math500(path=str(tmp_path / "test.jsonl")).size("math500")
 
@@ -140,7 +167,8 @@ def test_a_prompt_of_many_markers_is_read_at_once(tmp_path):
     assert time.process_time() - started < 5
 
 
-# --------------------------------------------------------------------------------------------------------- bombs
+# ---------------------------------------------------------------------------------------------------------
+# bombs
 MEMORY = """
 import resource, sys
 from gspo.tasks.records_file import file_rows
@@ -158,7 +186,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def read_apart(path: Path) -> tuple[str, int]:
     """What a process of its own says of a file, and the megabytes that reading it took."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", MEMORY, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     said, megabytes = done.stdout.strip().rsplit("\n", 1)
     return said, int(megabytes)
@@ -198,7 +230,9 @@ def test_lines_without_end_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_well_compressed_file_is_read(tmp_path):
-    rows = [MATH | {"problem": "the same words again and again " * 100 + str(n)} for n in range(2000)]
+    rows = [
+        MATH | {"problem": "the same words again and again " * 100 + str(n)} for n in range(2000)
+    ]
     with gzip.open(tmp_path / "test.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     assert Math500(path=str(tmp_path / "test.jsonl.gz")).size("math500") == 2000
@@ -207,7 +241,9 @@ def test_a_well_compressed_file_is_read(tmp_path):
 def test_a_line_without_end_is_refused_also_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(records_file, "LONGEST", 1000)
     lines(tmp_path / "test.jsonl", MATH, MATH | {"problem": "x" * 1000})
-    with pytest.raises(ValueError, match=r"after line 1: cannot be read: .*more than 1000 bytes in a line"):
+    with pytest.raises(
+        ValueError, match=r"after line 1: cannot be read: .*more than 1000 bytes in a line"
+    ):
         list(file_rows(tmp_path / "test.jsonl"))
 
 
@@ -221,8 +257,13 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 
 def test_parquet_that_repeats_a_long_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(records_file, "LONGEST", 1 << 22)
-    table = pa.table({"problem": pa.array(["x" * (1 << 20)] * 64).dictionary_encode(), "answer": ["1"] * 64})
-    parquet.write_table(table.cast(pa.schema({"problem": pa.string(), "answer": pa.string()})), tmp_path / "a.parquet")
+    table = pa.table(
+        {"problem": pa.array(["x" * (1 << 20)] * 64).dictionary_encode(), "answer": ["1"] * 64}
+    )
+    parquet.write_table(
+        table.cast(pa.schema({"problem": pa.string(), "answer": pa.string()})),
+        tmp_path / "a.parquet",
+    )
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
     with pytest.raises(ValueError, match="bytes in 16 records"):
         list(file_rows(tmp_path / "a.parquet"))
@@ -252,7 +293,9 @@ def test_tests_of_more_values_than_fit_are_refused_before_there_are_any(body, mo
         with pytest.raises(ValueError, match="more than 150 values"):
             LiveCodeBench().tests(Packed("here", "f", public, private))
     brackets = json.dumps([{"input": body, "output": ",[{" * 200 + '\\"', "testtype": "stdin"}])
-    assert len(LiveCodeBench().tests(Packed("here", "", brackets, "[]")).cases) == 1, "texts are not looked into"
+    assert len(LiveCodeBench().tests(Packed("here", "", brackets, "[]")).cases) == 1, (
+        "texts are not looked into"
+    )
 
 
 @pytest.mark.slow
@@ -291,7 +334,9 @@ def test_a_parquet_file_of_a_kilobyte_does_not_fill_the_memory(tmp_path, kind):
     assert table < 600 * 1024, "kilobytes, most of them to write the file"
 
 
-@pytest.mark.parametrize("nested", ["list", "large list", "fixed", "struct", "map", "list of structs"])
+@pytest.mark.parametrize(
+    "nested", ["list", "large list", "fixed", "struct", "map", "list of structs"]
+)
 def test_values_are_counted_however_they_are_nested(tmp_path, monkeypatch, nested):
     monkeypatch.setattr(records_file, "MOST_ELEMENTS", 100)
     inner = pa.array(range(101))
@@ -300,7 +345,9 @@ def test_values_are_counted_however_they_are_nested(tmp_path, monkeypatch, neste
         "large list": lambda: pa.array([list(range(101))], type=pa.large_list(pa.int64())),
         "fixed": lambda: pa.FixedSizeListArray.from_arrays(inner, 101),
         "struct": lambda: pa.array([{"a": {"b": list(range(101))}}]),
-        "map": lambda: pa.array([[(str(i), i) for i in range(60)]], type=pa.map_(pa.string(), pa.int64())),
+        "map": lambda: pa.array(
+            [[(str(i), i) for i in range(60)]], type=pa.map_(pa.string(), pa.int64())
+        ),
         "list of structs": lambda: pa.array([[{"a": i} for i in range(60)]]),
     }[nested]()
     assert refused(tmp_path, x=column) == "there are more than 100 values in 16 records"
@@ -314,7 +361,9 @@ def test_dates_that_python_has_no_type_for_are_one_line(tmp_path):
     )
 
 
-def test_a_parquet_file_with_too_many_records_is_refused_before_they_are_read(tmp_path, monkeypatch):
+def test_a_parquet_file_with_too_many_records_is_refused_before_they_are_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(records_file, "LINES", 20)
     parquet.write_table(pa.table({"problem": ["x"] * 21}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="there are more than 20 records"):
@@ -335,5 +384,7 @@ def test_a_text_that_a_dictionary_repeats_is_counted_each_time(tmp_path, monkeyp
         table = pa.table({"problem": problems, "answer": ["1"] * 400})
         parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
         assert (tmp_path / "a.parquet").stat().st_size < 5000
-        with pytest.raises(ValueError, match=r"it unpacks to more than 100 times its size: if that is meant, write"):
+        with pytest.raises(
+            ValueError, match=r"it unpacks to more than 100 times its size: if that is meant, write"
+        ):
             list(file_rows(tmp_path / "a.parquet"))

@@ -1,4 +1,6 @@
-"""A disk that is full, read-only, or not ours: what a library says in its own words is an error of the disk too."""
+"""A disk that is full, read-only, or not ours: what a library says in its own words is an error of
+the disk too.
+"""
 
 import errno
 import os
@@ -58,20 +60,25 @@ def test_weights_tokenizer_and_optimizer_on_a_full_disk_are_errors_of_the_disk(t
             save(model, tokenizer, disk / "model")
         (disk / "other data").unlink()
         fill(disk, 8192)
-        with pytest.raises(OSError, match="No space left") as words, errors_of_the_disk(disk):  # by tokenizers
+        # by tokenizers
+        with pytest.raises(OSError, match="No space left") as words, errors_of_the_disk(disk):
             (disk / "model" / "more").write_bytes(bytes(4096))
             tokenizer.save_pretrained(disk / "tokenizer")
         assert weights.value.errno == words.value.errno == errno.ENOSPC
 
 
 @pytest.mark.parametrize("left", [16384, 49152, 65536, 131072])
-def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_it_is(tmp_path, left):
+def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_it_is(
+    tmp_path, left
+):
     t = trainer()
     with mounted(tmp_path / "disk", "4m") as disk:
         writer = CheckpointWriter(disk, t.policy, t.optimizer, 2, "hash")
         writer.save(t.state)
         writer.wait()
-        size = sum(path.stat().st_size for path in (disk / "checkpoints").rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for path in (disk / "checkpoints").rglob("*") if path.is_file()
+        )
         for parameter in t.policy.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         t.optimizer.step()  # the optimizer's file comes last, and has two numbers per weight now
@@ -86,8 +93,15 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_i
 
 @pytest.mark.slow
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
-    """ulimit -f, a quota of its own kind: safetensors and torch meet it, and each tells it otherwise."""
-    script = [*("prlimit", "--fsize=30000"), sys.executable, str(ROOT / "experiments" / "train.py"), *SMALL]
+    """ulimit -f, a quota of its own kind: safetensors and torch meet it, and each tells it
+    otherwise.
+    """
+    script = [
+        *("prlimit", "--fsize=30000"),
+        sys.executable,
+        str(ROOT / "experiments" / "train.py"),
+        *SMALL,
+    ]
     done = subprocess.run(
         [*script, "tracking.wandb=disabled"],
         cwd=tmp_path,
@@ -97,13 +111,18 @@ def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
         check=False,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert "File too large" in done.stderr.splitlines()[-1] and "mend this and go on" in done.stderr.splitlines()[-1]
+    assert (
+        "File too large" in done.stderr.splitlines()[-1]
+        and "mend this and go on" in done.stderr.splitlines()[-1]
+    )
 
 
 def test_the_advice_names_the_run(tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "settings.yaml").touch()
-    inside = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "checkpoints" / "x"))
+    inside = OSError(
+        errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "checkpoints" / "x")
+    )
     assert print_error(inside) == 1
     assert capsys.readouterr().err.endswith(f"mend this and go on with resume={tmp_path / 'run'}\n")
     assert print_error(OSError(errno.ENOSPC, "No space left on device")) == 1
@@ -115,7 +134,14 @@ def test_the_advice_names_the_run(tmp_path, capsys):
 def test_a_sweep_on_a_full_disk_trains_no_cold_start_in_vain(tmp_path, launcher):
     with mounted(tmp_path / "disk", "1m") as disk:
         fill(disk, 40960)
-        command = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "seed=1,2,3", "steps=2"]
+        command = [
+            sys.executable,
+            str(ROOT / "experiments" / "train.py"),
+            "-m",
+            *SMALL,
+            "seed=1,2,3",
+            "steps=2",
+        ]
         command += [f"hydra/launcher={launcher}", "cold_start.steps=20"]
         done = forked.run(command, cwd=disk, env=environment())
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
@@ -131,15 +157,21 @@ def test_a_ready_cold_start_on_a_read_only_disk_is_used(tmp_path):
     with mounted(tmp_path / "disk", "4m") as disk:
         folder = cold_start(MODEL, TASK, SETTINGS, disk, lambda *_: None)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        again = cold_start(MODEL, TASK, SETTINGS, disk, lambda *_: pytest.fail("it was there already"))
+        again = cold_start(
+            MODEL, TASK, SETTINGS, disk, lambda *_: pytest.fail("it was there already")
+        )
         assert again == folder
         with pytest.raises(OSError, match="Read-only file system"):
-            cold_start(MODEL, TASK, ColdStartSettings(steps=3), disk, lambda *_: pytest.fail("in vain"))
+            cold_start(
+                MODEL, TASK, ColdStartSettings(steps=3), disk, lambda *_: pytest.fail("in vain")
+            )
 
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory) -> Path:
-    return cold_start(MODEL, TASK, SETTINGS, tmp_path_factory.mktemp("cold_starts"), lambda *_: None)
+    return cold_start(
+        MODEL, TASK, SETTINGS, tmp_path_factory.mktemp("cold_starts"), lambda *_: None
+    )
 
 
 @pytest.fixture
@@ -148,7 +180,9 @@ def made(once, tmp_path) -> Path:
 
 
 def again(folder: Path) -> Path:
-    return cold_start(MODEL, TASK, SETTINGS, folder.parent, lambda *_: pytest.fail("it was there already"))
+    return cold_start(
+        MODEL, TASK, SETTINGS, folder.parent, lambda *_: pytest.fail("it was there already")
+    )
 
 
 def zeros(path: Path) -> None:
@@ -162,11 +196,15 @@ def emptied(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [zeros, emptied, Path.unlink])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "cold_start.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "cold_start.json"]
+)
 def test_a_damaged_cold_start_is_named_and_not_trained_on(made, name, spoil):
     assert damage(made) is None and again(made) == made
     spoil(made / name)
-    with pytest.raises(ValueError, match=f"{made.name} is damaged: {name} is .*; remove it") as said:
+    with pytest.raises(
+        ValueError, match=f"{made.name} is damaged: {name} is .*; remove it"
+    ) as said:
         again(made)
     assert "\n" not in str(said.value)
 
@@ -184,7 +222,9 @@ def test_an_emptied_file_of_a_cold_start_is_named_by_the_command(tmp_path, name)
 
 @pytest.mark.slow
 def test_a_cold_start_is_on_the_disk_before_it_has_its_name(tmp_path):
-    """The system calls of a real process: every file is synced, then the folder renamed, then that is synced."""
+    """The system calls of a real process: every file is synced, then the folder renamed, then that
+    is synced.
+    """
     code = f"""
 from pathlib import Path
 from gspo.model.settings import TinyMoE
@@ -196,14 +236,33 @@ how = ColdStartSettings(steps=1, batch_size=2)
 cold_start(model, ChainArithmetic(max_operands=3), how, Path({str(tmp_path)!r}), lambda *_: None)
 """
     trace = tmp_path / "trace"
-    command = ["strace", "-f", "-y", "-e", "trace=fsync,rename", "-o", str(trace), sys.executable, "-c", code]
+    command = [
+        "strace",
+        "-f",
+        "-y",
+        "-e",
+        "trace=fsync,rename",
+        "-o",
+        str(trace),
+        sys.executable,
+        "-c",
+        code,
+    ]
     try:
         subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
     except FileNotFoundError:
         pytest.skip("there is no strace here")
     calls = trace.read_text().splitlines()
-    at = next(number for number, line in enumerate(calls) if "rename(" in line and ".unfinished" in line)
-    for name in ("model.safetensors", "config.json", "cold_start.json", "checksums.json", "tokenizer.json"):
+    at = next(
+        number for number, line in enumerate(calls) if "rename(" in line and ".unfinished" in line
+    )
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "cold_start.json",
+        "checksums.json",
+        "tokenizer.json",
+    ):
         assert any("fsync(" in line and f".unfinished/{name}>" in line for line in calls[:at]), name
     assert any("fsync(" in line and f"<{tmp_path}>" in line for line in calls[at:])
 
@@ -224,7 +283,10 @@ def as_a_colleague() -> Iterator[None]:
 def test_a_colleague_who_may_not_read_the_weights_is_told_that(tmp_path_factory, name):
     run = tmp_path_factory.mktemp("run")
     for folder in (run, *run.parents):
-        if folder.is_relative_to(tmp_path_factory.getbasetemp().parent.parent) and folder.owner() == run.owner():
+        if (
+            folder.is_relative_to(tmp_path_factory.getbasetemp().parent.parent)
+            and folder.owner() == run.owner()
+        ):
             folder.chmod(folder.stat().st_mode | 0o055)
     t = trainer()
     writer = CheckpointWriter(run, t.policy, t.optimizer, 2, "hash")
@@ -232,17 +294,26 @@ def test_a_colleague_who_may_not_read_the_weights_is_told_that(tmp_path_factory,
     writer.wait()
     writer.close()
     (run / "checkpoints" / "step_000000" / name).chmod(0)
-    with as_a_colleague(), pytest.raises(ValueError, match="may not be read by this user: ask") as said:
+    with (
+        as_a_colleague(),
+        pytest.raises(ValueError, match="may not be read by this user: ask") as said,
+    ):
         latest_checkpoint(run)
-    assert "damaged" not in str(said.value) and str(run / "checkpoints" / "step_000000" / name) in str(said.value)
+    assert "damaged" not in str(said.value) and str(
+        run / "checkpoints" / "step_000000" / name
+    ) in str(said.value)
 
 
-@pytest.mark.parametrize("names", [{"/dev/zero": "0" * 64}, {"../../other": "0" * 64}, ["config.json"], None, 7])
+@pytest.mark.parametrize(
+    "names", [{"/dev/zero": "0" * 64}, {"../../other": "0" * 64}, ["config.json"], None, 7]
+)
 def test_checksums_of_other_people_s_files_are_not_computed(made, names):
     import json
 
     (made / "checksums.json").write_text(json.dumps(names))
-    with pytest.raises(ValueError, match=r"is damaged: .* cannot be read .*(which is not in it|checksums.json)"):
+    with pytest.raises(
+        ValueError, match=r"is damaged: .* cannot be read .*(which is not in it|checksums.json)"
+    ):
         again(made)
 
 
@@ -268,7 +339,9 @@ def test_only_what_this_process_made_is_taken_away(tmp_path):
     with exclusive(run) as made:
         (run / "settings.yaml").write_text("steps: 2")
         made.remove("settings.yaml", "train.log")
-    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_dir()} == before
+    assert {
+        path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*") if not path.is_dir()
+    } == before
     empty = tmp_path / "runs" / "empty"
     empty.mkdir()
     CreatedFiles(empty).remove("settings.yaml")
@@ -277,7 +350,8 @@ def test_only_what_this_process_made_is_taken_away(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_built_removes_no_folder_that_was_there(tmp_path):
-    wrong = ("rollout.max_new_tokens=100000", "tracking.wandb=disabled")  # found out once the model is known
+    # found out once the model is known
+    wrong = ("rollout.max_new_tokens=100000", "tracking.wandb=disabled")
     done = train(tmp_path, *SMALL, *wrong)
     assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
     dry = train(tmp_path, *SMALL, *wrong, "dry_run=true")

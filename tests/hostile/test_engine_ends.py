@@ -1,4 +1,6 @@
-"""The engine's process ends at some moment of a run: what is whole is saved, and the run goes on as if it had not."""
+"""The engine's process ends at some moment of a run: what is whole is saved, and the run goes on as
+if it had not.
+"""
 
 import json
 import subprocess
@@ -53,7 +55,9 @@ def straight(tmp_path_factory):
 
 
 class Failing(LocalEngine):
-    """Gone at one call, and there again at the next: what `next` left behind shows in what comes then."""
+    """Gone at one call, and there again at the next: what `next` left behind shows in what comes
+    then.
+    """
 
     calls, gone_at = 0, 0
 
@@ -134,4 +138,7 @@ def test_an_engine_that_ends_in_an_evaluation_lets_the_step_be_whole(tmp_path):
 def test_in_a_sweep_the_other_runs_go_on(tmp_path):
     done = ended(tmp_path, "_sample", 12, "-m", *RUN, "seed=1,2")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: 2 of the jobs did not finish" in done.stderr and done.stderr.count("killed by SIGKILL") >= 2
+    assert (
+        "error: 2 of the jobs did not finish" in done.stderr
+        and done.stderr.count("killed by SIGKILL") >= 2
+    )

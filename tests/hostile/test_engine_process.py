@@ -1,4 +1,6 @@
-"""An engine's process that is killed, that kills, that outlives: real processes, a small object in vLLM's place."""
+"""An engine's process that is killed, that kills, that outlives: real processes, a small object in
+vLLM's place.
+"""
 
 import os
 import signal
@@ -54,7 +56,9 @@ def test_it_answers_in_a_session_and_folder_of_its_own(start, tmp_path):
     big = os.urandom(5_000_000)  # more than a socket holds
     assert engine.ask("echo", big) == big
     pid, session, folder = engine.ask("where")
-    assert pid == session == engine.process.pid != os.getsid(0) and folder == str(tmp_path / "engine")
+    assert pid == session == engine.process.pid != os.getsid(0) and folder == str(
+        tmp_path / "engine"
+    )
     with pytest.raises(RuntimeError, match="a name"):
         engine.ask("fail")
     assert engine.ask("echo", b"still") == b"still"
@@ -156,10 +160,14 @@ def test_it_ends_with_a_trainer_that_is_killed_and_leaves_no_file(tmp_path, monk
 @pytest.mark.slow
 def test_a_signal_to_the_trainers_group_does_not_reach_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
-    script = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)\n" + TRAINER.replace("600", "1.5")
+    script = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)\n" + TRAINER.replace(
+        "600", "1.5"
+    )
     script += "print('answered', flush=True)"
     command = [sys.executable, "-c", script, str(tmp_path / "engine")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as trainer:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as trainer:
         trainer.stdout.readline()
         os.killpg(trainer.pid, signal.SIGTERM)
         assert trainer.stdout.readline() == "answered\n"

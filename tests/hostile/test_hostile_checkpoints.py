@@ -1,4 +1,6 @@
-"""evaluate.py and sample.py on a stranger's run: one line that names the file, exit code 2; no wait without end."""
+"""evaluate.py and sample.py on a stranger's run: one line that names the file, exit code 2; no wait
+without end.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def listed(name: str):
 
 
 def sealed_again(spoil):
-    """A file that a stranger spoiled before computing the checksums anew: nothing but its content betrays it."""
+    """A file that a stranger spoiled before computing the checksums anew: nothing but its content
+    betrays it.
+    """
 
     def spoiled(run: Path) -> None:
         (run / STEP / "checksums.json").unlink()
@@ -60,7 +64,9 @@ CHECKPOINTS = {
     "state is a list": sealed_again(text(f"{STEP}/state.json", "[1]")),
     "state is of 400 digits": sealed_again(text(f"{STEP}/state.json", f'{{"step": {NUMBER_400}}}')),
     "state is deep": sealed_again(text(f"{STEP}/state.json", DEEP)),
-    "state says words": sealed_again(text(f"{STEP}/state.json", json.dumps({"step": ESCAPE, "settings": 1}))),
+    "state says words": sealed_again(
+        text(f"{STEP}/state.json", json.dumps({"step": ESCAPE, "settings": 1}))
+    ),
     "the model's configuration is deep": sealed_again(text(f"{STEP}/config.json", DEEP)),
 }
 
@@ -73,7 +79,8 @@ def real(tmp_path_factory):
 def copied(real: Path, folder: Path, spoil) -> Path:
     run = folder / real.name
     shutil.copytree(real, run)
-    shutil.rmtree(run / "checkpoints" / "step_000002", ignore_errors=True)  # which one would go back to
+    # which one would go back to
+    shutil.rmtree(run / "checkpoints" / "step_000002", ignore_errors=True)
     spoil(run)
     return run
 
@@ -140,24 +147,43 @@ def test_in_a_process(real, tmp_path, script):
             continue  # it does not ask for the step
         run = copied(real, tmp_path / name, (UNREADABLE | CHECKPOINTS)[name])
         there = os.environ | {"PYTHONPATH": str(ROOT)}
-        program = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), f"run={run.name}", "problems=1"]
+        program = [
+            sys.executable,
+            str(ROOT / "experiments" / f"{script}.py"),
+            f"run={run.name}",
+            "problems=1",
+        ]
         done = forked.run(program, cwd=run.parent, env=there)
         said = done.stderr.splitlines()
-        assert done.returncode == 2 and said[-1].startswith("error: ") and "Traceback" not in done.stderr, done.stderr
+        assert (
+            done.returncode == 2
+            and said[-1].startswith("error: ")
+            and "Traceback" not in done.stderr
+        ), done.stderr
         assert run.name in said[-1] and "\x1b" not in done.stderr and "\u202e" not in done.stderr
 
 
 @pytest.mark.slow
 def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
-    """The issue's own attack: a row of data set the clipboard and the title, and cleared the screen."""
+    """The issue's own attack: a row of data set the clipboard and the title, and cleared the
+    screen.
+    """
     rows = tmp_path / "test.jsonl"
     subject = f"{ESCAPE}\x1b]52;c;ZXZpbA==\x07"
-    rows.write_text(json.dumps({"problem": "1+1=?", "answer": "2", "subject": subject, "level": 1}) + "\n")
+    rows.write_text(
+        json.dumps({"problem": "1+1=?", "answer": "2", "subject": subject, "level": 1}) + "\n"
+    )
     run = copied(real, tmp_path, lambda _: None)
     settings = yaml.safe_load((run / "settings.yaml").read_text())
     settings["task"], settings["cold_start"]["steps"] = {"name": "math500", "path": str(rows)}, 0
     (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    program = [sys.executable, str(ROOT / "experiments" / "sample.py"), f"run={run}", "set=math500", "problems=1"]
+    program = [
+        sys.executable,
+        str(ROOT / "experiments" / "sample.py"),
+        f"run={run}",
+        "set=math500",
+        "problems=1",
+    ]
     there = os.environ | {"PYTHONPATH": str(ROOT)}
     done = forked.run(program, env=there)
     assert done.returncode == 0, done.stderr

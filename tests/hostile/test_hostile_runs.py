@@ -1,4 +1,6 @@
-"""Every tool that reads runs, on a study in which all runs but one are spoiled: none hangs, none stops, none is led."""
+"""Every tool that reads runs, on a study in which all runs but one are spoiled: none hangs, none
+stops, none is led.
+"""
 
 import json
 import os
@@ -41,9 +43,15 @@ def known_jobs(spoiled) -> set[str]:
 
 
 def call(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """A tool, on runs that nothing was kept of; what it prints is checked for what acts on a terminal."""
+    """A tool, on runs that nothing was kept of; what it prints is checked for what acts on a
+    terminal.
+    """
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-    there = os.environ | {"XDG_CACHE_HOME": str(cwd / "cache"), "PYTHONPATH": str(ROOT), "NETRC": "/nonexistent"}
+    there = os.environ | {
+        "XDG_CACHE_HOME": str(cwd / "cache"),
+        "PYTHONPATH": str(ROOT),
+        "NETRC": "/nonexistent",
+    }
     done = forked.run(command, cwd, there, seconds=SECONDS)
     assert done.returncode != -signal.SIGALRM, "it hangs"
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
@@ -62,13 +70,17 @@ def test_compare(spoiled):
     done = call("experiments/compare.py", *spoiled.values(), "--all", cwd=folder)
     assert done.returncode == 0, done.stderr
     legend = [line for line in done.stdout.splitlines() if re.match(r"\[\d+\] ", line)]
-    assert [line.split("/")[-1] for line in legend] == [spoiled[name].name for name in ("whole", *READABLE)]
+    assert [line.split("/")[-1] for line in legend] == [
+        spoiled[name].name for name in ("whole", *READABLE)
+    ]
     assert_left_out(spoiled, done.stdout)
 
 
 @pytest.mark.slow
 def test_sweep_status(spoiled):
-    done = call("experiments/sweep_status.py", spoiled["whole"].parent, cwd=spoiled["whole"].parents[2])
+    done = call(
+        "experiments/sweep_status.py", spoiled["whole"].parent, cwd=spoiled["whole"].parents[2]
+    )
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert " finished " in lines[spoiled["whole"].name] and "../../etc" not in done.stdout
@@ -79,7 +91,11 @@ def test_sweep_status(spoiled):
 
 @pytest.mark.slow
 def test_report_of_every_run(spoiled):
-    done = call("experiments/report.py", *(f"run={run}" for run in spoiled.values()), cwd=spoiled["whole"].parents[2])
+    done = call(
+        "experiments/report.py",
+        *(f"run={run}" for run in spoiled.values()),
+        cwd=spoiled["whole"].parents[2],
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     written = {Path(line).parent.name for line in done.stdout.splitlines()}
     for name in ("whole", *READABLE):
@@ -89,7 +105,9 @@ def test_report_of_every_run(spoiled):
         assert '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';' in page
     bad = [name for name in UNREADABLE if spoiled[name].name not in written]
     assert (
-        all(spoiled[name].name in done.stderr for name in bad) and "alias bomb" in bad and "settings are a pipe" in bad
+        all(spoiled[name].name in done.stderr for name in bad)
+        and "alias bomb" in bad
+        and "settings are a pipe" in bad
     )
     page = (spoiled["rollouts are a pipe"] / "report.html").read_text()
     assert "A file is left out: " in page and "is no plain file" in page
@@ -104,7 +122,9 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
     text, words = html.read_text(), markdown.read_text()
     assert_left_out(spoiled, words)
     assert spoiled["whole"].name in text and not ODD.search(text + words)
-    assert "<script" not in text and text.count("<img") == len(re.findall('<img alt="[^"]*" src="data:', text))
+    assert "<script" not in text and text.count("<img") == len(
+        re.findall('<img alt="[^"]*" src="data:', text)
+    )
     assert_inert(words)
 
 
@@ -119,12 +139,16 @@ def test_reproduce_and_its_summary(spoiled, tmp_path):
 
 
 def assert_inert(markdown: str) -> None:
-    """What a reader of Markdown makes of it: no picture but our own, no link but to a run, no raw HTML but ours."""
+    """What a reader of Markdown makes of it: no picture but our own, no link but to a run, no raw
+    HTML but ours.
+    """
     from markdown_it import MarkdownIt
 
     assert "evil.example" in markdown, "the attack is not in this page: the test would say nothing"
     for block in MarkdownIt("commonmark").enable("table").parse(markdown):
-        ours = block.content.strip().startswith(("<details><summary>settings that all runs share", "</details>"))
+        ours = block.content.strip().startswith(
+            ("<details><summary>settings that all runs share", "</details>")
+        )
         assert block.type != "html_block" or ours, block.content
         assert block.type != "heading_open" or block.tag in ("h1", "h2")
         for token in block.children or ():
@@ -134,7 +158,15 @@ def assert_inert(markdown: str) -> None:
 
 @pytest.mark.slow
 def test_curves(spoiled, tmp_path):
-    done = call("analysis/fig_curves.py", "runs", "--out", tmp_path, "--format", "svg", cwd=spoiled["whole"].parents[2])
+    done = call(
+        "analysis/fig_curves.py",
+        "runs",
+        "--out",
+        tmp_path,
+        "--format",
+        "svg",
+        cwd=spoiled["whole"].parents[2],
+    )
     assert done.returncode == 0, done.stderr
     assert_left_out(spoiled, done.stdout)
 
@@ -144,7 +176,10 @@ def test_dashboard(spoiled, tmp_path):
     arguments = ["project=p", "publish=no", f"out={tmp_path}", "runs=runs"]
     done = call("experiments/dashboard.py", *arguments, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
-    assert f"{spoiled['words for numbers'].name} has recorded eval/avg@2, which is on no panel" in done.stdout
+    assert (
+        f"{spoiled['words for numbers'].name} has recorded eval/avg@2, which is on no panel"
+        in done.stdout
+    )
     assert (tmp_path / "stability.json").exists()
 
 
@@ -154,7 +189,9 @@ def test_one_bad_run_beside_a_good_one(spoiled, known_jobs, name, tmp_path, monk
     """In this process, so that it is seen which file does the harm."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = load.load([spoiled["whole"], spoiled[name]])
-    assert [run.path for run in data.runs] == [spoiled["whole"]] + [spoiled[name]] * (name in READABLE)
+    assert [run.path for run in data.runs] == [spoiled["whole"]] + [spoiled[name]] * (
+        name in READABLE
+    )
     assert name in READABLE or any(spoiled[name].name in note for note in data.notes)
     assert all(run.ended for run in data.runs)
     if name in READABLE:

@@ -1,4 +1,6 @@
-"""The live page is for this machine alone, whatever the environment says; no two studies or runs become one."""
+"""The live page is for this machine alone, whatever the environment says; no two studies or runs
+become one.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ def named(folder: Path, study: str, seed: int = 1) -> Path:
 
 
 def listens(pid: int) -> set[str]:
-    """The addresses, in hexadecimal as the kernel writes them, on which a process and its children listen."""
+    """The addresses, in hexadecimal as the kernel writes them, on which a process and its children
+    listen.
+    """
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -38,15 +42,25 @@ def listens(pid: int) -> set[str]:
         except FileNotFoundError:
             continue
     lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
     ]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
 def test_it_listens_on_the_loopback_address_and_opens_no_tunnel(tmp_path):
     named(tmp_path / "runs", "known")
-    hosted = {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SHARE": "true", "KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
-    hosted |= {"SYSTEM": "spaces", "TRACKIO_SERVER_URL": "http://192.0.2.1", "GRADIO_MCP_SERVER": "True"}
+    hosted = {
+        "GRADIO_SERVER_NAME": "0.0.0.0",
+        "GRADIO_SHARE": "true",
+        "KAGGLE_KERNEL_RUN_TYPE": "Interactive",
+    }
+    hosted |= {
+        "SYSTEM": "spaces",
+        "TRACKIO_SERVER_URL": "http://192.0.2.1",
+        "GRADIO_MCP_SERVER": "True",
+    }
     with Viewer(tmp_path, "runs", **hosted) as viewer:
         assert viewer.address.startswith("http://127.0.0.1:")
         assert listens(viewer.process.pid) == {"0100007F"}
@@ -68,8 +82,16 @@ def test_a_page_under_another_name_is_refused(tmp_path):
     with Viewer(tmp_path, "runs") as viewer:
         port = viewer.address.split(":")[2].split("/")[0]
         page = f"http://127.0.0.1:{port}/"
-        assert [status(page, host) for host in (f"127.0.0.1:{port}", f"localhost:{port}")] == [200, 200]
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", f"{socket.gethostname()}x"):
+        assert [status(page, host) for host in (f"127.0.0.1:{port}", f"localhost:{port}")] == [
+            200,
+            200,
+        ]
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1.evil.example",
+            f"{socket.gethostname()}x",
+        ):
             assert status(page, host) == 400, host
             assert status(f"{page}version", host) == 400, host
 
@@ -94,13 +116,22 @@ def stored(cwd: Path, *paths: str) -> dict[str, dict[str, int]]:
     script = STORE.format(paths=[str(ROOT / "experiments"), str(ROOT / "analysis"), str(ROOT)])
     there = os.environ | {"TRACKIO_DIR": str(cwd / "store"), "XDG_CACHE_HOME": str(cwd / "cache")}
     program = [sys.executable, "-c", script, *paths]
-    done = subprocess.run(program, cwd=cwd, env=there, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        program, cwd=cwd, env=there, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_studies_and_runs_of_like_names_stay_apart(tmp_path):
-    for folder, study in (("a", "x1.0"), ("b", "x10"), ("c", "x1 0"), ("d", "known_traces"), ("e", "."), ("f", "..")):
+    for folder, study in (
+        ("a", "x1.0"),
+        ("b", "x10"),
+        ("c", "x1 0"),
+        ("d", "known_traces"),
+        ("e", "."),
+        ("f", ".."),
+    ):
         named(tmp_path / folder, study)
     found = stored(tmp_path, *"abcdef")
     assert len(found) == 6 and all(list(runs.values()) == [3] for runs in found.values()), found
@@ -112,7 +143,8 @@ def test_runs_of_one_name_are_two_curves(tmp_path):
     shutil.copytree(run, tmp_path / "theirs" / "s" / run.name)
     with open(tmp_path / "theirs" / "s" / run.name / "metrics.jsonl", "a") as file:
         file.write(row(step=3, **{"reward/mean": 0.1}))
-    for paths in (("mine", "theirs"), ("mine", "theirs", "mine/s")):  # a run that is named twice is one
+    # a run that is named twice is one
+    for paths in (("mine", "theirs"), ("mine", "theirs", "mine/s")):
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
         (runs,) = stored(tmp_path, *paths).values()
         assert sorted(runs.values()) == [3, 4] and run.name in runs
@@ -121,14 +153,18 @@ def test_runs_of_one_name_are_two_curves(tmp_path):
 def test_a_bad_run_leaves_the_page_to_the_others(tmp_path):
     whole = named(tmp_path / "runs", "known")
     bad = [
-        named(tmp_path / "runs", study, seed) for seed, study in enumerate((ESCAPE + MARKUP, "n" * 500, "a", "b"), 2)
+        named(tmp_path / "runs", study, seed)
+        for seed, study in enumerate((ESCAPE + MARKUP, "n" * 500, "a", "b"), 2)
     ]
     (bad[1] / "settings.yaml").write_text("x: &a [1]\ny: [*a, *a]\n")
     pipe("monitor.jsonl")(bad[2])
     pipe("metrics.jsonl")(bad[3])
     with Viewer(tmp_path, "runs") as viewer:
         said = "".join(viewer.said)
-        assert "has an alias" in said and f"{bad[3] / 'metrics.jsonl'}".removeprefix(str(tmp_path) + "/") in said
+        assert (
+            "has an alias" in said
+            and f"{bad[3] / 'metrics.jsonl'}".removeprefix(str(tmp_path) + "/") in said
+        )
         assert "\x1b" not in said and "\u202e" not in said
         assert "of " in viewer.said[-2] and "known" in viewer.said[-2]
         viewer.process.send_signal(signal.SIGINT)

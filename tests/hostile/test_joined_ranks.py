@@ -1,4 +1,6 @@
-"""Who joins a run in a rank's place: it gets no code executed, and from another machine it does not get in."""
+"""Who joins a run in a rank's place: it gets no code executed, and from another machine it does not
+get in.
+"""
 
 import json
 import os
@@ -89,7 +91,9 @@ def test_ranks_without_a_common_home_share_a_secret(tmp_path):
 def test_without_any_key_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(ownership, "_key", lambda: None)
     monkeypatch.delenv(signed_objects.VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=r"no home directory for the key: set GSPO_RANKS_KEY to the same secret"):
+    with pytest.raises(
+        ValueError, match=r"no home directory for the key: set GSPO_RANKS_KEY to the same secret"
+    ):
         signed_objects.sign_objects()
 
 
@@ -104,7 +108,8 @@ def signing():
 @pytest.mark.parametrize("value", [None, "x", {"a": [1.5, b"\0"]}, torch.arange(5), Path("a/b")])
 def test_an_object_arrives_as_it_was_and_no_byte_may_change(signing, value):
     signed, size = c10d._object_to_tensor(value, torch.device("cpu"), None)
-    padded = torch.cat([signed, torch.zeros(100, dtype=torch.uint8)])  # exchanges pad to the longest
+    # exchanges pad to the longest
+    padded = torch.cat([signed, torch.zeros(100, dtype=torch.uint8)])
     arrived = c10d._tensor_to_object(padded, size, None)
     assert torch.equal(arrived, value) if isinstance(value, torch.Tensor) else arrived == value
     for place in (0, 31, 32, len(signed) - 1):
@@ -113,7 +118,12 @@ def test_an_object_arrives_as_it_was_and_no_byte_may_change(signing, value):
         with pytest.raises(ValueError, match="not signed"):
             c10d._tensor_to_object(changed, size, None)
     plain, plain_size = signed_objects._to_tensor(value, torch.device("cpu"), None)
-    for shorter in ((plain, plain_size), (signed[:-1], size - 1), (signed[:10], 10), (signed[:0], 0)):
+    for shorter in (
+        (plain, plain_size),
+        (signed[:-1], size - 1),
+        (signed[:10], 10),
+        (signed[:0], 0),
+    ):
         with pytest.raises(ValueError, match="not signed"):
             c10d._tensor_to_object(*shorter, None)
 
@@ -126,7 +136,11 @@ def test_every_exchange_of_objects_is_signed():
         sign, read = c10d._object_to_tensor, c10d._tensor_to_object
         c10d._object_to_tensor = lambda *a: seen.append("signed") or sign(*a)
         c10d._tensor_to_object = lambda *a: seen.append("read") or read(*a)
-        found = [ranks.gathered(ranks.index), ranks.told("a"), ranks.dealt(["x", "y"] if ranks.index == 0 else None)]
+        found = [
+            ranks.gathered(ranks.index),
+            ranks.told("a"),
+            ranks.dealt(["x", "y"] if ranks.index == 0 else None),
+        ]
         told = ["b"] if ranks.index == 0 else [None]
         dist.broadcast_object_list(told, src=0, group=ranks.group)
         gathered = [None, None] if ranks.index == 0 else None
@@ -161,10 +175,18 @@ os._exit(0)  # as the program ends a rank: taking the connections down in order 
 def test_ranks_of_one_machine_listen_at_the_loopback_address(tmp_path):
     script = tmp_path / "listening.py"
     script.write_text(LISTENING.format(root=str(ROOT), support=str(ROOT / "tests" / "support")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
     there = {name: value for name, value in environment().items() if name != "GLOO_SOCKET_IFNAME"}
     command.append(str(script))
-    done = subprocess.run(command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in ("0", "1"):
         interface, *addresses = json.loads((tmp_path / rank).read_text())
@@ -172,11 +194,19 @@ def test_ranks_of_one_machine_listen_at_the_loopback_address(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("here", "chosen", "expected"), [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7"), (None, None, None)]
+    ("here", "chosen", "expected"),
+    [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7"), (None, None, None)],
 )
-def test_an_interface_is_chosen_where_all_ranks_are_here_and_nobody_has_chosen(monkeypatch, here, chosen, expected):
+def test_an_interface_is_chosen_where_all_ranks_are_here_and_nobody_has_chosen(
+    monkeypatch, here, chosen, expected
+):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
+    given = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": here,
+        "GLOO_SOCKET_IFNAME": chosen,
+        "NCCL_SOCKET_IFNAME": chosen,
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, "") if value is None else monkeypatch.setenv(name, value)
         if value is None:

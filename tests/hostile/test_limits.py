@@ -1,4 +1,6 @@
-"""Few file descriptors, a very long temporary folder, names that are not UTF-8: the machine is what it is."""
+"""Few file descriptors, a very long temporary folder, names that are not UTF-8: the machine is what
+it is.
+"""
 
 import os
 import resource
@@ -40,7 +42,9 @@ def check(folder: Path, limit: bool, **environment: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_programs_run_and_are_confined_where_few_descriptors_and_long_folders_are_all_there_is(tmp_path):
+def test_programs_run_and_are_confined_where_few_descriptors_and_long_folders_are_all_there_is(
+    tmp_path,
+):
     usual = check(tmp_path, limit=False)
     assert "42" in usual["a program"]
     long = tmp_path / ("d" * 200)
@@ -57,7 +61,9 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder.mkdir()
 
     def called(cwd: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
-        return forked.run([sys.executable, str(ROOT / script), *arguments], cwd=cwd, env=environment())
+        return forked.run(
+            [sys.executable, str(ROOT / script), *arguments], cwd=cwd, env=environment()
+        )
 
     done = called(folder, "experiments/train.py", *SMALL, "steps=2", "task=code")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -70,14 +76,22 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     ):
         done = called(tmp_path, script, *arguments)
         assert done.returncode == 0, (script, done.stderr[-3000:])
-    done = called(tmp_path, "experiments/sample.py", f"run={run}")  # Hydra's grammar knows characters alone
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is not UTF-8, and a setting" in done.stderr
+    # Hydra's grammar knows characters alone
+    done = called(tmp_path, "experiments/sample.py", f"run={run}")
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "is not UTF-8, and a setting" in done.stderr
+    )
     assert called(run, "experiments/sample.py", "run=.").returncode == 0
 
 
 def test_a_temporary_folder_whose_name_is_not_utf_8_is_refused(tmp_path):
     code = "from gspo.run.cli import command_line; command_line(lambda: print('it runs'))"
-    there = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")}
+    there = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"),
+    }
     done = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, check=False)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and not done.stdout
     assert done.stderr.startswith(b"error: TMPDIR=") and b"caf\\udce9 is not UTF-8" in done.stderr

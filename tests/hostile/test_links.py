@@ -1,4 +1,6 @@
-"""Links, pipes and devices in a stranger's run directory: nothing is written through them, and one line says so."""
+"""Links, pipes and devices in a stranger's run directory: nothing is written through them, and one
+line says so.
+"""
 
 import os
 import shutil
@@ -34,7 +36,12 @@ def run(tmp_path) -> Path:
     """What of a run directory the writers here read."""
     folder = tmp_path / "gspo-seed1-0123456789"
     folder.mkdir()
-    settings = {"study": "small", "steps": 2, "objective": {"name": "gspo"}, "model": {"name": "tiny_moe"}}
+    settings = {
+        "study": "small",
+        "steps": 2,
+        "objective": {"name": "gspo"},
+        "model": {"name": "tiny_moe"},
+    }
     settings |= {"task": {"name": "math"}, "seed": 1}
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
@@ -53,7 +60,11 @@ def test_a_file_that_cannot_be_replaced_leaves_no_temporary_file(run):
     (run / "report.html").mkdir()
     with pytest.raises(IsADirectoryError):
         replace_text(run / "report.html", "text")
-    assert {path.name for path in run.iterdir()} == {"settings.yaml", "metrics.jsonl", "report.html"}
+    assert {path.name for path in run.iterdir()} == {
+        "settings.yaml",
+        "metrics.jsonl",
+        "report.html",
+    }
 
 
 def test_a_linked_lock_is_neither_emptied_nor_held(run, mine):
@@ -66,7 +77,10 @@ def test_a_linked_lock_is_neither_emptied_nor_held(run, mine):
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", '"finished"', "\udcff"])
 def test_a_damaged_status_says_that_alone(run, text):
     (run / "status.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert list(read_status(run)) == ["reason"] and "status.json is damaged" in read_status(run)["reason"]
+    assert (
+        list(read_status(run)) == ["reason"]
+        and "status.json is damaged" in read_status(run)["reason"]
+    )
 
 
 def test_what_stands_in_a_lock_stays(run):
@@ -77,8 +91,8 @@ def test_what_stands_in_a_lock_stays(run):
 
 
 def test_who_may_only_read_a_run_cannot_hold_its_lock(run, monkeypatch):
-    """It is enough to open a file to lock it. Nobody else can open this one; whether a run works there its status says
-    to them."""
+    """It is enough to open a file to lock it. Nobody else can open this one; whether a run works
+    there its status says to them."""
     (run / ".lock").touch(0o644)
     with exclusive(run):
         assert (run / ".lock").stat().st_mode & 0o777 == 0o600
@@ -109,7 +123,10 @@ def test_a_run_with_a_link_in_it_is_refused_and_nothing_is_written(run, tmp_path
     other.mkdir()
     place.symlink_to(other)
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(ValueError, match=f"{name} is a link to {other}: ") as refused, exclusive(run):
+    with (
+        pytest.raises(ValueError, match=f"{name} is a link to {other}: ") as refused,
+        exclusive(run),
+    ):
         pass
     assert "\n" not in str(refused.value)
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -153,7 +170,9 @@ def test_an_evaluation_cuts_no_file_short_that_is_linked(run, mine):
     assert mine.read_text() == KEY
 
 
-def test_other_things_in_a_folder_that_the_user_chose_for_a_result_are_nobodys_business(tmp_path, mine):
+def test_other_things_in_a_folder_that_the_user_chose_for_a_result_are_nobodys_business(
+    tmp_path, mine
+):
     out = tmp_path / "results"
     out.mkdir()
     (out / "notes").symlink_to(mine)
@@ -192,10 +211,18 @@ def test_a_linked_checkpoints_folder_prunes_nobody_s_checkpoints(two_steps, tmp_
     (stranger / "checkpoints").symlink_to(mine)
     before = sorted(mine.rglob("*"))
     done = train(tmp_path, f"resume={stranger.relative_to(tmp_path)}", "steps=8")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "checkpoints is a link to" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "checkpoints is a link to" in done.stderr
+    )
     (stranger / "evaluations").symlink_to(mine)
     done = evaluate(stranger)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "evaluations is a link to" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "evaluations is a link to" in done.stderr
+    )
     assert sorted(mine.rglob("*")) == before
 
 
@@ -216,7 +243,18 @@ def test_a_linked_file_of_a_sweep_is_not_written_to(tmp_path, mine, name):
     study = tmp_path / "runs" / "small"
     study.mkdir(parents=True)
     (study / name).symlink_to(mine)
-    script = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=2", "seed=1,2"]
+    script = [
+        sys.executable,
+        str(ROOT / "experiments" / "train.py"),
+        "-m",
+        *SMALL,
+        "steps=2",
+        "seed=1,2",
+    ]
     done = forked.run(script, cwd=tmp_path, env=environment())
-    assert done.returncode == 2 and f"{name} is a link to" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and f"{name} is a link to" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert mine.read_text() == KEY and [path.name for path in study.iterdir()] == [name]

@@ -1,4 +1,6 @@
-"""Model folders that bring code: none of it runs, nobody is asked about it on the terminal. And who is told of runs."""
+"""Model folders that bring code: none of it runs, nobody is asked about it on the terminal. And who
+is told of runs.
+"""
 
 import json
 import os
@@ -55,7 +57,10 @@ def test_code_of_a_model_is_refused_and_not_asked_about(folder):
 
 def test_code_that_comes_with_a_known_architecture_and_tokenizer_is_not_run(folder):
     (folder / "own.py").write_text(marking(folder))
-    change(folder / "config.json", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    change(
+        folder / "config.json",
+        auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    )
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
     load(str(folder))
     assert not (folder.parent / "ran").exists()
@@ -76,18 +81,24 @@ def test_weights_in_a_pickle_are_never_read(folder, harmless):
 
 
 def test_a_kernel_from_the_hub_is_refused():
-    with pytest.raises(ValueError, match=r"model\.attention='somebody/kernel' names code on the hub"):
+    with pytest.raises(
+        ValueError, match=r"model\.attention='somebody/kernel' names code on the hub"
+    ):
         HFModel(path="x", attention="somebody/kernel")
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
+)
 def test_a_kernel_from_the_hub_that_a_configuration_names_is_not_asked_for(folder, key):
     change(folder / "config.json", **{key: "somebody/kernel"})
     model, _ = load(str(folder))
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("odd", [{"model_type": [1]}, {"hidden_act": "os"}, {"hidden_size": "x"}, {"vocab_size": -1}])
+@pytest.mark.parametrize(
+    "odd", [{"model_type": [1]}, {"hidden_act": "os"}, {"hidden_size": "x"}, {"vocab_size": -1}]
+)
 def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
     change(folder / "config.json", **odd)
     with pytest.raises(ValueError, match=r"model\.path='.*' cannot be loaded: ") as refused:
@@ -106,33 +117,61 @@ print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETR
     command = [sys.executable, "-c", script]
     for told in ({}, {"WANDB_ERROR_REPORTING": "true"}):
         done = subprocess.run(
-            command, env=clean | told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+            command,
+            env=clean | told,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         assert done.stdout.strip() == "True True false"
 
 
 CLAIMS = [
-    ("config", {"num_hidden_layers": 5_000_000}, r"says num_hidden_layers=5000000, but its weights are \d+ tensors"),
+    (
+        "config",
+        {"num_hidden_layers": 5_000_000},
+        r"says num_hidden_layers=5000000, but its weights are \d+ tensors",
+    ),
     ("config", {"vocab_size": 60_000_000}, r"says vocab_size=60000000, which no model has"),
-    ("config", {"intermediate_size": 2**40}, r"says intermediate_size=1099511627776, which no model has"),
+    (
+        "config",
+        {"intermediate_size": 2**40},
+        r"says intermediate_size=1099511627776, which no model has",
+    ),
     ("config", {"num_labels": 10**9}, r"says num_labels=1000000000, which no model has"),
-    ("config", {"vocab_size": 10_000_000}, r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ bytes"),
+    (
+        "config",
+        {"vocab_size": 10_000_000},
+        r"makes a model of [\d,]+ numbers, but its weights are [\d,]+ bytes",
+    ),
     ("config", {"hidden_size": 2**16, "vocab_size": 2**16}, r"makes a model of [\d,]+ numbers"),
-    ("tokenizer_config", {"tokenizer_class": "T5Tokenizer", "extra_ids": 10**8}, r"says extra_ids=100000000, which no"),
+    (
+        "tokenizer_config",
+        {"tokenizer_class": "T5Tokenizer", "extra_ids": 10**8},
+        r"says extra_ids=100000000, which no",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("file", "claim", "message"), CLAIMS)
-def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(folder, file, claim, message):
+def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(
+    folder, file, claim, message
+):
     change(folder / f"{file}.json", **claim)
-    with pytest.raises(ValueError, match=rf"^model\.path='{folder}': {file}\.json {message}.*$") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^model\.path='{folder}': {file}\.json {message}.*$"
+    ) as caught:
         load(str(folder))
     assert "\n" not in str(caught.value)
 
 
 def test_sizes_are_those_of_the_bytes_that_are_there_and_read(folder):
     """Not those that a header claims, nor those of a file that transformers does not read."""
-    forged = json.dumps({"x": {"dtype": "F32", "shape": [10**11], "data_offsets": [0, 4 * 10**11]}}).encode()
+    forged = json.dumps(
+        {"x": {"dtype": "F32", "shape": [10**11], "data_offsets": [0, 4 * 10**11]}}
+    ).encode()
     other = folder / "zz.safetensors"
     other.write_bytes(len(forged).to_bytes(8, "little") + forged)
     with open(other, "r+b") as file:
@@ -141,13 +180,18 @@ def test_sizes_are_those_of_the_bytes_that_are_there_and_read(folder):
     with pytest.raises(ValueError, match="makes a model of"):
         load(str(folder))
     (folder / "model.safetensors").write_bytes(len(forged).to_bytes(8, "little") + forged)
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .* shorter than its tensors"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors cannot be read .* shorter than its tensors"
+    ):
         load(str(folder))
 
 
 def test_a_folder_without_weights_builds_no_layers(folder):
     (folder / "model.safetensors").unlink()
-    for layers, message in ((10**9, "says num_hidden_layers=1000000000, which no model has"), (2, "cannot be loaded")):
+    for layers, message in (
+        (10**9, "says num_hidden_layers=1000000000, which no model has"),
+        (2, "cannot be loaded"),
+    ):
         change(folder / "config.json", num_hidden_layers=layers)
         with pytest.raises(ValueError, match=message):
             load(str(folder))
@@ -164,7 +208,9 @@ def test_damaged_weights_are_named(folder):
         (9).to_bytes(8, "little") + b"[" * 9,
     ):
         weights.write_bytes(content)
-        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors") as caught:
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors cannot be read as safetensors"
+        ) as caught:
             load(str(folder))
         assert "\n" not in str(caught.value)
     weights.write_bytes(whole)
@@ -209,10 +255,13 @@ def test_templates_that_do_little_are_not_refused(folder, template):
 
 
 def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(folder):
-    change_to = {"peft_type": "LORA", "base_model_name_or_path": "x", "r": 4, "target_modules": ["q_proj"]}
+    change_to = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "x",
+        "r": 4,
+        "target_modules": ["q_proj"],
+    }
     (folder / "adapter_config.json").write_text(json.dumps(change_to))
-    message = (
-        r"holds a LoRA adapter \(adapter_config\.json\) beside a whole model: merge the two .*, or move the adapter"
-    )
+    message = r"holds a LoRA adapter \(adapter_config\.json\) beside a whole model: merge the two .*, or move the adapter"
     with pytest.raises(ValueError, match=message):
         load(str(folder))

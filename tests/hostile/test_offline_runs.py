@@ -1,4 +1,6 @@
-"""An offline run reaches for no network and needs no home directory: real runs, whose every connection is seen."""
+"""An offline run reaches for no network and needs no home directory: real runs, whose every
+connection is seen.
+"""
 
 import array
 import fcntl
@@ -48,7 +50,9 @@ os.execv(sys.argv[4], sys.argv[4:])
 
 
 def where_to(pid: int, address: int, length: int) -> str:
-    """The internet address in another process's memory, in words; "" for a unix socket or the kernel's netlink."""
+    """The internet address in another process's memory, in words; "" for a unix socket or the
+    kernel's netlink.
+    """
     with open(f"/proc/{pid}/mem", "rb") as memory:
         memory.seek(address)
         data = memory.read(min(length, 28))
@@ -61,7 +65,9 @@ def where_to(pid: int, address: int, length: int) -> str:
 
 
 def listen(listener: int, tried: list[str]) -> None:
-    """Answer every asked-for connection: those within the machine's own unix sockets go on, others are written down."""
+    """Answer every asked-for connection: those within the machine's own unix sockets go on, others
+    are written down.
+    """
     connect, _ = NUMBERS[platform.machine()]
     while True:
         ready = select.poll()
@@ -73,18 +79,28 @@ def listen(listener: int, tried: list[str]) -> None:
             fcntl.ioctl(listener, RECEIVE, asked)
             identity, pid, _, number = struct.unpack_from("=QIIi", asked)
             arguments = struct.unpack_from("=6Q", asked, 32)
-            place = where_to(pid, arguments[1], arguments[2]) if number == connect else where_to(pid, *arguments[4:6])
+            place = (
+                where_to(pid, arguments[1], arguments[2])
+                if number == connect
+                else where_to(pid, *arguments[4:6])
+            )
             if place:
                 tried.append(place)
             fcntl.ioctl(
-                listener, ANSWER, struct.pack("=QqiI", identity, 0, -101 if place else 0, 0 if place else GO_ON)
+                listener,
+                ANSWER,
+                struct.pack("=QqiI", identity, 0, -101 if place else 0, 0 if place else GO_ON),
             )
         except OSError:  # who asked is gone
             continue
 
 
-def watched(words: list[str], cwd: Path, env: dict[str, str]) -> tuple[subprocess.CompletedProcess, list[str]]:
-    """A process that has ended, and the connections that it or any process of its tried, but for unix sockets."""
+def watched(
+    words: list[str], cwd: Path, env: dict[str, str]
+) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """A process that has ended, and the connections that it or any process of its tried, but for
+    unix sockets.
+    """
     ours, theirs = socket.socketpair()
     numbers = [*map(str, NUMBERS[platform.machine()]), str(theirs.fileno())]
     process = subprocess.Popen(
@@ -120,7 +136,9 @@ if len(sys.argv) < 2:
 def test_the_watcher_sees_what_is_tried(tmp_path):
     (tmp_path / "tries.py").write_text(TRIES)
     done, tried = watched([sys.executable, str(tmp_path / "tries.py")], tmp_path, dict(os.environ))
-    assert done.returncode == 0 and tried == ["192.0.2.1:4", "192.0.2.2:5", "[2001:db8::1]:6"] * 2, done.stderr
+    assert (
+        done.returncode == 0 and tried == ["192.0.2.1:4", "192.0.2.2:5", "[2001:db8::1]:6"] * 2
+    ), done.stderr
 
 
 @pytest.mark.slow
@@ -131,7 +149,8 @@ def test_an_offline_run_tries_no_connection(tmp_path):
     assert list(only_run(tmp_path).glob("wandb/offline-run-*/*.wandb")) and tried == []
 
 
-# ------------------------------------------------------------------------------------------------- home directories
+# -------------------------------------------------------------------------------------------------
+# home directories
 def files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
@@ -155,7 +174,9 @@ def test_tables_are_staged_in_the_run_directory_and_cleared(tmp_path):
         pause()
         with_rollouts(run, 8, 9, **at_home, **server.environment)
         assert len(server.runs) == 1
-    assert not list((run / "wandb").glob("*run-*-*/staging/artifacts")) and not list(run.glob("wandb/cache/artifacts"))
+    assert not list((run / "wandb").glob("*run-*-*/staging/artifacts")) and not list(
+        run.glob("wandb/cache/artifacts")
+    )
     assert files(home) == []
 
 
@@ -165,25 +186,47 @@ def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
     (tmp_path / "settings.yaml").touch()
     with serving() as server:
         (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {server.address}\n")
-        words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='online'"), ".", "0", "1"]
+        words = [
+            sys.executable,
+            "-c",
+            TABLES.replace("table_rows=2", "wandb='online'"),
+            ".",
+            "0",
+            "1",
+        ]
         where = environment() | {"WANDB_API_KEY": "a" * 40}
         done = forked.run(words, cwd=tmp_path, env=where)
-        assert done.returncode != 0 and "wandb/settings: W&B would take" in done.stderr and server.runs == {}
+        assert (
+            done.returncode != 0
+            and "wandb/settings: W&B would take" in done.stderr
+            and server.runs == {}
+        )
 
 
 @pytest.mark.parametrize("name", ["wandb", ".wandb"])
 def test_nor_does_any_other_folder_that_a_run_is_started_in(tmp_path, monkeypatch, name):
-    """A study's folder, or one within a run. What `wandb init` writes for W&B's own server is left alone."""
+    """A study's folder, or one within a run. What `wandb init` writes for W&B's own server is left
+    alone.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     settings = tmp_path / name / "settings"
     settings.parent.mkdir()
-    for text in ("[default]\nbase_url = https://api.wandb.ai/\nentity = me\n", "[default]\nentity = me\n"):
+    for text in (
+        "[default]\nbase_url = https://api.wandb.ai/\nentity = me\n",
+        "[default]\nentity = me\n",
+    ):
         settings.write_text(text)
         refuse_settings_of_the_folder()
-    for text in ("[default]\nbase_url = http://evil.example\n", "[default]\n BASE_URL: http://evil.example\n"):
+    for text in (
+        "[default]\nbase_url = http://evil.example\n",
+        "[default]\n BASE_URL: http://evil.example\n",
+    ):
         settings.write_text(text)
-        with pytest.raises(ValueError, match=rf"^{re.escape(name)}/settings: W&B would take .* WANDB_BASE_URL=\.\.\.$"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{re.escape(name)}/settings: W&B would take .* WANDB_BASE_URL=\.\.\.$",
+        ):
             refuse_settings_of_the_folder()
         with monkeypatch.context() as own:
             own.setenv("WANDB_BASE_URL", "http://evil.example")
@@ -193,13 +236,24 @@ def test_nor_does_any_other_folder_that_a_run_is_started_in(tmp_path, monkeypatc
 def homeless(home: str | None) -> dict[str, str]:
     """The environment with another home directory, or with none named."""
     kept = {key: value for key, value in environment().items() if key != "HOME"}
-    return {key: value for key, value in kept.items() if key != "XDG_STATE_HOME"} | {"HOME": home} if home else kept
+    return (
+        {key: value for key, value in kept.items() if key != "XDG_STATE_HOME"} | {"HOME": home}
+        if home
+        else kept
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["/dev/null", "/proc/nothing", None])
 def test_tracking_needs_no_home_directory(home, tmp_path):
-    words = [sys.executable, "-c", TABLES.replace("table_rows=2", "wandb='offline'"), str(tmp_path), "0", "3"]
+    words = [
+        sys.executable,
+        "-c",
+        TABLES.replace("table_rows=2", "wandb='offline'"),
+        str(tmp_path),
+        "0",
+        "3",
+    ]
     done = subprocess.run(words, env=homeless(home), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
@@ -209,12 +263,16 @@ def test_tracking_needs_no_home_directory(home, tmp_path):
 @pytest.mark.parametrize("home", ["/dev/null", None])
 def test_everything_works_without_a_home_directory(home, tmp_path):
     def ended(folder: str, script: str, *words: str, imported: bool = False) -> str:
-        """Its error output. `imported`: what it imports has been imported elsewhere, with a home directory."""
+        """Its error output. `imported`: what it imports has been imported elsewhere, with a home
+        directory.
+        """
         line = [sys.executable, str(ROOT / folder / f"{script}.py"), *words]
         if imported:
             done = forked.run(line, cwd=tmp_path, env=homeless(home))
         else:
-            done = subprocess.run(line, cwd=tmp_path, env=homeless(home), capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                line, cwd=tmp_path, env=homeless(home), capture_output=True, text=True, check=False
+            )
         assert done.returncode == 0, (script, done.stdout[-2000:], done.stderr[-3000:])
         return done.stderr
 

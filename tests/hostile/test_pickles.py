@@ -30,8 +30,11 @@ def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path, place):
     (tmp_path / place).chmod(0o777)
     with pytest.raises(ValueError, match="another user could replace them in ") as refused:
         private(tmp_path / "study" / ".submitit")
-    assert "\n" not in str(refused.value) and f"chmod go-w {(tmp_path / place).absolute()}," in str(refused.value)
-    (tmp_path / place).chmod(0o1777)  # as /tmp: everybody can write, nobody can rename what is another's
+    assert "\n" not in str(refused.value) and f"chmod go-w {(tmp_path / place).absolute()}," in str(
+        refused.value
+    )
+    # as /tmp: everybody can write, nobody can rename what is another's
+    (tmp_path / place).chmod(0o1777)
     if not place.endswith(".submitit"):
         private(tmp_path / "study" / ".submitit")
         return
@@ -67,7 +70,14 @@ def test_a_sweep_of_submitit_does_not_start_where_others_can_write(tmp_path):
     folder = tmp_path / "runs" / "small" / ".submitit"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    script = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *SMALL, "steps=2", "seed=1,2"]
+    script = [
+        sys.executable,
+        str(ROOT / "experiments" / "train.py"),
+        "-m",
+        *SMALL,
+        "steps=2",
+        "seed=1,2",
+    ]
     script += ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
     done = forked.run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2 and done.stderr.count("\n") == 1

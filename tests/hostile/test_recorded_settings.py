@@ -1,4 +1,6 @@
-"""A stranger's settings.yaml is data: nothing in it is resolved, consents, or says where one's own runs are shown."""
+"""A stranger's settings.yaml is data: nothing in it is resolved, consents, or says where one's own
+runs are shown.
+"""
 
 import json
 import os
@@ -21,7 +23,13 @@ from gspo.run.cli import explain
 from wandb_server import serving
 
 SECRET = "token-that-nobody-may-see"
-FEW = ["steps=1", "cold_start.steps=0", "evaluation.problems=2", "evaluation.every=1", "checkpoint.every=1"]
+FEW = [
+    "steps=1",
+    "cold_start.steps=0",
+    "evaluation.problems=2",
+    "evaluation.every=1",
+    "checkpoint.every=1",
+]
 TEXTS = [
     "${oc.env:SECRET_OF_THIS_TEST}", "${seed}", "${b}", "\\${b}", "\\\\${b}", "${seen:1}", "a ${oc.env:X} b", "${", "$",
     "${oc.decode:'${seed}'}", "${a:\n", "{}", "\\",
@@ -29,7 +37,9 @@ TEXTS = [
 
 
 def rewritten(folder: Path, **changes: object) -> None:
-    """settings.yaml with other values, by dotted key: what anybody can do to a directory that is handed on."""
+    """settings.yaml with other values, by dotted key: what anybody can do to a directory that is
+    handed on.
+    """
     path = folder / "settings.yaml"
     content = yaml.safe_load(path.read_text())
     for key, value in changes.items():
@@ -45,7 +55,9 @@ def rewritten(folder: Path, **changes: object) -> None:
 def resolved(monkeypatch):
     """What OmegaConf resolved since."""
     asked = []
-    OmegaConf.register_new_resolver("seen", lambda *words: asked.append(words) or "seen", replace=True)
+    OmegaConf.register_new_resolver(
+        "seen", lambda *words: asked.append(words) or "seen", replace=True
+    )
     monkeypatch.setenv("SECRET_OF_THIS_TEST", SECRET)
     yield asked
     OmegaConf.clear_resolver("seen")
@@ -57,12 +69,22 @@ def test_what_looks_like_an_interpolation_survives_unchanged(text, tmp_path, res
     run = settings("task=reasoning_gym", "task.dataset=chain_sum", "tracking.wandb=offline")
     write_settings(run, tmp_path)
     deep = {f"${{seen:key}}{text}": {"inner": [text, {"x": text}]}, "plain": text}
-    rewritten(tmp_path, study=f"s{text}", tracking__tags=[text, "plain"], task__config=deep, options={"arm": text})
+    rewritten(
+        tmp_path,
+        study=f"s{text}",
+        tracking__tags=[text, "plain"],
+        task__config=deep,
+        options={"arm": text},
+    )
     read = read_settings(tmp_path)
     resumed = resumed_settings(tmp_path, ["steps=7", f"resume={tmp_path}"])
     assert same_result(read, resumed) is None and settings_hash(read) == settings_hash(resumed)
     for found in (read, resumed):
-        assert (found.study, found.tracking.tags, found.task.config) == (f"s{text}", [text, "plain"], deep)
+        assert (found.study, found.tracking.tags, found.task.config) == (
+            f"s{text}",
+            [text, "plain"],
+            deep,
+        )
         assert found.options == {"arm": text}
     write_settings(resumed, tmp_path)
     assert asdict(read_settings(tmp_path)) == asdict(resumed) and resumed.steps == 7
@@ -87,7 +109,9 @@ def test_where_no_text_can_stand_it_is_refused_unresolved(changes, tmp_path, res
         assert SECRET not in explain(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "text", "a: [", "\x00", "- &a [*a]", "&a {objective: *a}", "{" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "text", "a: [", "\x00", "- &a [*a]", "&a {objective: *a}", "{" * 5000]
+)
 def test_a_file_that_holds_no_settings_is_refused_in_a_line(text, tmp_path):
     (tmp_path / "settings.yaml").write_text(text)
     with pytest.raises(ValueError) as refused:
@@ -95,7 +119,9 @@ def test_a_file_that_holds_no_settings_is_refused_in_a_line(text, tmp_path):
     assert "\n" not in explain(refused.value)
 
 
-@pytest.mark.parametrize("changes", [{"tags": [""]}, {"tags": ["x" * 65]}, {"project": "a/b"}, {"project": "x" * 129}])
+@pytest.mark.parametrize(
+    "changes", [{"tags": [""]}, {"tags": ["x" * 65]}, {"project": "a/b"}, {"project": "x" * 129}]
+)
 def test_what_wandb_would_refuse_once_the_run_has_begun_is_refused_before(changes, tmp_path):
     write_settings(settings(), tmp_path)
     rewritten(tmp_path, **{f"tracking__{key}": value for key, value in changes.items()})
@@ -105,10 +131,14 @@ def test_what_wandb_would_refuse_once_the_run_has_begun_is_refused_before(change
 
 def test_this_command_line_may_still_refer_to_settings(tmp_path):
     write_settings(settings("study=mine"), tmp_path)
-    assert resumed_settings(tmp_path, ["tracking.project=${study}-${seed}"]).tracking.project == "mine-1"
+    assert (
+        resumed_settings(tmp_path, ["tracking.project=${study}-${seed}"]).tracking.project
+        == "mine-1"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- whose run
+# -------------------------------------------------------------------------------------------------------
+# whose run
 PLACE = {"tracking__wandb": "online", "tracking__entity": "stranger", "tracking__project": "theirs"}
 
 
@@ -119,7 +149,12 @@ def place(found) -> tuple[str, str, str]:
 def test_ones_own_run_keeps_its_place_also_after_a_move_and_a_kill(tmp_path):
     folder = tmp_path / "study" / "gspo-seed1-abc"
     folder.mkdir(parents=True)
-    given = ["tracking.wandb=online", "tracking.entity=mine", "tracking.project=own", "runs=elsewhere"]
+    given = [
+        "tracking.wandb=online",
+        "tracking.entity=mine",
+        "tracking.project=own",
+        "runs=elsewhere",
+    ]
     write_settings(settings(*given), folder)
     before = (folder / "settings.yaml").read_text()
     write_settings(settings(*given, "steps=7"), folder)
@@ -138,8 +173,12 @@ def forged(folder: Path, how: str) -> None:
     if how == "no signature":
         (folder / "signed.json").unlink()
     elif how == "own key":
-        mark = ownership._signature(b"", folder / "settings.yaml", (folder / "settings.yaml").read_bytes())
-        (folder / "signed.json").write_text(json.dumps({"settings.yaml": [mark, *signatures["settings.yaml"]]}))
+        mark = ownership._signature(
+            b"", folder / "settings.yaml", (folder / "settings.yaml").read_bytes()
+        )
+        (folder / "signed.json").write_text(
+            json.dumps({"settings.yaml": [mark, *signatures["settings.yaml"]]})
+        )
     elif how != "edited":
         (folder / "signed.json").write_text(how)
 
@@ -173,22 +212,30 @@ def test_a_signature_counts_for_its_own_directory_and_file_alone(tmp_path):
         ownership.write_signed(tmp_path / name / "wandb_id", name)
     shutil.copy(tmp_path / "one" / "wandb_id", tmp_path / "two" / "wandb_id")
     shutil.copy(tmp_path / "one" / "signed.json", tmp_path / "two" / "signed.json")
-    assert not ownership.own(tmp_path / "two" / "wandb_id") and ownership.own(tmp_path / "one" / "wandb_id")
+    assert not ownership.own(tmp_path / "two" / "wandb_id") and ownership.own(
+        tmp_path / "one" / "wandb_id"
+    )
     shutil.copy(tmp_path / "one" / "wandb_id", tmp_path / "one" / "wandb_online")
     assert not ownership.own(tmp_path / "one" / "wandb_online")
 
 
 @pytest.mark.parametrize("home", [None, "/dev/null/home", "/nonexistent"])
-def test_without_a_home_directory_nothing_is_ones_own_and_nothing_crashes(home, tmp_path, monkeypatch):
+def test_without_a_home_directory_nothing_is_ones_own_and_nothing_crashes(
+    home, tmp_path, monkeypatch
+):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", home) if home else monkeypatch.setattr(Path, "home", no_home)
     write_settings(settings("tracking.wandb=online"), tmp_path)
     assert not ownership.own(tmp_path / "settings.yaml") and not (tmp_path / "signed.json").exists()
-    assert resumed_settings(tmp_path, []).tracking.wandb == "offline" and not Path("/nonexistent").exists()
+    assert (
+        resumed_settings(tmp_path, []).tracking.wandb == "offline"
+        and not Path("/nonexistent").exists()
+    )
 
 
 def no_home():
-    raise RuntimeError("Could not determine home directory.")  # as Path.home() of a user whom the system does not know
+    # as Path.home() of a user whom the system does not know
+    raise RuntimeError("Could not determine home directory.")
 
 
 KEY = "import sys; from gspo.core.ownership import _key; print(_key().hex())"
@@ -196,12 +243,18 @@ KEY = "import sys; from gspo.core.ownership import _key; print(_key().hex())"
 
 def test_processes_that_start_at_a_time_have_one_key(tmp_path):
     where = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
-    started = [subprocess.Popen([sys.executable, "-c", KEY], env=where, stdout=subprocess.PIPE) for _ in range(4)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", KEY], env=where, stdout=subprocess.PIPE)
+        for _ in range(4)
+    ]
     assert len({process.communicate(timeout=60)[0] for process in started}) == 1
-    assert (tmp_path / "gspo" / "key").stat().st_mode & 0o077 == 0 and len(list((tmp_path / "gspo").iterdir())) == 1
+    assert (tmp_path / "gspo" / "key").stat().st_mode & 0o077 == 0 and len(
+        list((tmp_path / "gspo").iterdir())
+    ) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ whole runs
+# ------------------------------------------------------------------------------------------------------
+# whole runs
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
@@ -226,11 +279,17 @@ def test_a_token_does_not_leave_by_a_strangers_run(made, tmp_path):
         done = train(tmp_path, f"resume={run}", "steps=2", account=account)
         assert done.returncode == 0, done.stderr[-3000:]
         assert server.runs == {}, "online, because the file said so"
-    said = [line for line in done.stderr.splitlines() if line.startswith("warning: ") and "this user" in line]
+    said = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith("warning: ") and "this user" in line
+    ]
     assert len(said) == 2 and "so wandb=offline" in said[0] and "wandb_online" in said[1]
     assert SECRET.encode() not in contents(run) and SECRET not in done.stdout + done.stderr
     assert yaml.safe_load((run / "settings.yaml").read_text())["tracking"]["tags"] == [asked]
-    assert asked.encode() in b"".join(file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb"))
+    assert asked.encode() in b"".join(
+        file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb")
+    )
 
 
 @pytest.mark.slow
@@ -258,7 +317,8 @@ def test_a_strangers_run_goes_where_this_command_line_says(made, tmp_path):
         assert saved.about.get("entity") in (None, "", "team")
 
 
-# ------------------------------------------------------------------------------------------------ a weak sandbox
+# ------------------------------------------------------------------------------------------------ a
+# weak sandbox
 WEAK = """
 import ctypes, os, struct, sys  # the kernel offers no landlock: its first call fails with ENOSYS, as in old kernels
 number = 444
@@ -277,7 +337,9 @@ def unconfined(script: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     """An entry point on a machine that cannot confine programs."""
     command = [sys.executable, "-c", WEAK, str(ROOT / "experiments" / f"{script}.py"), *words]
     where = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either, and no git
-    return subprocess.run(command, cwd=cwd, env=where, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, env=where, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -293,19 +355,29 @@ def consented(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "key"), [("code", "task"), ("mixed", "task.code"), ("humaneval", "task")])
+@pytest.mark.parametrize(
+    ("task", "key"), [("code", "task"), ("mixed", "task.code"), ("humaneval", "task")]
+)
 def test_consent_is_not_read_from_a_directory(task, key, tmp_path):
     write_settings(settings(f"task={task}", f"{key}.allow_weak_sandbox=true"), tmp_path)
     given = resumed_settings(tmp_path, [f"++{key}.allow_weak_sandbox=true"])
     for found, consent in ((read_settings(tmp_path), False), (resumed_settings(tmp_path, ["steps=7"]), False),
                            (given, True), (read_settings(tmp_path, consent=True), True)):  # fmt: skip
         coder = getattr(found.task, "code", found.task)
-        assert coder.allow_weak_sandbox is consent and coder._grader._runner.allow_weak_sandbox is consent
-    assert settings_hash(given) == settings_hash(read_settings(tmp_path)) and same_result(given, found) is None
+        assert (
+            coder.allow_weak_sandbox is consent
+            and coder._grader._runner.allow_weak_sandbox is consent
+        )
+    assert (
+        settings_hash(given) == settings_hash(read_settings(tmp_path))
+        and same_result(given, found) is None
+    )
 
 
 def test_consent_is_no_part_of_the_name_of_a_run():
-    assert settings_hash(settings("task=code")) == settings_hash(settings("task=code", "task.allow_weak_sandbox=true"))
+    assert settings_hash(settings("task=code")) == settings_hash(
+        settings("task=code", "task.allow_weak_sandbox=true")
+    )
 
 
 @pytest.mark.slow
@@ -317,7 +389,9 @@ def test_consent_is_no_part_of_the_name_of_a_run():
         ("sample", ["run={run}", "problems=1", "samples=1"], "allow_weak_sandbox=true"),
     ],
 )
-def test_only_this_command_line_consents_to_a_weak_sandbox(consented, tmp_path, script, words, consent):
+def test_only_this_command_line_consents_to_a_weak_sandbox(
+    consented, tmp_path, script, words, consent
+):
     run = tmp_path / consented.name
     shutil.copytree(consented, run)
     words = [word.format(run=run) for word in words]

@@ -43,14 +43,31 @@ def test_a_server_does_what_its_own_trainer_asks_and_nothing_else(tmp_path):
         engine = VLLMServerEngine(whole_policy(), VLLMServerRollout(url=url, batch_rows=8))
         before = tokens(engine)
         attack = json.dumps(
-            {"method": "save_sharded_state", "kwargs": {"path": str(precious.parent), "pattern": "notes.txt"}}
+            {
+                "method": "save_sharded_state",
+                "kwargs": {"path": str(precious.parent), "pattern": "notes.txt"},
+            }
         )
         as_a_page = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
         assert ask(url, "POST", "/collective_rpc", attack, Host="evil.example", **as_a_page) == 403
         assert ask(url, "POST", "/collective_rpc", attack, **as_a_page) == 403
         assert ask(url, "POST", "/collective_rpc", attack) == 401
-        paths = ["/inference/v1/generate", "/v1/completions", "/abort_requests", "/reset_prefix_cache", "/version"]
-        for path in [*paths, "/docs", "/openapi.json", "/metrics", "/server_info", "/sleep", "/pause"]:
+        paths = [
+            "/inference/v1/generate",
+            "/v1/completions",
+            "/abort_requests",
+            "/reset_prefix_cache",
+            "/version",
+        ]
+        for path in [
+            *paths,
+            "/docs",
+            "/openapi.json",
+            "/metrics",
+            "/server_info",
+            "/sleep",
+            "/pause",
+        ]:
             assert {ask(url, "GET", path), ask(url, "POST", path, "{}")} == {401}, path
         (found,) = found_servers(Server(url, False).port, "")
         known = Server(url, False, found.key)
@@ -58,7 +75,9 @@ def test_a_server_does_what_its_own_trainer_asks_and_nothing_else(tmp_path):
             known.call("/collective_rpc", json.loads(attack))
         foreign = tmp_path / "foreign.safetensors"
         foreign.write_bytes(b"x")
-        with pytest.raises(Refused, match=r"loads weights\.safetensors in its own folder and no other file"):
+        with pytest.raises(
+            Refused, match=r"loads weights\.safetensors in its own folder and no other file"
+        ):
             known.on_workers("load_piece", str(foreign))
         assert known.call("/version")["version"].startswith("0.")
         assert tokens(engine) == before, "the trainer goes on"
@@ -81,6 +100,7 @@ def killed_with_all_its_processes(pid: int) -> None:
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, alive
     deadline = time.monotonic() + 30
-    while left := [path for path in shared if path.exists()]:  # Python's resource tracker removes them in the end
+    # Python's resource tracker removes them in the end
+    while left := [path for path in shared if path.exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

@@ -1,4 +1,5 @@
-"""The layer of `gspo serve` that answers before vLLM does: web pages, foreign names and requests without the key.
+"""The layer of `gspo serve` that answers before vLLM does: web pages, foreign names and requests
+without the key.
 
 tests/hostile/test_served.py does the same to a real server."""
 
@@ -51,12 +52,17 @@ def guarded(tmp_path, monkeypatch):
 
 
 def ask(guard, path, *headers, method="POST", body=b"", pieces=1, root=""):
-    """Send a request and return (status, body). `headers` are pairs; Host is added if it is not among them."""
+    """Send a request and return (status, body). `headers` are pairs; Host is added if it is not
+    among them.
+    """
     if not any(name.lower() == "host" for name, _ in headers):
         headers = (("Host", HOST), *headers)
     size = max(1, len(body) // pieces)
     parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
-    messages = [{"type": "http.request", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": i + 1 < len(parts)}
+        for i, part in enumerate(parts)
+    ]
     sent = []
 
     async def receive():
@@ -65,7 +71,13 @@ def ask(guard, path, *headers, method="POST", body=b"", pieces=1, root=""):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "root_path": root, "server": ("127.0.0.1", 8000)}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "root_path": root,
+        "server": ("127.0.0.1", 8000),
+    }
     scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in headers]
     asyncio.run(guard(scope, receive, send))
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
@@ -87,9 +99,20 @@ def test_a_web_page_is_refused_whatever_it_sends(guarded):
         for path in (CALLS, "/health", PROOF, "/v1/models"):
             assert ask(guard, path, *signs(key, path), ("Origin", origin))[0] == 403
     body = call("begin_load")
-    for host in ("evil.example:8000", "127.0.0.1", "127.0.0.1:8001", "127.0.0.1:8000.evil.example", ""):
+    for host in (
+        "evil.example:8000",
+        "127.0.0.1",
+        "127.0.0.1:8001",
+        "127.0.0.1:8000.evil.example",
+        "",
+    ):
         assert ask(guard, CALLS, *signs(key, CALLS, body=body), ("Host", host), body=body)[0] == 403
-    assert ask(guard, CALLS, *signs(key, CALLS, body=body), ("Host", HOST), ("Host", HOST), body=body)[0] == 403
+    assert (
+        ask(guard, CALLS, *signs(key, CALLS, body=body), ("Host", HOST), ("Host", HOST), body=body)[
+            0
+        ]
+        == 403
+    )
     assert not behind.reached
     for host in (HOST, "localhost:8000", "LOCALHOST:8000", "[::1]:8000"):
         assert ask(guard, "/v1/models", *signs(key, "/v1/models"), ("Host", host))[0] == 200
@@ -98,7 +121,16 @@ def test_a_web_page_is_refused_whatever_it_sends(guarded):
 def test_nothing_but_health_answers_without_the_key(guarded):
     guard, behind, key, _ = guarded
     body = call("begin_load")
-    for path in (CALLS, f"{CALLS}/", "/version", "/health/", "/inference/v1/generate", "/pause", "/docs", "//health"):
+    for path in (
+        CALLS,
+        f"{CALLS}/",
+        "/version",
+        "/health/",
+        "/inference/v1/generate",
+        "/pause",
+        "/docs",
+        "//health",
+    ):
         good = signs(key, path, body=body)
         wrong = [
             (), good[:1], good[1:], (*good, *good), (good[0], (SIGNATURE, "é")),
@@ -126,18 +158,32 @@ def test_a_request_is_not_heard_twice(guarded, monkeypatch):
 
 
 def test_the_server_proves_that_it_knows_the_key(guarded):
-    """At its own address, so that the proof is worth nothing to somebody who passes it on at another."""
+    """At its own address, so that the proof is worth nothing to somebody who passes it on at
+    another.
+    """
     guard, behind, key, _ = guarded
     status, said = ask(guard, PROOF, (NONCE, "abc"), method="GET")
     assert (status, said.decode()) == (200, proof(key, HOST, "abc"))
-    others = {proof(key, "127.0.0.2:8000", "abc"), proof(key, HOST, "abd"), signature(key, HOST, "abc", "", "", b"")}
+    others = {
+        proof(key, "127.0.0.2:8000", "abc"),
+        proof(key, HOST, "abd"),
+        signature(key, HOST, "abc", "", "", b""),
+    }
     assert said.decode() not in others and key not in said.decode() and not behind.reached
     assert place(("::ffff:10.0.0.1", 5, 0, 0)) == place(("10.0.0.1", 5)) == "10.0.0.1:5"
 
 
 def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded(guarded):
     guard, behind, key, folder = guarded
-    elsewhere = [f"../{WEIGHTS}", f"./{WEIGHTS}", str(folder / WEIGHTS), "/etc/passwd", "", [WEIGHTS], None]
+    elsewhere = [
+        f"../{WEIGHTS}",
+        f"./{WEIGHTS}",
+        str(folder / WEIGHTS),
+        "/etc/passwd",
+        "",
+        [WEIGHTS],
+        None,
+    ]
     refused = [
         call("save_sharded_state", "/home/user", pattern="notes.txt"), call("load_model"), call("__class__"),
         b"", b"{", b"[]", b'"begin_load"', b"[" * 10**5, call(["begin_load"]), call({"a": 1}),
@@ -153,12 +199,17 @@ def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded
     assert not behind.reached
     for method in METHODS:
         body = call(method, *([WEIGHTS] if method == "load_piece" else []))
-        assert ask(guard, CALLS, *signs(key, CALLS, body=body), body=body, pieces=3) == (200, b"vLLM")
+        assert ask(guard, CALLS, *signs(key, CALLS, body=body), body=body, pieces=3) == (
+            200,
+            b"vLLM",
+        )
         path, handed_on = behind.reached.pop()
         assert (path, json.loads(handed_on)) == (CALLS, json.loads(body))
     body = b'{"method": "save_sharded_state", "method": "begin_load"}'
     ask(guard, CALLS, *signs(key, CALLS, body=body), body=body)
-    assert behind.reached.pop() == (CALLS, b'{"method": "begin_load", "args": []}'), "there is one way to read it"
+    assert behind.reached.pop() == (CALLS, b'{"method": "begin_load", "args": []}'), (
+        "there is one way to read it"
+    )
 
 
 def test_a_body_without_end_is_not_collected(guarded, monkeypatch):
@@ -183,7 +234,9 @@ def test_sockets_of_the_web_are_closed(guarded):
 def test_the_names_of_a_server():
     assert names_of("http://node-a:8000") == {"node-a:8000"}
     assert names_of("http://127.0.0.1:1") == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
-    assert names_of("http://0.0.0.0:8000") == names_of("http://[::]:8000") == set(), "any name may lead there"
+    assert names_of("http://0.0.0.0:8000") == names_of("http://[::]:8000") == set(), (
+        "any name may lead there"
+    )
 
 
 def test_the_key_is_nobody_elses(guarded):

@@ -1,4 +1,6 @@
-"""A folder full of files with the names of modules: none of the processes that a run starts imports one of them."""
+"""A folder full of files with the names of modules: none of the processes that a run starts imports
+one of them.
+"""
 
 import subprocess
 import sys
@@ -36,8 +38,13 @@ def shadowed(tmp_path):
     mark.mkdir()
     folder = tmp_path / "shadowed"
     folder.mkdir()
-    # What this system lacks, such as winreg, is looked for in the folder in the end, where one's own modules may lie.
-    names = {name for name in sys.stdlib_module_names if name not in sys.builtin_module_names and find_spec(name)}
+    # What this system lacks, such as winreg, is looked for in the folder in the end, where one's
+    # own modules may lie.
+    names = {
+        name
+        for name in sys.stdlib_module_names
+        if name not in sys.builtin_module_names and find_spec(name)
+    }
     for name in {*names, *INSTALLED}:
         (folder / f"{name}.py").write_text(SHADOW.format(mark=str(mark)))
     return folder, mark
@@ -49,9 +56,13 @@ def imported(mark: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_runs_processes_import_nothing_from_the_current_folder(shadowed):
-    """The sandbox's, the math verifier's, and that of a reward function which lies in the folder itself."""
+    """The sandbox's, the math verifier's, and that of a reward function which lies in the folder
+    itself.
+    """
     folder, mark = shadowed
-    (folder / "my_rewards.py").write_text("def score(prompt, response, row):\n    return len(response) / 100\n")
+    (folder / "my_rewards.py").write_text(
+        "def score(prompt, response, row):\n    return len(response) / 100\n"
+    )
     for name in ("train", "test"):
         rows = "".join(f'{{"prompt": "{i}+{len(name)}=", "answer": "1"}}\n' for i in range(8))
         (folder / f"{name}.jsonl").write_text(rows)
@@ -75,7 +86,13 @@ def test_a_runs_processes_import_nothing_from_the_current_folder(shadowed):
 def test_the_workers_of_a_sweep_import_nothing_from_the_current_folder(shadowed):
     folder, mark = shadowed
     words = [*SMALL, "steps=1", "cold_start.steps=1", "evaluation.every=0", "seed=1,2"]
-    command = [sys.executable, str(ROOT / "experiments" / "train.py"), "-m", *words, "hydra/launcher=joblib"]
+    command = [
+        sys.executable,
+        str(ROOT / "experiments" / "train.py"),
+        "-m",
+        *words,
+        "hydra/launcher=joblib",
+    ]
     done = subprocess.run(
         [*command, "hydra.launcher.n_jobs=2"],
         cwd=folder,

@@ -31,12 +31,27 @@ EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
 @pytest.mark.slow
 def test_every_character_that_acts_or_hides_is_written_as_its_code():
     kept = [c for c in EVERY if shown(c) == c]
-    controls = [c for c in kept if unicodedata.category(c) in ("Cc", "Cs") or unicodedata.bidirectional(c) in BIDI]
+    controls = [
+        c
+        for c in kept
+        if unicodedata.category(c) in ("Cc", "Cs") or unicodedata.bidirectional(c) in BIDI
+    ]
     assert controls == ["\t", "\n"]
     hidden = [c for c in kept if unicodedata.category(c) == "Cf"]
-    assert all(unicodedata.name(c, "").split()[0] in SCRIPTS for c in hidden), [hex(ord(c)) for c in hidden]
+    assert all(unicodedata.name(c, "").split()[0] in SCRIPTS for c in hidden), [
+        hex(ord(c)) for c in hidden
+    ]
     assert shown("\x1b[2J\u202e\ud83d\U000e0041\x9b") == r"\x1b[2J\u202e\ud83d\U000e0041\x9b"
-    for text in ("naïve ± 95 %", "日本語", "हिन्दी क्‍ष", "می‌خواهم", "👩‍🔬 👍🏽", "a\tb\nc", "شكرا", "Ω√"):
+    for text in (
+        "naïve ± 95 %",
+        "日本語",
+        "हिन्दी क्‍ष",
+        "می‌خواهم",
+        "👩‍🔬 👍🏽",
+        "a\tb\nc",
+        "شكرا",
+        "Ω√",
+    ):
         assert shown(text) == text
     assert shown("paper\u200d_figures") == r"paper\u200d_figures"
     assert line("a\nb\tc\r") == r"a\nb\tc\x0d"
@@ -71,15 +86,35 @@ def test_markdown_is_text(text):
     for place in ("{}", "- {}", "## {}", "[{}](ours)", "![{}](ours)", "| {} |\n|---|\n| {} |"):
         tokens = reader.parse(place.replace("{}", in_markdown(text)))
         inline = [child for token in tokens for child in token.children or ()]
-        assert {token.type for token in inline} <= {"text", "text_special", "link_open", "link_close", "image"}, tokens
-        addresses = [str(child.attrs.get("href", child.attrs.get("src"))) for child in inline if child.attrs]
+        assert {token.type for token in inline} <= {
+            "text",
+            "text_special",
+            "link_open",
+            "link_close",
+            "image",
+        }, tokens
+        addresses = [
+            str(child.attrs.get("href", child.attrs.get("src"))) for child in inline if child.attrs
+        ]
         assert set(addresses) <= {"ours"} and len(addresses) <= 1, (place, addresses)
-        assert not {token.type for token in tokens} & {"html_block", "fence", "code_block", "hr", "blockquote_open"}
+        assert not {token.type for token in tokens} & {
+            "html_block",
+            "fence",
+            "code_block",
+            "hr",
+            "blockquote_open",
+        }
         assert sum(token.type == "heading_open" for token in tokens) == place.startswith("##")
         if not addresses:
-            said = {"".join(child.content for child in token.children) for token in tokens if token.children}
+            said = {
+                "".join(child.content for child in token.children)
+                for token in tokens
+                if token.children
+            }
             assert said == {" ".join(text.split())}
-    assert "://" not in in_markdown(text) and "www." not in in_markdown(text), "GitHub makes links of these"
+    assert "://" not in in_markdown(text) and "www." not in in_markdown(text), (
+        "GitHub makes links of these"
+    )
 
 
 def test_a_page_runs_and_fetches_nothing(tmp_path):
@@ -87,19 +122,38 @@ def test_a_page_runs_and_fetches_nothing(tmp_path):
     (tmp_path / "a.png").write_bytes(b"png")
     table = Table((bad,), ((bad,), (Link(bad, bad),)))
     page = to_html(
-        bad, [Heading(bad), Text(bad), Items((bad,)), table, Figure(tmp_path / "a.png", bad), Folded(bad, bad)]
+        bad,
+        [
+            Heading(bad),
+            Text(bad),
+            Items((bad,)),
+            table,
+            Figure(tmp_path / "a.png", bad),
+            Folded(bad, bad),
+        ],
     )
-    assert "<script>alert" not in page and "' onerror" not in page and 'x" y' not in page and not ODD.search(page)
-    assert page.count("{{ 7 * 7 }}") == page.count("&lt;script&gt;") == 12, "escaped once, and no template"
+    assert (
+        "<script>alert" not in page
+        and "' onerror" not in page
+        and 'x" y' not in page
+        and not ODD.search(page)
+    )
+    assert page.count("{{ 7 * 7 }}") == page.count("&lt;script&gt;") == 12, (
+        "escaped once, and no template"
+    )
     policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
     style = page.split("<style>")[1].split("</style>")[0]
-    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy, "the browser takes our style"
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy, (
+        "the browser takes our style"
+    )
     assert page.index("Content-Security-Policy") < page.index("<style>")
 
 
 def test_a_value_that_a_template_lacks_is_an_error(tmp_path):
-    (tmp_path / "page.html.j2").write_text("{% extends 'base.html.j2' %}{% block body %}{{ absent }}{% endblock %}")
+    (tmp_path / "page.html.j2").write_text(
+        "{% extends 'base.html.j2' %}{% block body %}{{ absent }}{% endblock %}"
+    )
     with pytest.raises(UndefinedError, match="absent"):
         fill(tmp_path / "page.html.j2", "title", {})
 
@@ -125,7 +179,9 @@ def test_a_bar_moves_and_data_does_not():
     screen.write("\n")
     print("note:", "\rall is well", file=screen)
     print("x", "\x1b[A", sep="", file=screen)
-    assert stream.getvalue() == ("\r 10%|#| a\\x1b[2J\r 20%|##|\x1b[A\x1b[A\nnote: \\x0dall is well\nx\\x1b[A\n")
+    assert stream.getvalue() == (
+        "\r 10%|#| a\\x1b[2J\r 20%|##|\x1b[A\x1b[A\nnote: \\x0dall is well\nx\\x1b[A\n"
+    )
 
 
 PROGRAM = """
@@ -169,8 +225,12 @@ def test_a_real_terminal_sees_no_escape_of_ours_but_the_bar(error, code):
 def test_a_latin_1_terminal_is_written_to():
     program = "from gspo.core.escaping import guard; guard(); print('5 ± 3 → 日 \\ud83d')"
     there = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run([sys.executable, "-c", program], env=there, capture_output=True, check=False)
-    assert done.returncode == 0 and done.stdout.decode("latin-1") == "5 ± 3 \\u2192 \\u65e5 \\ud83d\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=there, capture_output=True, check=False
+    )
+    assert (
+        done.returncode == 0 and done.stdout.decode("latin-1") == "5 ± 3 \\u2192 \\u65e5 \\ud83d\n"
+    )
 
 
 def test_names_in_figures_are_no_formulas(tmp_path):
@@ -182,13 +242,19 @@ def test_names_in_figures_are_no_formulas(tmp_path):
     ax.set_xticks([1, 2], names[:2])
     ax.set_title(names[1])
     ax.legend(title=names[2])
-    (path,) = style.save(figure, tmp_path, "odd", names[3] + " " + names[0], style.View(formats=("svg",)))
-    texts = {text.get_text(): text.get_parse_math() for text in figure.findobj(matplotlib.text.Text)}
+    (path,) = style.save(
+        figure, tmp_path, "odd", names[3] + " " + names[0], style.View(formats=("svg",))
+    )
+    texts = {
+        text.get_text(): text.get_parse_math() for text in figure.findobj(matplotlib.text.Text)
+    }
     assert not any(texts[name] for name in names[:3]) and texts[r"$\mathdefault{10^{-2}}$"]
     assert path.exists() and json.dumps(list(texts)).count("u001b") == 0
 
 
-@pytest.mark.parametrize("hidden", ["\u034f", "\u115f", "\u1160", "\u3164", "\uffa0", "\ufe00", "\U0001d173"])
+@pytest.mark.parametrize(
+    "hidden", ["\u034f", "\u115f", "\u1160", "\u3164", "\uffa0", "\ufe00", "\U0001d173"]
+)
 def test_fillers_and_variants_that_show_nothing_appear_as_their_codes(hidden):
     assert shown(f"runs/a{hidden}") == "runs/a" + ascii(hidden)[1:-1]
     assert shown("\u2764\ufe0f 1\ufe0f\u20e3") == "\u2764\ufe0f 1\ufe0f\u20e3", "emoji stay"

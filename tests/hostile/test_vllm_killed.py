@@ -1,4 +1,6 @@
-"""vLLM's process is killed, its group is signalled, its ports are looked at: real vLLM on the CPU. `make test-vllm`."""
+"""vLLM's process is killed, its group is signalled, its ports are looked at: real vLLM on the CPU.
+`make test-vllm`.
+"""
 
 import json
 import os
@@ -25,8 +27,17 @@ from gspo.rollout.vllm import VLLMEngine
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.vllm
-RUN = [*SMALL, "model.hidden=64", "rollout=vllm", "steps=200", "checkpoint.every=1000", "evaluation.every=1000"]
-SECONDS = 60  # in which a trainer must have said what happened, finished its step, saved and left, on a busy machine
+RUN = [
+    *SMALL,
+    "model.hidden=64",
+    "rollout=vllm",
+    "steps=200",
+    "checkpoint.every=1000",
+    "evaluation.every=1000",
+]
+# in which a trainer must have said what happened, finished its step, saved and left, on a busy
+# machine
+SECONDS = 60
 
 
 def engines(pid: int) -> list[psutil.Process]:
@@ -86,7 +97,11 @@ def test_an_engine_that_is_killed_ends_the_run_with_what_is_whole(tmp_path):
 def test_an_engine_that_ends_while_it_starts_is_told(tmp_path):
     process = begin(tmp_path)
     deadline = time.monotonic() + 300
-    while not (found := engines(process.pid)) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not (found := engines(process.pid))
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.1)
     time.sleep(3)  # within its imports
     found[0].send_signal(signal.SIGTERM)
@@ -113,21 +128,34 @@ def listening(family: list[psutil.Process]) -> list[str]:
 
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-NAMED = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "MASTER_ADDR", "VLLM_HOST_IP"]
+NAMED = [
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    "MASTER_ADDR",
+    "VLLM_HOST_IP",
+]
 
 
 @pytest.mark.parametrize("own", ["true", "false"])
 def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_nothing(tmp_path, own):
-    """On a machine whose name stands for an address of its network, where the user may make one (root); here else."""
+    """On a machine whose name stands for an address of its network, where the user may make one
+    (root); here else.
+    """
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n10.9.8.7 lanbox\n")
     enter = ["unshare", "-m", "-n", "-u", "sh", "-c"]
     name = "hostname lanbox && ip link set lo up && ip addr add 10.9.8.7/24 dev lo && mount --bind hosts /etc/hosts"
-    can = subprocess.run([*enter, name], cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    can = (
+        subprocess.run([*enter, name], cwd=tmp_path, capture_output=True, check=False).returncode
+        == 0
+    )
     inner = command(*RUN, f"rollout.own_process={own}")
-    environ = {key: value for key, value in environment().items() if key not in NAMED} | {"TMPDIR": str(temporary)}
+    environ = {key: value for key, value in environment().items() if key not in NAMED} | {
+        "TMPDIR": str(temporary)
+    }
     process = subprocess.Popen(
         [*enter, f'{name} && exec "$@"', "sh", *inner] if can else inner,
         cwd=tmp_path,
@@ -138,7 +166,10 @@ def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_noth
     )
     try:
         wait_for_step(tmp_path, 1, process)
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]
         (folder,) = engine_folders(process.pid)
         below = engines(process.pid)
         assert len(below) == (own == "true")
@@ -157,13 +188,20 @@ def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_noth
 
 def test_a_worker_that_is_killed_ends_the_engine():
     """Of an engine on several devices, two halves of the CPU here."""
-    engine = VLLMEngine(Policy(*TinyDense(hidden=64, layers=2, heads=2).make()), VLLMRollout(tensor_parallel_size=2))
+    engine = VLLMEngine(
+        Policy(*TinyDense(hidden=64, layers=2, heads=2).make()), VLLMRollout(tensor_parallel_size=2)
+    )
     try:
-        family = [psutil.Process(engine.host.process.pid), *psutil.Process(engine.host.process.pid).children()]
+        family = [
+            psutil.Process(engine.host.process.pid),
+            *psutil.Process(engine.host.process.pid).children(),
+        ]
         workers = [p for p in family if "Worker" in p.name()]
         assert len(workers) == 2 and set(listening(family)) <= set(LOOPBACK)
         workers[1].kill()
-        with pytest.raises(EngineEnded, match=r"vLLM's process \(process \d+\) ended by itself with exit code 1"):
+        with pytest.raises(
+            EngineEnded, match=r"vLLM's process \(process \d+\) ended by itself with exit code 1"
+        ):
             engine.load_weights(engine.policy.named_tensors())
             engine.generate([Problem("math", 0, "1+1=?", "2")], 2, Sampling(1.0, 9), (1, "test"))
         assert not psutil.wait_procs(family, timeout=10)[1]
@@ -174,5 +212,7 @@ def test_a_worker_that_is_killed_ends_the_engine():
 def test_vllm_sends_no_statistics():
     clean = {name: value for name, value in os.environ.items() if name not in OFF}
     script = "import gspo; from vllm.usage.usage_lib import is_usage_stats_enabled; print(is_usage_stats_enabled())"
-    done = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=clean, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "False"

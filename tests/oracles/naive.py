@@ -1,8 +1,10 @@
-"""The objectives and aggregations once more, written from the papers, in plain Python and probabilities: an oracle.
+"""The objectives and aggregations once more, written from the papers, in plain Python and
+probabilities: an oracle.
 
-Nothing of gspo or torch is used here, and nothing is clever: one response at a time, one token at a time. `sg` is
-what the papers call the stop-gradient: the probabilities as they are, held fixed while `pi` moves. So a difference
-quotient of these losses in `pi` is the gradient also of the objectives that contain a stop-gradient.
+Nothing of gspo or torch is used here, and nothing is clever: one response at a time, one token at a
+time. `sg` is what the papers call the stop-gradient: the probabilities as they are, held fixed
+while `pi` moves. So a difference quotient of these losses in `pi` is the gradient also of the
+objectives that contain a stop-gradient.
 
 There is no numerical bound on log-ratios here: compare only where none acts.
 """
@@ -29,14 +31,19 @@ class Batch:
         return Batch(*(change(getattr(self, field.name)) for field in fields(self)))
 
 
-def ragged(seed: int, scale: float, rows: int = 12, width: int = 9, by_token: bool = False) -> Batch:
-    """Random responses of 1 to `width` tokens, with holes in the mask (as multi-turn responses have them).
+def ragged(
+    seed: int, scale: float, rows: int = 12, width: int = 9, by_token: bool = False
+) -> Batch:
+    """Random responses of 1 to `width` tokens, with holes in the mask (as multi-turn responses have
+    them).
 
-    `scale` is the standard deviation of the log-ratios. One advantage per response (one of them 0), or per token.
+    `scale` is the standard deviation of the log-ratios. One advantage per response (one of them 0),
+    or per token.
     """
     rng = np.random.default_rng(seed)
     old = -1 - 3 * rng.random((rows, width))
-    logp = np.minimum(old + scale * rng.standard_normal((rows, width)), -0.01)  # a probability is below 1
+    # a probability is below 1
+    logp = np.minimum(old + scale * rng.standard_normal((rows, width)), -0.01)
     mu = np.minimum(old + 0.3 * scale * rng.standard_normal((rows, width)), -0.01)
     adv = rng.standard_normal((rows, width if by_token else 1)) * np.ones((1, width))
     adv[1] = 0.0
@@ -75,12 +82,16 @@ def clip(x: float, lowest: float, highest: float) -> float:
 
 
 def sequence_ratio(pi: list[float], old: list[float]) -> float:
-    """( pi(y|x) / pi_old(y|x) ) ^ (1/|y|), the probability of a response being the product over its tokens."""
+    """( pi(y|x) / pi_old(y|x) ) ^ (1/|y|), the probability of a response being the product over its
+    tokens.
+    """
     return (math.prod(pi) / math.prod(old)) ** (1 / len(pi))
 
 
 def ppo_token(ratio: float, adv: float, low: float, high: float, dual: float | None) -> Token:
-    """arXiv:1707.06347 Eq 7; dual clip, arXiv:1912.09729: max( min(r A, clip(r) A), c A ) for A < 0."""
+    """arXiv:1707.06347 Eq 7; dual clip, arXiv:1912.09729: max( min(r A, clip(r) A), c A ) for A <
+    0.
+    """
     gain = min(ratio * adv, clip(ratio, 1 - low, 1 + high) * adv)
     if dual is not None and adv < 0:
         gain = max(gain, dual * adv)
@@ -91,7 +102,8 @@ def ppo_token(ratio: float, adv: float, low: float, high: float, dual: float | N
     return Token(-gain, 0.0 if active else ratio, active, not 1 - low <= ratio <= 1 + high)
 
 
-# ---- one ratio per response ------------------------------------------------------------------------------------------
+# ---- one ratio per response
+# ------------------------------------------------------------------------------------------
 
 
 def gspo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
@@ -112,11 +124,15 @@ def gspo_token(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
 def luspo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
     """arXiv:2602.05261: |y_i| times GSPO's."""
     tokens = gspo(y, clip_low, clip_high, dual_clip)
-    return [replace(token, loss=len(y) * token.loss, weight=len(y) * token.weight) for token in tokens]
+    return [
+        replace(token, loss=len(y) * token.loss, weight=len(y) * token.weight) for token in tokens
+    ]
 
 
 def gmpo(y: Response, clip_low, clip_high) -> list[Token]:
-    """arXiv:2507.20673: the geometric mean of the ratios, each held back on the side to which A pushes it."""
+    """arXiv:2507.20673: the geometric mean of the ratios, each held back on the side to which A
+    pushes it.
+    """
     adv = y.adv[0]
     ratios = [pi / old for pi, old in zip(y.pi, y.old, strict=True)]
     lowest, highest = math.exp(-clip_low), math.exp(clip_high)
@@ -134,7 +150,8 @@ def gmpo(y: Response, clip_low, clip_high) -> list[Token]:
     ]
 
 
-# ---- one ratio per token ---------------------------------------------------------------------------------------------
+# ---- one ratio per token
+# ---------------------------------------------------------------------------------------------
 
 
 def grpo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
@@ -146,7 +163,9 @@ def grpo(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
 
 
 def reinforce(y: Response) -> list[Token]:
-    return [Token(-adv * math.log(pi), 1.0, False, False) for pi, adv in zip(y.pi, y.adv, strict=True)]
+    return [
+        Token(-adv * math.log(pi), 1.0, False, False) for pi, adv in zip(y.pi, y.adv, strict=True)
+    ]
 
 
 def cispo(y: Response, clip_low, clip_high, mask_harmful) -> list[Token]:
@@ -154,9 +173,15 @@ def cispo(y: Response, clip_low, clip_high, mask_harmful) -> list[Token]:
     tokens = []
     for pi, sg, old, adv in zip(y.pi, y.sg, y.old, y.adv, strict=True):
         w = sg / old
-        masked = mask_harmful and ((adv > 0 and w > 1 + clip_high) or (adv < 0 and w < 1 - clip_low))
+        masked = mask_harmful and (
+            (adv > 0 and w > 1 + clip_high) or (adv < 0 and w < 1 - clip_low)
+        )
         weight = 0.0 if masked else clip(w, 1 - clip_low, 1 + clip_high)
-        tokens.append(Token(-weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high))
+        tokens.append(
+            Token(
+                -weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high
+            )
+        )
     return tokens
 
 
@@ -167,12 +192,18 @@ def minirl(y: Response, clip_low, clip_high) -> list[Token]:
         w = sg / old
         masked = (adv > 0 and w > 1 + clip_high) or (adv < 0 and w < 1 - clip_low)
         weight = 0.0 if masked else w
-        tokens.append(Token(-weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high))
+        tokens.append(
+            Token(
+                -weight * adv * math.log(pi), weight, masked, w < 1 - clip_low or w > 1 + clip_high
+            )
+        )
     return tokens
 
 
 def dppo(y: Response, delta) -> list[Token]:
-    """arXiv:2602.04879, binary total variation, anchored to the sampler mu; the ratio is not clipped."""
+    """arXiv:2602.04879, binary total variation, anchored to the sampler mu; the ratio is not
+    clipped.
+    """
     tokens = []
     for pi, sg, mu, adv in zip(y.pi, y.sg, y.mu, y.adv, strict=True):
         masked = (adv > 0 and sg - mu > delta) or (adv < 0 and mu - sg > delta)
@@ -182,7 +213,9 @@ def dppo(y: Response, delta) -> list[Token]:
 
 
 def sapo(y: Response, tau_positive, tau_negative, level) -> list[Token]:
-    """arXiv:2511.20347: f(r) = 4/tau sigmoid(tau (r - 1)), f'(r) = sech^2 x = 1 - tanh^2 x, x = tau/2 (r - 1)."""
+    """arXiv:2511.20347: f(r) = 4/tau sigmoid(tau (r - 1)), f'(r) = sech^2 x = 1 - tanh^2 x, x =
+    tau/2 (r - 1).
+    """
     tokens = []
     for pi, old, adv in zip(y.pi, y.old, y.adv, strict=True):
         r = pi / old if level == "token" else sequence_ratio(y.pi, y.old)
@@ -210,7 +243,9 @@ class Told:
 
 
 def objective(name: str, batch: Batch, sg: np.ndarray | None = None, **settings) -> Told:
-    """What the objective says of every token; `sg`, the log-probs held fixed, are batch.logp if not given."""
+    """What the objective says of every token; `sg`, the log-probs held fixed, are batch.logp if not
+    given.
+    """
     shape = batch.mask.shape
     told = Told(np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool))
     for i in range(len(batch.mask)):
@@ -229,8 +264,12 @@ def objective(name: str, batch: Batch, sg: np.ndarray | None = None, **settings)
 
 
 def aggregate(loss, mask, mode: str, rows: str = "nonempty", length: int = 0) -> float:
-    """The four formulas of gspo.algorithm.aggregation's docstring; length 0 is the number of columns."""
-    values = [[float(loss[i][t]) for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))]
+    """The four formulas of gspo.algorithm.aggregation's docstring; length 0 is the number of
+    columns.
+    """
+    values = [
+        [float(loss[i][t]) for t in range(len(mask[i])) if mask[i][t]] for i in range(len(mask))
+    ]
     nonempty = [row for row in values if row]
     if mode == "token-mean":
         return sum(x for row in nonempty for x in row) / sum(len(row) for row in nonempty)
@@ -245,7 +284,9 @@ def aggregate(loss, mask, mode: str, rows: str = "nonempty", length: int = 0) ->
 
 
 def slopes(name: str, batch: Batch, step: float = 1e-6, **settings) -> np.ndarray:
-    """Difference quotients of the seq-mean-token-mean of the losses, token by token, the stop-gradients held."""
+    """Difference quotients of the seq-mean-token-mean of the losses, token by token, the
+    stop-gradients held.
+    """
     found = np.zeros(batch.mask.shape)
     for i, t in np.argwhere(batch.mask):
         ends = []

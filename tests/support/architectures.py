@@ -1,10 +1,11 @@
-"""Small random models of the causal architectures of transformers, and how the program runs each of them.
+"""Small random models of the causal architectures of transformers, and how the program runs each of
+them.
 
     python tests/support/architectures.py              a table of all
     python tests/support/architectures.py qwen3_next rwkv
 
-Names are the `model_type` of configurations. A configuration is cut to a small one by the usual names of its sizes;
-architectures for which that gives none that works are listed too.
+Names are the `model_type` of configurations. A configuration is cut to a small one by the usual
+names of its sizes; architectures for which that gives none that works are listed too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ SIZES = {
         "state_size mamba_d_state mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank sliding_window "
         "block_size rotary_dim laurel_rank"
     ),
-    1: ("mamba_n_groups n_groups n_group topk_group first_k_dense_replace num_mem_blocks mamba_ngroups"),
+    1: (
+        "mamba_n_groups n_groups n_group topk_group first_k_dense_replace num_mem_blocks mamba_ngroups"
+    ),
     0: ("num_kv_shared_layers"),
     128: ("max_position_embeddings n_positions n_ctx max_seq_len mamba_d_ssm"),
     4096: ("index_topk"),
@@ -57,8 +60,8 @@ SIZES = {
 
 
 def small_model(kind: str) -> transformers.PreTrainedModel:
-    """Return a random model of an architecture whose logits are of usual size. Raises many types of errors where the
-    sizes do not fit the architecture."""
+    """Return a random model of an architecture whose logits are of usual size. Raises many types of
+    errors where the sizes do not fit the architecture."""
     tokenizer = character_tokenizer()
     config = CONFIG_MAPPING[kind]().get_text_config()
     given = config.to_dict()
@@ -68,12 +71,15 @@ def small_model(kind: str) -> transformers.PreTrainedModel:
     sizes |= {name: len(tokenizer) for name in ("vocab_size", "vocab_size_per_layer_input")}
     sizes |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes["eos_token_id"] = tokenizer.eos_token_id
-    tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "num_experts_per_tok")  # where None is no size
+    # where None is no size
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "num_experts_per_tok")
     plain = (int, float, type(None))
     cut = {
         name: size
         for name, size in sizes.items()
-        if name in given and isinstance(given[name], plain) and (given[name] is not None or name in tokens)
+        if name in given
+        and isinstance(given[name], plain)
+        and (given[name] is not None or name in tokens)
     }
     if isinstance(given.get("layer_types"), list):
         kinds = list(dict.fromkeys(given["layer_types"]))
@@ -81,7 +87,9 @@ def small_model(kind: str) -> transformers.PreTrainedModel:
         cut["num_hidden_layers"] = len(cut["layer_types"])
     config = type(config)(**cut)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(
+            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+        )
     if parameters > LARGEST:
         raise ValueError(f"{parameters / 1e6:.0f} M parameters")
     with torch.random.fork_rng(devices=[]):

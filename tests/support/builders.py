@@ -19,7 +19,9 @@ PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n"
 
 def small_policy(model=None) -> Policy:
     """A random model whose logits are far enough apart that greedy choices and routes are not ties."""
-    model = model or TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
+    model = model or TinyMoE(
+        hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16
+    )
     network, tokenizer = model.make()
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -42,7 +44,9 @@ def problems() -> list[Problem]:
 
 
 def sample(policy: Policy, group_size: int = 3, tokens: int = 12, **options) -> list[Response]:
-    groups = LocalEngine(policy).generate(problems(), group_size, Sampling(1.0, tokens), (1, "test"), **options)
+    groups = LocalEngine(policy).generate(
+        problems(), group_size, Sampling(1.0, tokens), (1, "test"), **options
+    )
     return [r for group in groups for r in group]
 
 
@@ -51,7 +55,11 @@ def batch_of(policy: Policy, responses: list[Response]) -> TrainBatch:
     batch = pack(responses, policy.tokenizer.pad_token_id)
     batch.adv_BT += torch.randn(len(responses), 1, generator=g)
     scored = policy.score(batch, micro_batch_size=4)
-    batch.old_logp_BT, batch.experts_BSLK, batch.old_values_BT = scored.logp_BT, scored.experts_BSLK, scored.values_BT
+    batch.old_logp_BT, batch.experts_BSLK, batch.old_values_BT = (
+        scored.logp_BT,
+        scored.experts_BSLK,
+        scored.values_BT,
+    )
     return batch
 
 
@@ -77,16 +85,18 @@ def recorded_gradients() -> Iterator[list[list[torch.Tensor]]]:
         handle.remove()
 
 
-# AdamW whose step is a smooth function of the gradient, lr g / (|g| + 1). At the usual eps the first step is lr times
-# the sign of g, so that a gradient that is zero but for rounding moves its weight by lr either way, on every CPU anew.
+# AdamW whose step is a smooth function of the gradient, lr g / (|g| + 1). At the usual eps the
+# first step is lr times the sign of g, so that a gradient that is zero but for rounding moves its
+# weight by lr either way, on every CPU anew.
 SMOOTH = {"lr": 0.03, "eps": 1.0}
 
 
 def assert_same_sums(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Gradients, or what depends on them smoothly, that are sums of the same float32 numbers in another order.
+    """Gradients, or what depends on them smoothly, that are sums of the same float32 numbers in
+    another order.
 
-    Each of some thousand additions rounds by 6e-8 of what has been summed so far: 1e-4 of the tensor's largest entry
-    leaves room for all of them on one side.
+    Each of some thousand additions rounds by 6e-8 of what has been summed so far: 1e-4 of the
+    tensor's largest entry leaves room for all of them on one side.
     """
     assert len(ours) == len(others)
     for a, b in zip(ours, others, strict=True):

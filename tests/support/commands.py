@@ -29,16 +29,27 @@ def command(*overrides: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"NETRC": "/nonexistent"}
+    return {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {
+        "NETRC": "/nonexistent"
+    }
 
 
-def train(cwd: Path, *overrides: str, account: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def train(
+    cwd: Path, *overrides: str, account: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     there = environment() | (account or {})
     return forked.run(command(*overrides), cwd=cwd, env=there)
 
 
 def evaluate(run: Path, *overrides: str) -> subprocess.CompletedProcess:
-    script = [sys.executable, str(ROOT / "experiments" / "evaluate.py"), f"run={run}", "problems=2", "k=1", *overrides]
+    script = [
+        sys.executable,
+        str(ROOT / "experiments" / "evaluate.py"),
+        f"run={run}",
+        "problems=2",
+        "k=1",
+        *overrides,
+    ]
     return forked.run(script, cwd=run, env=environment())
 
 
@@ -48,14 +59,20 @@ def only_run(folder: Path) -> Path:
 
 
 def comparable(run: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_rows(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(TIMES)}
+        for row in read_rows(run / "metrics.jsonl")
+    ]
 
 
 def wandb_rows(run: Path) -> list[dict]:
     """History rows of the newest offline segment: 32 KiB LevelDB-log blocks of protobuf records."""
-    from wandb.proto import wandb_internal_pb2 as pb  # here, because other tests of commands need no W&B
+    # here, because other tests of commands need no W&B
+    from wandb.proto import wandb_internal_pb2 as pb
 
-    data = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)[-1].read_bytes()
+    data = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)[
+        -1
+    ].read_bytes()
     rows, position, parts = [], 7, b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
@@ -73,7 +90,12 @@ def wandb_rows(run: Path) -> list[dict]:
             record = pb.Record()
             record.ParseFromString(parts)
             if record.WhichOneof("record_type") == "history":
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+                rows.append(
+                    {
+                        i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                        for i in record.history.item
+                    }
+                )
     return rows
 
 

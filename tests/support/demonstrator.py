@@ -12,7 +12,9 @@ from gspo.rollout.engine import Engine
 
 @dataclass
 class Demonstrator:
-    """An engine that writes the task's demonstrations, with slips drawn by position as the real one draws tokens."""
+    """An engine that writes the task's demonstrations, with slips drawn by position as the real one
+    draws tokens.
+    """
 
     task: object
     slips: float = 0.2
@@ -21,9 +23,23 @@ class Demonstrator:
     in_chunks = True
     stream, chunks, _most = Engine.stream, Engine.chunks, Engine._most
 
-    def generate(self, problems, group_size, sampling, seed, policy_step=0, *, record_experts=False, finished=None):
+    def generate(
+        self,
+        problems,
+        group_size,
+        sampling,
+        seed,
+        policy_step=0,
+        *,
+        record_experts=False,
+        finished=None,
+    ):
         groups = [
-            [self.respond(p, i, (*seed, p.task, p.index, i), policy_step) for i in range(group_size)] for p in problems
+            [
+                self.respond(p, i, (*seed, p.task, p.index, i), policy_step)
+                for i in range(group_size)
+            ]
+            for p in problems
         ]
         if finished:
             finished([r for group in groups for r in group])
@@ -34,4 +50,6 @@ class Demonstrator:
 
     def respond(self, problem, sample, position, step):
         text = self.task.demonstration(problem, self.slips, generator(*position))
-        return Response(problem, sample, [1], [2] * len(text), np.zeros(len(text)), "stop", text, step)
+        return Response(
+            problem, sample, [1], [2] * len(text), np.zeros(len(text)), "stop", text, step
+        )

@@ -1,5 +1,5 @@
-"""Runs experiments/evaluate.py in this process and sends it a signal once it has written so many responses:
-`ended_evaluation.py SIGNAL RESPONSES EVALUATE...`.
+"""Runs experiments/evaluate.py in this process and sends it a signal once it has written so many
+responses: `ended_evaluation.py SIGNAL RESPONSES EVALUATE...`.
 """
 
 import os

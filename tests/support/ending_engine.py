@@ -1,5 +1,6 @@
-"""Runs experiments/train.py with an in-process engine that is gone from a chosen moment on, as vLLM's process may be:
-`ending_engine.py METHOD CALLS TRAIN...`: from the CALLS-th call of METHOD on, whatever is asked raises EngineEnded.
+"""Runs experiments/train.py with an in-process engine that is gone from a chosen moment on, as
+vLLM's process may be: `ending_engine.py METHOD CALLS TRAIN...`: from the CALLS-th call of METHOD
+on, whatever is asked raises EngineEnded.
 """
 
 import runpy

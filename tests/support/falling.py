@@ -1,8 +1,9 @@
-"""Runs experiments/train.py in this process with rewards that are forced: `falling.py STEP LR TRAIN...`.
+"""Runs experiments/train.py in this process with rewards that are forced: `falling.py STEP LR
+TRAIN...`.
 
-Every second response of a group is right, so that the mean reward is one half, until step STEP; from there on every
-response is wrong, as long as the learning rate is LR. A run that is rolled back to a lower rate earns again. So a
-collapse and a recovery come at the same steps on every machine.
+Every second response of a group is right, so that the mean reward is one half, until step STEP;
+from there on every response is wrong, as long as the learning rate is LR. A run that is rolled back
+to a lower rate earns again. So a collapse and a recovery come at the same steps on every machine.
 """
 
 import runpy

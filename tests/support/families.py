@@ -16,9 +16,13 @@ def other_family(kind: str) -> Policy:
     }  # fmt: skip
     torch.manual_seed(0)
     if kind == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=2))
+        model = MixtralForCausalLM(
+            MixtralConfig(**sizes, num_local_experts=6, num_experts_per_tok=2)
+        )
     else:
-        model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False))
+        model = OlmoeForCausalLM(
+            OlmoeConfig(**sizes, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False)
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.25)

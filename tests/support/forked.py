@@ -1,12 +1,15 @@
-"""Runs a script like `subprocess.run`, in a process of its own that need not import its libraries first.
+"""Runs a script like `subprocess.run`, in a process of its own that need not import its libraries
+first.
 
-    done = forked.run([sys.executable, "experiments/train.py", "steps=3"], cwd=folder, env=environment())
-    done = forked.run([sys.executable, "-c", "import sys; print(sys.stdin.read())"], input="text", seconds=60)
+    done = forked.run([sys.executable, "experiments/train.py", "steps=3"], cwd=folder,
+    env=environment()) done = forked.run([sys.executable, "-c", "import sys;
+    print(sys.stdin.read())"], input="text", seconds=60)
 
-Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server, for all processes of
-a test run, has imported them. It forks a handler for each test process that connects, and the handler forks a child for
-each script: a real process with arguments, environment, folder, exit code and output of its own, which may be killed.
-What reads the environment while it is being imported, and signals that come while it is, are for `subprocess.run`.
+Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server,
+for all processes of a test run, has imported them. It forks a handler for each test process that
+connects, and the handler forks a child for each script: a real process with arguments, environment,
+folder, exit code and output of its own, which may be killed. What reads the environment while it is
+being imported, and signals that come while it is, are for `subprocess.run`.
 """
 
 import atexit
@@ -49,7 +52,13 @@ MODULES = (  # what the scripts import, at their top or later
     "matplotlib.backends.backend_svg",
 )
 # transformers imports a class, and with it much else, when its name is first read.
-CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "DynamicCache", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "DynamicCache",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 _one_at_a_time = threading.Lock()
 
 
@@ -60,8 +69,8 @@ def run(
     input: str = "",
     seconds: int = 0,
 ) -> subprocess.CompletedProcess:
-    """The script's end; `command` begins with sys.executable. The return code of a killed one is negative, as of one
-    that SIGALRM ends because it has taken more than `seconds`."""
+    """The script's end; `command` begins with sys.executable. The return code of a killed one is
+    negative, as of one that SIGALRM ends because it has taken more than `seconds`."""
     assert command[0] == sys.executable, command[0]
     with _file() as given, _file() as out, _file() as err, _one_at_a_time:
         given.write(input)
@@ -88,7 +97,9 @@ def _file() -> TextIO:
 
 @cache
 def server() -> TextIO:
-    """The connection to this process's handler. The first of the test processes to ask starts the server."""
+    """The connection to this process's handler. The first of the test processes to ask starts the
+    server.
+    """
     address = f"\0tests-forked-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -99,12 +110,24 @@ def server() -> TextIO:
         else:
             listener.listen()
             inherited = listener.fileno()
-            command, env = [sys.executable, __file__, str(inherited)], os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-            subprocess.Popen(command, start_new_session=True, pass_fds=[inherited], stdin=subprocess.DEVNULL, env=env)
+            command, env = (
+                [sys.executable, __file__, str(inherited)],
+                os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            )
+            subprocess.Popen(
+                command,
+                start_new_session=True,
+                pass_fds=[inherited],
+                stdin=subprocess.DEVNULL,
+                env=env,
+            )
     connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 60
-    while failed := connection.connect_ex(address):  # bound by another process, which has yet to listen
+    # bound by another process, which has yet to listen
+    while failed := connection.connect_ex(address):
         if time.monotonic() > deadline:
-            raise OSError(failed, f"the server of the forked scripts does not listen: {os.strerror(failed)}")
+            raise OSError(
+                failed, f"the server of the forked scripts does not listen: {os.strerror(failed)}"
+            )
         time.sleep(0.01)
     return connection.makefile("rw")
 
@@ -115,7 +138,8 @@ def _serve(listener: socket.socket) -> None:
         importlib.import_module(module)
     for name in CLASSES:
         getattr(sys.modules["transformers"], name)
-    folders = [kept for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]  # W&B's
+    # W&B's
+    folders = [kept for kept in gc.get_objects() if type(kept) is tempfile.TemporaryDirectory]
     for folder in folders:
         folder.cleanup()
     gc.freeze()  # else a child's first collection copies every page
@@ -128,7 +152,9 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _handler(listener: socket.socket, folders: list[tempfile.TemporaryDirectory]) -> int:
-    """Wait for a test process to connect, and fork the process that runs its scripts, one after the other."""
+    """Wait for a test process to connect, and fork the process that runs its scripts, one after the
+    other.
+    """
     connection, _ = listener.accept()
     if handler := os.fork():
         connection.close()
@@ -151,7 +177,8 @@ def _handler(listener: socket.socket, folders: list[tempfile.TemporaryDirectory]
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], seconds: int) -> int:
     """This process runs the script, as if it had been started so; its exit code."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    # a background job of a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(seconds)
     for descriptor, path in enumerate(files):
         opened = os.open(path, os.O_RDWR | os.O_APPEND)

@@ -11,7 +11,9 @@ from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
 
 
 class Echo(Environment):
-    """Answers with random letters beside the number of characters it was told; ends after `turns` turns."""
+    """Answers with random letters beside the number of characters it was told; ends after `turns`
+    turns.
+    """
 
     def __init__(self, turns: int, position: tuple):
         self.left, self.rng, self.told = turns, generator(*position), 0

@@ -1,9 +1,12 @@
-"""Runs experiments/train.py in this process and ends it by SIGKILL at a chosen moment: `killer.py WHERE STEP TRAIN...`.
+"""Runs experiments/train.py in this process and ends it by SIGKILL at a chosen moment: `killer.py
+WHERE STEP TRAIN...`.
 
-`killer.py WHERE STEP --falling FROM LR TRAIN...` forces the rewards too, as tests/support/falling.py does.
+`killer.py WHERE STEP --falling FROM LR TRAIN...` forces the rewards too, as
+tests/support/falling.py does.
 
-WHERE is `phase.moment` of MOMENTS; STEP is the training step from which on it counts. The process writes `killed_in`
-into the current folder right before it dies, so that a test knows that the moment came.
+WHERE is `phase.moment` of MOMENTS; STEP is the training step from which on it counts. The process
+writes `killed_in` into the current folder right before it dies, so that a test knows that the
+moment came.
 """
 
 import os
@@ -31,9 +34,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wrap(owner: object, name: str, before=None, after=None, calls: int = 1, when=lambda: True) -> None:
-    """Die at the `calls`-th call of a function from the chosen step on, before or after it, of those calls at which
-    `when()` is true."""
+def wrap(
+    owner: object, name: str, before=None, after=None, calls: int = 1, when=lambda: True
+) -> None:
+    """Die at the `calls`-th call of a function from the chosen step on, before or after it, of
+    those calls at which `when()` is true."""
     plain = getattr(owner, name)
 
     def wrapped(*args, **options):
@@ -101,7 +106,9 @@ MOMENTS = {
     "metrics.before": lambda: wrap(tracker.Tracker, "log", before=anything),
     "metrics.half_a_row": lambda: wrap(tracker.Tracker, "log", before=half_a_row),
     "metrics.not_in_wandb": lambda: wrap(tracker.Tracker, "log", before=a_row_and_no_more),
-    "metrics.half_the_responses": lambda: wrap(tracker, "write_rollouts", before=half_the_responses),
+    "metrics.half_the_responses": lambda: wrap(
+        tracker, "write_rollouts", before=half_the_responses
+    ),
     "rollback.decided": lambda: wrap(Rollbacks, "move", before=anything),
     "metrics.after": lambda: wrap(tracker.Tracker, "log", after=True),
 }

@@ -1,11 +1,20 @@
-"""Settings of short runs that learn, and what it means that two of them have the same numbers but for rounding."""
+"""Settings of short runs that learn, and what it means that two of them have the same numbers but
+for rounding.
+"""
 
 import pytest
 
 from commands import SMALL
 
-# Rewards differ by length; all do the same passes; with the usual eps of 1e-15 rounding alone would diverge.
-LEARNING = (*SMALL, "policy.old_pass=always", "reward.overlong_cache=11", "optim.eps=1e-6", "on_existing=resume")
+# Rewards differ by length; all do the same passes; with the usual eps of 1e-15 rounding alone would
+# diverge.
+LEARNING = (
+    *SMALL,
+    "policy.old_pass=always",
+    "reward.overlong_cache=11",
+    "optim.eps=1e-6",
+    "on_existing=resume",
+)
 COPY = ("mismatch/", "routing/engine_")
 ROUNDING = "ratio/floor_"  # such metrics measure rounding, which is what such runs may differ by
 

@@ -30,7 +30,8 @@ DUAL = {**BAND, "dual_clip": 1.3}
 DUAL_KINDS = [kind for kind in OBJECTIVES if "dual_clip" in {field.name for field in fields(kind)}]
 
 
-# An objective, and the spread of log-ratios at which its clip cuts some of the tokens and spares others.
+# An objective, and the spread of log-ratios at which its clip cuts some of the tokens and spares
+# others.
 CASES = [
     *((kind(), 1e-3) for kind in (GSPO, GSPOToken)),
     *((kind(clip_low=0.1, clip_high=0.15), 0.5) for kind in (GSPO, GSPOToken, LUSPO)),
@@ -64,7 +65,9 @@ MEAN = Aggregation("seq-mean-token-mean")
 
 
 def inputs(batch: naive.Batch, dtype=torch.float64) -> LossInputs:
-    logp, old, mu, adv = (torch.tensor(x, dtype=dtype) for x in (batch.logp, batch.old, batch.mu, batch.adv))
+    logp, old, mu, adv = (
+        torch.tensor(x, dtype=dtype) for x in (batch.logp, batch.old, batch.mu, batch.adv)
+    )
     return LossInputs(logp.requires_grad_(), old, adv, torch.tensor(batch.mask), engine_logp_BT=mu)
 
 
@@ -78,7 +81,11 @@ def run(objective, batch: naive.Batch, aggregation: Aggregation = MEAN, dtype=to
 
 
 def settings(objective) -> dict:
-    return {key: value for key, value in asdict(objective).items() if key not in ("name", "log_ratio_bound")}
+    return {
+        key: value
+        for key, value in asdict(objective).items()
+        if key not in ("name", "log_ratio_bound")
+    }
 
 
 def close(a, b, rtol=1e-12, atol=1e-14):

@@ -1,6 +1,8 @@
-r"""Answers as models write them: (gold, what stands in the box). Every one of them was judged by hand, by what it says.
+r"""Answers as models write them: (gold, what stands in the box). Every one of them was judged by
+hand, by what it says.
 
-HELD_* was written before the verifier's rules were read and looked at again only at the end; MORE_* guided the rules.
+HELD_* was written before the verifier's rules were read and looked at again only at the end; MORE_*
+guided the rules.
 """
 
 HELD_RIGHT: list[tuple[str, str]] = [
@@ -111,7 +113,10 @@ HELD_RIGHT: list[tuple[str, str]] = [
     (r"(\frac12, \frac13)", r"\left(\frac{1}{2},\frac{1}{3}\right)"),
     (r"\frac{1}{x+1}", r"(x+1)^{-1}"),
     (r"1, -1", r"\pm 1"),
-    (r"\begin{bmatrix} 0 & 1 \\ 1 & 0 \end{bmatrix}", r"\begin{pmatrix} 0 & 1 \\ 1 & 0 \end{pmatrix}"),
+    (
+        r"\begin{bmatrix} 0 & 1 \\ 1 & 0 \end{bmatrix}",
+        r"\begin{pmatrix} 0 & 1 \\ 1 & 0 \end{pmatrix}",
+    ),
     (r"5", r"\mathbf{5}"),
     (r"5", r"\displaystyle 5"),
     (r"\frac{3\sqrt{7}}{7}", r"\frac{3}{\sqrt{7}}"),
@@ -213,7 +218,10 @@ HELD_WRONG: list[tuple[str, str]] = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left(\begin{array}{cc}1&3\\2&4\end{array}\right)"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left|\begin{array}{cc}1&2\\3&4\end{array}\right|"),
     (r"-2", r"\left|\begin{array}{cc}1&2\\3&4\end{array}\right|"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left(\begin{array}{cccc}1&2&3&4\end{array}\right)"),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\left(\begin{array}{cccc}1&2&3&4\end{array}\right)",
+    ),
     (r"(-\infty,-1)\cup(4,\infty)", r"\mathbb{R}\setminus(-1,4)"),
     (r"(-\infty,-1)\cup(4,\infty)", r"[-1,4]"),
     (r"(-\infty,-1)\cup(4,\infty)", r"\mathbb{R}\setminus[-4,1]"),
@@ -244,7 +252,10 @@ HELD_WRONG: list[tuple[str, str]] = [
     (r"75\%", r"7.5\%"),
     (r"4\pi", r"12.566"),
     (r"\frac{1}{x+1}", r"\frac{1}{x}+1"),
-    (r"\begin{bmatrix} 0 & 1 \\ 1 & 0 \end{bmatrix}", r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}"),
+    (
+        r"\begin{bmatrix} 0 & 1 \\ 1 & 0 \end{bmatrix}",
+        r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}",
+    ),
 ]
 
 MORE_RIGHT: list[tuple[str, str]] = [
@@ -476,8 +487,14 @@ MORE_RIGHT: list[tuple[str, str]] = [
     (r"(-\infty,-1)\cup(4,\infty)", r"\mathbb{R} \setminus \left[-1, 4\right]"),
     (r"(-\infty,-1)\cup(4,\infty)", r"x \in \mathbb{R} \setminus [-1, 4]"),
     (r"(-\infty,-1)\cup(4,\infty)", r"ℝ∖[-1,4]"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\left[\begin{array}{c c}1&2\\3&4\end{array}\right]"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"A=\left(\begin{array}{cc}1&2\\3&4\end{array}\right)"),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\left[\begin{array}{c c}1&2\\3&4\end{array}\right]",
+    ),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"A=\left(\begin{array}{cc}1&2\\3&4\end{array}\right)",
+    ),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"A^{-1}=\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
     (r"\{2,-3\}", r"\{2；-3\}"),
     (r"5", r"5、"),
@@ -603,7 +620,10 @@ MORE_WRONG: list[tuple[str, str]] = [
     (r"(1,2)", r"(2;1)"),
     (r"12", r"1;2"),
     (r"1.2", r"1;2"),
-    (r"\begin{pmatrix}1&0\\0&1\end{pmatrix}", r"\left[\begin{array}{rr}1&0\\0&-1\end{array}\right]"),
+    (
+        r"\begin{pmatrix}1&0\\0&1\end{pmatrix}",
+        r"\left[\begin{array}{rr}1&0\\0&-1\end{array}\right]",
+    ),
     (r"\begin{pmatrix}2\\3\end{pmatrix}", r"\left(\begin{array}{cc}2&3\end{array}\right)"),
     (r"1", r"\left|\begin{array}{rr}1&0\\0&1\end{array}\right|"),
     (r"(-\infty,1)\cup(1,\infty)", r"\mathbb{R}\setminus[1,1)"),

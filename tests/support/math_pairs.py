@@ -1,6 +1,7 @@
 r"""Pairs of a gold and a response, made by hand.
 
-T: accepted. F: not accepted. ?: undecided in the reference; the rules of judgement decide (none is accepted).
+T: accepted. F: not accepted. ?: undecided in the reference; the rules of judgement decide (none is
+accepted).
 """
 
 PAIRS: list[tuple[str, str, str, str]] = [  # truth, kind, gold, response
@@ -67,9 +68,24 @@ PAIRS: list[tuple[str, str, str, str]] = [  # truth, kind, gold, response
     ("T", "log", r"\log_2 8", r"\boxed{3}"),
     ("T", "complex", r"3+4i", r"\boxed{4i+3}"),
     ("T", "sci", r"1.5\times 10^{3}", r"\boxed{1500}"),
-    ("T", "matrix", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}"),
-    ("F", "matrix", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\4&3\end{pmatrix}}"),
-    ("T", "matrix", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}\frac{2}{2}\\2\end{pmatrix}}"),
+    (
+        "T",
+        "matrix",
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}",
+    ),
+    (
+        "F",
+        "matrix",
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\boxed{\begin{pmatrix}1&2\\4&3\end{pmatrix}}",
+    ),
+    (
+        "T",
+        "matrix",
+        r"\begin{pmatrix}1\\2\end{pmatrix}",
+        r"\boxed{\begin{pmatrix}\frac{2}{2}\\2\end{pmatrix}}",
+    ),
     ("F", "multi-box", r"7", r"\boxed{7} ... wait, \boxed{8}"),
     ("T", "multi-box", r"8", r"\boxed{7} ... wait, \boxed{8}"),
     ("F", "hedge", r"7", r"\boxed{7 \text{ or } 8}"),

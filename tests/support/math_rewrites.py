@@ -1,11 +1,15 @@
-"""Other spellings of a mathematical answer, which must not change a verdict, and near misses, which must."""
+"""Other spellings of a mathematical answer, which must not change a verdict, and near misses, which
+must.
+"""
 
 import re
 from collections.abc import Iterator
 
 
 def rewrites(answer: str) -> Iterator[str]:
-    """Yield other spellings of the same answer: spaces, delimiters, names of commands, the way digits are decorated."""
+    """Yield other spellings of the same answer: spaces, delimiters, names of commands, the way
+    digits are decorated.
+    """
     yield f"${answer}$"
     yield rf"\({answer}\)"
     yield f" {answer} "
@@ -14,11 +18,23 @@ def rewrites(answer: str) -> Iterator[str]:
     yield answer.replace(r"\frac", r"\tfrac")
     yield rf"\displaystyle {answer}"
     if "\\text" not in answer:
-        yield re.sub(r"(?<=[+=,])|(?=[+=])", r"\\;", answer) if not re.search(r"\d,\d{3}", answer) else answer
-    if answer.count("(") + answer.count("[") == answer.count(")") + answer.count("]") and "\\in" not in answer:
-        yield re.sub(r"(?<![\\A-Za-z])([(\[])", r"\\left\1", re.sub(r"(?<!\\)([)\]])", r"\\right\1", answer))
+        yield (
+            re.sub(r"(?<=[+=,])|(?=[+=])", r"\\;", answer)
+            if not re.search(r"\d,\d{3}", answer)
+            else answer
+        )
+    if (
+        answer.count("(") + answer.count("[") == answer.count(")") + answer.count("]")
+        and "\\in" not in answer
+    ):
+        yield re.sub(
+            r"(?<![\\A-Za-z])([(\[])", r"\\left\1", re.sub(r"(?<!\\)([)\]])", r"\\right\1", answer)
+        )
     if re.fullmatch(r"-?\d+", answer):
-        sign, digits = answer[: -len(answer.lstrip("-"))] if answer[0] == "-" else "", answer.lstrip("-")
+        sign, digits = (
+            answer[: -len(answer.lstrip("-"))] if answer[0] == "-" else "",
+            answer.lstrip("-"),
+        )
         number = int(answer)
         yield sign + "0" + digits
         yield answer + ".0"
@@ -41,7 +57,9 @@ def rewrites(answer: str) -> Iterator[str]:
 
 
 def changes(answer: str) -> Iterator[str]:
-    """Yield near misses of an answer: one of its numbers increased or decreased by one, or the sign turned."""
+    """Yield near misses of an answer: one of its numbers increased or decreased by one, or the sign
+    turned.
+    """
     for match in re.finditer(r"(?<![\d.])\d{1,15}(?![\d.])", answer):
         for step in (1, -1):
             yield answer[: match.start()] + str(int(match.group()) + step) + answer[match.end() :]

@@ -9,7 +9,9 @@ from pathlib import Path
 def anonymous_bytes() -> int:
     """What this process holds in memory beside files that are mapped."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    return 1024 * sum(
+        int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))
+    )
 
 
 @contextmanager

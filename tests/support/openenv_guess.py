@@ -29,7 +29,9 @@ class GuessNumber(Environment):
         self.tries += 1
         right = action.message == str(self.secret)
         said = "right" if right else "wrong"
-        return Seen(prompt=said, tries=self.tries, reward=float(right), done=right or self.tries == 5)
+        return Seen(
+            prompt=said, tries=self.tries, reward=float(right), done=right or self.tries == 5
+        )
 
     @property
     def state(self):

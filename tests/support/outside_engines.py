@@ -1,4 +1,6 @@
-"""What is asked of an engine outside the trainer's process, with one rank or several, be it vLLM or its server."""
+"""What is asked of an engine outside the trainer's process, with one rank or several, be it vLLM or
+its server.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,8 +102,8 @@ def played(engine, experts: bool) -> list[Response]:
 
 @contextmanager
 def letters_end_turns(policy: Policy) -> Iterator[None]:
-    """Within: some letters are stop tokens of the policy, so that its turns are short. With experts vLLM knows no stop
-    strings."""
+    """Within: some letters are stop tokens of the policy, so that its turns are short. With experts
+    vLLM knows no stop strings."""
     before = policy.stop_ids
     policy.stop_ids = before | set(policy.tokenizer.convert_tokens_to_ids(list(STOPS)))
     try:
@@ -111,8 +113,8 @@ def letters_end_turns(policy: Policy) -> Iterator[None]:
 
 
 def story(engine, experts: bool = False) -> list[list[list[int]]]:
-    """Tokens before and after the weights change, and those of episodes at the end; each time engine and policy are
-    compared."""
+    """Tokens before and after the weights change, and those of episodes at the end; each time
+    engine and policy are compared."""
     found = []
     for step in range(3):
         if step:

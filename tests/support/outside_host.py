@@ -1,5 +1,6 @@
-"""An engine outside the process without vLLM: what is behind `ask` draws tokens from each request's own seed, and ends
-requests in the order of their lengths, as one that samples them all at once does."""
+"""An engine outside the process without vLLM: what is behind `ask` draws tokens from each request's
+own seed, and ends requests in the order of their lengths, as one that samples them all at once
+does."""
 
 import numpy as np
 
@@ -11,9 +12,13 @@ from gspo.rollout.vllm_host import Sampled
 
 
 class Drawn(OutsideEngine):
-    """Samples `batch_rows` requests at a time, a token of each per round; those that were added later wait."""
+    """Samples `batch_rows` requests at a time, a token of each per round; those that were added
+    later wait.
+    """
 
-    def __init__(self, policy: Policy, batch_rows: int, ranks: Ranks | None = None, together: int = 1):
+    def __init__(
+        self, policy: Policy, batch_rows: int, ranks: Ranks | None = None, together: int = 1
+    ):
         super().__init__(policy, VLLMRollout(batch_rows=batch_rows), ranks or Ranks())
         self.sharers = self.ranks.neighbours(together) if ranks else Ranks()
         self.waiting: dict[str, Sampled] = {}
@@ -44,9 +49,15 @@ class Drawn(OutsideEngine):
                 self.running[name] = sampled, len(sampled.token_ids)
             self.rounds += 1
             self.idle_places += self.batch_rows - len(self.running)
-            self.running = {name: (sampled, left - 1) for name, (sampled, left) in self.running.items()}
-            if done := {name: sampled for name, (sampled, left) in self.running.items() if not left}:
-                self.running = {name: pair for name, pair in self.running.items() if name not in done}
+            self.running = {
+                name: (sampled, left - 1) for name, (sampled, left) in self.running.items()
+            }
+            if done := {
+                name: sampled for name, (sampled, left) in self.running.items() if not left
+            }:
+                self.running = {
+                    name: pair for name, pair in self.running.items() if name not in done
+                }
                 return done
         return {}
 
@@ -56,5 +67,7 @@ class Drawn(OutsideEngine):
 
 def drawn(params) -> Sampled:
     rng = np.random.Generator(np.random.Philox(key=params["seed"]))
-    tokens = [int(token) for token in rng.integers(20, 40, rng.integers(1, params["max_tokens"] + 1))]
+    tokens = [
+        int(token) for token in rng.integers(20, 40, rng.integers(1, params["max_tokens"] + 1))
+    ]
     return Sampled(tokens, [-1.0] * len(tokens), None, "stop")

@@ -9,25 +9,46 @@ SLACK = 1.0  # points by which boxes may touch: a box has some room around its l
 
 
 def boxes(figure: Figure) -> list[tuple[Text, object]]:
-    """Return the visible texts with their boxes, in pixels. Ticks beyond the limits of their axis are not drawn."""
+    """Return the visible texts with their boxes, in pixels. Ticks beyond the limits of their axis
+    are not drawn.
+    """
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
     hidden = set()
     for ax in figure.axes:
-        for axis, low, high in ((ax.xaxis, *sorted(ax.get_xlim())), (ax.yaxis, *sorted(ax.get_ylim()))):
+        for axis, low, high in (
+            (ax.xaxis, *sorted(ax.get_xlim())),
+            (ax.yaxis, *sorted(ax.get_ylim())),
+        ):
             for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
                 edge = 1e-9 * (high - low)
-                if not low - edge <= tick.get_loc() <= high + edge or not axis.get_visible() or not ax.axison:
+                if (
+                    not low - edge <= tick.get_loc() <= high + edge
+                    or not axis.get_visible()
+                    or not ax.axison
+                ):
                     hidden |= {id(tick.label1), id(tick.label2)}
     found = []
     for text in figure.findobj(Text):
-        if text.get_text().strip() and text.get_visible() and id(text) not in hidden and drawn(text):
+        if (
+            text.get_text().strip()
+            and text.get_visible()
+            and id(text) not in hidden
+            and drawn(text)
+        ):
             box = text.get_window_extent(renderer)
             written = text.get_text().split("\n")
             # empty lines at the end hold a place for another text
             blank = len(written) - len(text.get_text().rstrip("\n").split("\n"))
-            found.append((text, Bbox.from_extents(box.x0, box.y0 + box.height * blank / len(written), box.x1, box.y1)))
+            found.append(
+                (
+                    text,
+                    Bbox.from_extents(
+                        box.x0, box.y0 + box.height * blank / len(written), box.x1, box.y1
+                    ),
+                )
+            )
     return found
 
 
@@ -37,8 +58,8 @@ def drawn(text: Text) -> bool:
 
 
 def overlaps(figure: Figure) -> list[str]:
-    """Return a line for each pair of texts of which one covers a part of the other, and for each that leaves the
-    page."""
+    """Return a line for each pair of texts of which one covers a part of the other, and for each
+    that leaves the page."""
     found = boxes(figure)
     slack = SLACK * figure.dpi / 72
     width, height = figure.canvas.get_width_height()

@@ -1,9 +1,14 @@
-"""Runs the program as several ranks, each a real process forked from one that has imported everything.
+"""Runs the program as several ranks, each a real process forked from one that has imported
+everything.
 
     done = launch(tmp_path, 2, "parallel.mode=replicate", *SMALL)
-    launch(tmp_path, 2, ..., scripts={1: ["tests/support/killer.py", "update.backward", "3"]})     another for rank 1
+    launch(tmp_path, 2, ..., scripts={1: ["tests/support/killer.py", "update.backward", "3"]})     another
+                                                                                                   for
+                                                                                                   rank
+                                                                                                   1
 
-As a script it is the parent of the ranks. It tells each its rank, as torchrun does, and lets them end by themselves.
+As a script it is the parent of the ranks. It tells each its rank, as torchrun does, and lets them
+end by themselves.
 """
 
 import json
@@ -40,19 +45,31 @@ def launch(
     env: dict[int, dict[str, str]] | None = None,
     seconds: int = SECONDS,
 ) -> list[Rank]:
-    """Run `count` ranks in a folder to their ends, which must come within so many seconds. Of single ranks `scripts`
-    names another script than train.py with its first arguments, `extra` further settings, and `env` further variables
-    ("" removes one)."""
+    """Run `count` ranks in a folder to their ends, which must come within so many seconds. Of
+    single ranks `scripts` names another script than train.py with its first arguments, `extra`
+    further settings, and `env` further variables ("" removes one)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
     for rank in range(count):
         script = (scripts or {}).get(rank, [str(ROOT / "experiments" / "train.py")])
-        told = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": count,
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         told = {key: str(value) for key, value in told.items()} | (env or {}).get(rank, {})
         files = [f"rank{rank}.out", f"rank{rank}.err"]
-        ranks.append({"argv": [*script, *overrides, *(extra or {}).get(rank, [])], "told": told, "files": files})
+        ranks.append(
+            {
+                "argv": [*script, *overrides, *(extra or {}).get(rank, [])],
+                "told": told,
+                "files": files,
+            }
+        )
     command = [sys.executable, __file__, json.dumps(ranks), str(seconds - 20)]
     done = forked.run(command, cwd=cwd, env=environment(), seconds=seconds)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,9 +1,10 @@
 """Runs a function as several ranks: real processes that exchange over gloo on this machine.
 
-They are forked by the server of forked.py, which has imported everything and has never computed. This process has, and
-its children could wait for ever for threads of OpenMP or locks of MKL, whose other side a fork does not copy. So the
-function goes to its ranks as a pickle: they have this process's environment, folder and import path, and of its objects
-what the function names. What monkeypatch.setattr has changed here is not changed there, unless the function does it.
+They are forked by the server of forked.py, which has imported everything and has never computed.
+This process has, and its children could wait for ever for threads of OpenMP or locks of MKL, whose
+other side a fork does not copy. So the function goes to its ranks as a pickle: they have this
+process's environment, folder and import path, and of its objects what the function names. What
+monkeypatch.setattr has changed here is not changed there, unless the function does it.
 """
 
 import faulthandler
@@ -30,8 +31,8 @@ SECONDS = 120  # for the slowest of them
 
 
 def ranked(count: int, function: Callable[[Processes], Any], seconds: float = SECONDS) -> list[Any]:
-    """What `function(ranks)` returns on each rank within so many seconds. Raises AssertionError with the traces of
-    those that fail, hang or are killed."""
+    """What `function(ranks)` returns on each rank within so many seconds. Raises AssertionError
+    with the traces of those that fail, hang or are killed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "asked").write_bytes(pickle.dumps((sys.path, cloudpickle.dumps(function))))
@@ -39,7 +40,9 @@ def ranked(count: int, function: Callable[[Processes], Any], seconds: float = SE
         done = forked.run(command, seconds=int(seconds) + 60)
         sys.stdout.write(done.stdout)
         sys.stderr.write(done.stderr)
-        assert done.returncode == 0, f"the ranks could not be started, or not be ended: {done.stderr[-3000:]}"
+        assert done.returncode == 0, (
+            f"the ranks could not be started, or not be ended: {done.stderr[-3000:]}"
+        )
         codes = json.loads((folder / "codes").read_text())
         found = [_end(folder, index, code, seconds) for index, code in enumerate(codes)]
     failed = [f"rank {index} {value}" for index, (good, value) in enumerate(found) if not good]
@@ -52,7 +55,12 @@ def _end(folder: Path, index: int, code: int, seconds: float) -> tuple[bool, Any
     if trace := (folder / f"{index}.trace").read_text():
         return False, f"hangs after {seconds:g} s:\n{trace}"
     if code:
-        return False, f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            False,
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}",
+        )
     return pickle.loads((folder / f"{index}.result").read_bytes())
 
 
@@ -72,16 +80,22 @@ def main() -> None:
 
 
 def _rank(folder: Path, index: int, count: int, seconds: float) -> None:
-    """This process is a rank: it leaves what it has found in the folder, or the traces of its threads if it hangs."""
+    """This process is a rank: it leaves what it has found in the folder, or the traces of its
+    threads if it hangs.
+    """
     with open(folder / f"{index}.trace", "w") as trace:
         faulthandler.dump_traceback_later(seconds, exit=True, file=trace)
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), count)
         try:
-            patience = timedelta(seconds=seconds / 2)  # who waits for a rank that hangs says so, and is not killed too
-            dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=patience)
+            # who waits for a rank that hangs says so, and is not killed too
+            patience = timedelta(seconds=seconds / 2)
+            dist.init_process_group(
+                "gloo", store=store, rank=index, world_size=count, timeout=patience
+            )
             ranks = Processes(patience)
-            dist.barrier()  # one that ended now would be missed by those who have yet to connect with all others
+            # one that ended now would be missed by those who have yet to connect with all others
+            dist.barrier()
             sys.path[:], function = pickle.loads((folder / "asked").read_bytes())
             result = True, cloudpickle.loads(function)(ranks)
         except Exception:  # whatever it is, the test shows it

@@ -24,7 +24,12 @@ def write(folder: Path, name: str, rewards: list[float], seed: int = 1, **change
     share = 0.2 if name == "gspo" else 0.001
     rows: list[dict] = [{"step": 0, "eval/math/avg@2": 0.1}]
     for step, reward in enumerate(rewards, start=1):
-        row = {"step": step, "reward/mean": reward, "clip/token_active": share, "clip/token_outside": 2 * share}
+        row = {
+            "step": step,
+            "reward/mean": reward,
+            "clip/token_active": share,
+            "clip/token_outside": 2 * share,
+        }
         rows.append(row | {"length/mean": 14.0, "mismatch/k3": 0.02 if reward == 0.1 else 1e-5})
     folder = folder / f"{name}-seed{seed}-{abs(hash(tuple(changes.items()))):x}"
     folder.mkdir(parents=True)

@@ -38,14 +38,20 @@ def rows(first: int, last: int) -> list[dict]:
     made: list[dict] = [{"step": 0, "eval/math/avg@2": 0.25}] if first == 0 else []
     for step in range(max(first, 1), last + 1):
         row = {"step": step, "reward/mean": 0.5 + step / 1000, "clip/token_active": 0.1 / step}
-        row |= {"optim/grad_norm": None if step == 3 else 0.1 * step, "length/mean": 12, "clip/weight": 0.9}
+        row |= {
+            "optim/grad_norm": None if step == 3 else 0.1 * step,
+            "length/mean": 12,
+            "clip/weight": 0.9,
+        }
         row |= {"clip/token_outside": 0.2} | ({"routing/consistency": 1.0} if step > 20 else {})
         made.append(row)
     return made
 
 
 def log(folder: Path, made: list[dict], **account: str) -> None:
-    """Through the project's own tracker and the real W&B client, in its own process; offline without an account."""
+    """Through the project's own tracker and the real W&B client, in its own process; offline
+    without an account.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
     command = [sys.executable, "-c", LOG, str(folder), json.dumps(SETTINGS)]

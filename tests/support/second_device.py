@@ -1,10 +1,13 @@
-"""Training on the simulated second device beside the CPU: whether both compute the same, and what a GPU would do.
+"""Training on the simulated second device beside the CPU: whether both compute the same, and what a
+GPU would do.
 
     python tests/support/second_device.py                 a table of waits, launches and copies
-    python tests/support/second_device.py --json          the same, and the comparisons, for the tests
+    python tests/support/second_device.py --json          the same, and the comparisons, for the
+                                                          tests
 
-Rows of the table: a decoded token (of all rows together), the pass for the old policy, the updates of the first
-mini-batch and of a later one, the rest of a step, a checkpoint. Launches are given per layer where layers make them.
+Rows of the table: a decoded token (of all rows together), the pass for the old policy, the updates
+of the first mini-batch and of a later one, the rest of a step, a checkpoint. Launches are given per
+layer where layers make them.
 """
 
 from __future__ import annotations
@@ -41,20 +44,37 @@ SPARSE = ("model=tiny_moe", "model.hidden=32", "model.heads=2", "model.experts=8
 CASES = {
     "dense": DENSE,
     "MoE": SPARSE,
-    "R3": ("policy.routing_replay=r3", "rollout.routes=true", "trainer.router_aux_loss_coef=0.01", *SPARSE),
+    "R3": (
+        "policy.routing_replay=r3",
+        "rollout.routes=true",
+        "trainer.router_aux_loss_coef=0.01",
+        *SPARSE,
+    ),
     "LoRA": ("policy.lora.rank=4", *DENSE),
     "critic and KL": ("advantage=gae", "objective=grpo", "kl=loss", *DENSE),
     "episodes": ("task=guessing", "trainer.entropy_coef=0.01", *DENSE),
-    "bfloat16, R2": ("policy.precision=bfloat16", "rollout.dtype=bfloat16", "policy.routing_replay=r2", *SPARSE),
+    "bfloat16, R2": (
+        "policy.precision=bfloat16",
+        "rollout.dtype=bfloat16",
+        "policy.routing_replay=r2",
+        *SPARSE,
+    ),
     "stop strings": ("rollout.stop=['5','3']", "rollout.top_p=0.9", *DENSE),
-    "overlap, R2": ("rollout.staleness=1", "rollout.overlap=true", "policy.routing_replay=r2", *SPARSE),
+    "overlap, R2": (
+        "rollout.staleness=1",
+        "rollout.overlap=true",
+        "policy.routing_replay=r2",
+        *SPARSE,
+    ),
 }
 STEPS = 2  # of the cases that are shown; the others make one
 SHOWN = ("dense", "MoE")  # the cases of the table
 
 
 def settings_of(case: str, device: str) -> Settings:
-    """Return the settings of a case on a device. All but the game have the task that random models can learn from."""
+    """Return the settings of a case on a device. All but the game have the task that random models
+    can learn from.
+    """
     settings = composed_settings([*COMMON, *CASES[case]])
     settings.policy.device = device
     if case != "episodes":
@@ -70,7 +90,12 @@ class Phases:
         self.seconds: Counter[str] = Counter()
         self.inner = [Counter()]  # for each piece of work under way: what the pieces within it did
         self.longest = 0
-        source, update, old, step = trainer.source.next, trainer.update, trainer.remember_old_policy, trainer.train_step
+        source, update, old, step = (
+            trainer.source.next,
+            trainer.update,
+            trainer.remember_old_policy,
+            trainer.train_step,
+        )
 
         def rollout(step):
             made = self.within("a decoded token", source, step)
@@ -83,7 +108,9 @@ class Phases:
 
         trainer.source.next = rollout
         trainer.update = one_update
-        trainer.remember_old_policy = lambda *words: self.within("pass for the old policy", old, *words)
+        trainer.remember_old_policy = lambda *words: self.within(
+            "pass for the old policy", old, *words
+        )
         trainer.train_step = lambda *words: self.within("rest of a step", step, *words)
 
     def within(self, name: str, work, *words):
@@ -109,12 +136,17 @@ class Phases:
         for name, counts in self.counts.items():
             times = self.longest if name == "a decoded token" else self.times[name]
             row = {key: counts[key] / times for key in ("waits", "launches", "pageable", "pinned")}
-            rows[name] = row | {"per_layer": row["launches"] / layers, "ms": 1e3 * self.seconds[name] / times}
+            rows[name] = row | {
+                "per_layer": row["launches"] / layers,
+                "ms": 1e3 * self.seconds[name] / times,
+            }
         return rows
 
 
 def trained(case: str, device: str, observer=None) -> dict:
-    """Train a case for some steps; return tokens, log-probs of the engine, gradients, held-out rewards, and phases."""
+    """Train a case for some steps; return tokens, log-probs of the engine, gradients, held-out
+    rewards, and phases.
+    """
     settings = settings_of(case, device)
     trainer = build_trainer(settings)
     # with overlap a rollout is counted in whichever phase it falls
@@ -143,13 +175,15 @@ def trained(case: str, device: str, observer=None) -> dict:
 def held_out(trainer: Trainer, settings: Settings) -> dict[str, float]:
     """Return the metrics of a few held-out problems."""
     engine = evaluation_engine(trainer, settings)
-    metrics, _ = evaluate(engine, settings.task, settings.evaluation, settings.rollout.longest_limit, STEPS)
+    metrics, _ = evaluate(
+        engine, settings.task, settings.evaluation, settings.rollout.longest_limit, STEPS
+    )
     return metrics
 
 
 def resumed(trainer: Trainer, settings: Settings, phases: Phases) -> dict:
-    """Save a checkpoint, go on for a step, go on from the checkpoint for the same step, and return whether the weights
-    are the same."""
+    """Save a checkpoint, go on for a step, go on from the checkpoint for the same step, and return
+    whether the weights are the same."""
     with tempfile.TemporaryDirectory() as folder:
         writer = checkpoint_writer(Path(folder), trainer, settings)
         trainer.state.source = trainer.source.state()

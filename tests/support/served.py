@@ -30,11 +30,15 @@ def served(folder: Path, url: str, *words: str) -> Iterator[subprocess.Popen]:
     command += ["rollout=vllm_server", f"rollout.url={url}", "threads=1"]
     with open(folder / "server.log", "w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}
-        server = subprocess.Popen(command, cwd=folder, env=environment(), start_new_session=True, **streams)
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment(), start_new_session=True, **streams
+        )
     try:
         deadline = time.monotonic() + SECONDS
         while not answers(url):
-            assert server.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()[-3000:]
+            assert server.poll() is None and time.monotonic() < deadline, (
+                folder / "server.log"
+            ).read_text()[-3000:]
             time.sleep(0.5)
         yield server
     finally:

@@ -1,4 +1,6 @@
-"""Recorded studies of any shape: some arms, some settings that vary, metrics that are missing, long names."""
+"""Recorded studies of any shape: some arms, some settings that vary, metrics that are missing, long
+names.
+"""
 
 import itertools
 import json
@@ -33,8 +35,9 @@ def write_study(
     long_name: bool = False,
     collapsed: bool = False,
 ) -> Path:
-    """Write runs of the first `arms` arms (with `long_name` the last one has a long name) at every combination of the
-    varied settings' values, and return the study's folder. The metrics in `missing` are not recorded."""
+    """Write runs of the first `arms` arms (with `long_name` the last one has a long name) at every
+    combination of the varied settings' values, and return the study's folder. The metrics in
+    `missing` are not recorded."""
     chosen = ARMS[: arms - long_name] + ARMS[-1:] * long_name
     study = folder / "study"
     for number, (name, replay) in enumerate(chosen):
@@ -63,14 +66,19 @@ def write_study(
     return study
 
 
-def rows_of(number: int, seed: int, steps: int, missing: tuple[str, ...], collapsed: bool) -> list[dict]:
+def rows_of(
+    number: int, seed: int, steps: int, missing: tuple[str, ...], collapsed: bool
+) -> list[dict]:
     """Return the rows of one run of arm `number`."""
     noise = np.random.default_rng([number, seed])
     rows = []
     for step in range(steps + 1):
         row: dict = {"step": step}
         if step % 10 == 0:
-            row |= {"eval/math_heldout/avg@4": 0.3 + 0.2 * step / steps, "eval/math_heldout/stderr": 0.02}
+            row |= {
+                "eval/math_heldout/avg@4": 0.3 + 0.2 * step / steps,
+                "eval/math_heldout/stderr": 0.02,
+            }
         if step:
             fall = 0.05 if collapsed and step > steps // 3 else 1.0
             row["reward/mean"] = max(0.0, (0.3 + 0.3 * step / steps + noise.normal(0, 0.04)) * fall)
@@ -89,6 +97,8 @@ def rows_of(number: int, seed: int, steps: int, missing: tuple[str, ...], collap
                 "compute/tokens": 4000 * step,
                 "compute/seconds": 2.0 * step,
             }
-            row |= {key: value for key, value in values.items() if not key.startswith(missing or ("-",))}
+            row |= {
+                key: value for key, value in values.items() if not key.startswith(missing or ("-",))
+            }
         rows.append(row)
     return rows

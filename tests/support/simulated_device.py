@@ -1,4 +1,5 @@
-"""A second device on a machine without one: its tensors hold CPU tensors, and an observer sees every operation on them.
+"""A second device on a machine without one: its tensors hold CPU tensors, and an observer sees
+every operation on them.
 
     import simulated_device as simulated
 
@@ -7,13 +8,14 @@
         ...
     print(observer.waits, observer.launches, observer.pageable)
 
-The numbers are those of the CPU. What is seen is what a GPU would make of the program: an operand that was left on the
-CPU is an error, a number that is read makes the CPU wait, an operation is a launch, and a copy is made from pinned or
-pageable memory. A copy to the CPU that nothing has waited for yet holds wrong numbers. What is not seen: which kernel a
-GPU chooses, its memory, the order of its sums, the order of several streams.
+The numbers are those of the CPU. What is seen is what a GPU would make of the program: an operand
+that was left on the CPU is an error, a number that is read makes the CPU wait, an operation is a
+launch, and a copy is made from pinned or pageable memory. A copy to the CPU that nothing has waited
+for yet holds wrong numbers. What is not seen: which kernel a GPU chooses, its memory, the order of
+its sums, the order of several streams.
 
-PyTorch calls such a device PrivateUse1. Its setting up is global and cannot be undone, so it belongs into a process of
-its own: tests/support/second_device.py.
+PyTorch calls such a device PrivateUse1. Its setting up is global and cannot be undone, so it
+belongs into a process of its own: tests/support/second_device.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "gpu"
 # Operations that make a view, allocate memory or read a size: a GPU is given nothing to do.
@@ -42,7 +47,8 @@ FREE = {
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_", "resolve_conj", "resolve_neg",
     "_fused_sdp_choice", "result_type", "is_same_size", "sym_size", "size", "stride", "numel",
 }  # fmt: skip
-# Operations whose result's size depends on numbers, or that return a number: the CPU waits for them.
+# Operations whose result's size depends on numbers, or that return a number: the CPU waits for
+# them.
 READS = {
     "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal", "is_nonzero",
     "unique_consecutive", "histc",
@@ -136,11 +142,13 @@ class SimulatedTensor(Tensor):
 
 
 class Observer(TorchDispatchMode):
-    """Within this context simulated tensors can be computed with, and what a GPU would do is counted.
+    """Within this context simulated tensors can be computed with, and what a GPU would do is
+    counted.
 
     waits      by place, "file:line code": how often the CPU would wait for the device
     launches   by operation
-    pageable   by place: copies to the device from memory that is not pinned, for which the CPU waits too
+    pageable   by place: copies to the device from memory that is not pinned, for which the CPU
+               waits too
     pinned     copies to the device from pinned memory
 
     Threads that are started meanwhile are observed too, and what they do is added up.
@@ -152,7 +160,8 @@ class Observer(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.pageable: Counter[str] = Counter()
         self.pinned = 0
-        self.under_way: list[tuple[Tensor, Tensor]] = []  # copies to the CPU: the tensor, and what it will hold
+        # copies to the CPU: the tensor, and what it will hold
+        self.under_way: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Observer:
         _observers.append(self)
@@ -165,11 +174,16 @@ class Observer(TorchDispatchMode):
     def counts(self) -> Counter[str]:
         """Return how many waits, launches and pageable copies there were so far."""
         return Counter(
-            waits=self.waits.total(), launches=self.launches.total(), pageable=self.pageable.total(), pinned=self.pinned
+            waits=self.waits.total(),
+            launches=self.launches.total(),
+            pageable=self.pageable.total(),
+            pinned=self.pinned,
         )
 
     def note_wait(self, why: str) -> None:
-        """Count a wait at the place in the program that is running. Copies that were under way are then complete."""
+        """Count a wait at the place in the program that is running. Copies that were under way are
+        then complete.
+        """
         self.waits[f"{place()} ({why})"] += 1
         complete, self.under_way = self.under_way, []
         for tensor, content in complete:
@@ -196,10 +210,16 @@ class Observer(TorchDispatchMode):
         if name == "_local_scalar_dense" or to_cpu or not (on_device or to_device):
             return result
         wrapped = mapped(Tensor, SimulatedTensor, result)
-        return return_and_correct_aliasing(function, args, kwargs, wrapped) if on_device else wrapped
+        return (
+            return_and_correct_aliasing(function, args, kwargs, wrapped) if on_device else wrapped
+        )
 
-    def _check_operands(self, name: str, args: tuple, tensors: list[Tensor], on_device: list[Tensor]) -> None:
-        """Raise RuntimeError if operands lie on both devices. Single numbers, and indices, may lie on the CPU."""
+    def _check_operands(
+        self, name: str, args: tuple, tensors: list[Tensor], on_device: list[Tensor]
+    ) -> None:
+        """Raise RuntimeError if operands lie on both devices. Single numbers, and indices, may lie
+        on the CPU.
+        """
         on_cpu = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
         if not on_cpu or not on_device:
             return
@@ -209,7 +229,9 @@ class Observer(TorchDispatchMode):
             on_cpu = [x for x in on_cpu if not any(x is index for index in indices)]
         if on_cpu:
             shapes = [tuple(x.shape) for x in on_cpu]
-            raise RuntimeError(f"{name} with operands of shapes {shapes} on the CPU, others on the device: {place()}")
+            raise RuntimeError(
+                f"{name} with operands of shapes {shapes} on the CPU, others on the device: {place()}"
+            )
 
     def _count(self, name: str, function, args: tuple, kwargs: dict) -> None:
         if name in READS:
@@ -230,7 +252,11 @@ class Observer(TorchDispatchMode):
         if leaves(name, args, kwargs) and waits:
             self.note_wait("copy to the CPU")
         source = args[1] if name == "copy_" else args[0]
-        if isinstance(source, SimulatedTensor) or not source.dim() or not arrives(name, args, kwargs):
+        if (
+            isinstance(source, SimulatedTensor)
+            or not source.dim()
+            or not arrives(name, args, kwargs)
+        ):
             return
         if source.untyped_storage() not in _pinned:
             self.pageable[place()] += 1
@@ -240,14 +266,19 @@ class Observer(TorchDispatchMode):
             self.note_wait("copy from pinned memory without non_blocking")
 
     def _begin_copy(self, tensor: Tensor) -> None:
-        """Let a copy to the CPU be under way: until the CPU waits for the device, the tensor holds other numbers."""
+        """Let a copy to the CPU be under way: until the CPU waits for the device, the tensor holds
+        other numbers.
+        """
         self.under_way.append((tensor, tensor.clone()))
         tensor.copy_(torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else ~tensor)
 
     def _computed(self, name: str, function, args: tuple, kwargs: dict):
         """Compute on the CPU tensors."""
         own_args = mapped(SimulatedTensor, attrgetter("inner"), args)
-        own_kwargs = {key: mapped(SimulatedTensor, attrgetter("inner"), value) for key, value in kwargs.items()}
+        own_kwargs = {
+            key: mapped(SimulatedTensor, attrgetter("inner"), value)
+            for key, value in kwargs.items()
+        }
         if own_kwargs.get("device") is not None:
             own_kwargs["device"] = "cpu"
         own_kwargs.pop("pin_memory", None)
@@ -281,8 +312,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def mapped(kind: type, function: Callable[[Tensor], Tensor], value: object) -> object:
-    """Return arguments or results of an operation with the tensors of a kind replaced by the function's. It is
-    PyTorch's `tree_map_only` for what operations have, in a tenth of the time."""
+    """Return arguments or results of an operation with the tensors of a kind replaced by the
+    function's. It is PyTorch's `tree_map_only` for what operations have, in a tenth of the time."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
@@ -310,7 +341,9 @@ def is_non_blocking(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def place() -> str:
-    """Return the innermost line of the package gspo that is running, else of any file outside of libraries."""
+    """Return the innermost line of the package gspo that is running, else of any file outside of
+    libraries.
+    """
     frame, outside = sys._getframe(1), None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -333,8 +366,10 @@ def pinned(tensor: Tensor) -> Tensor:
 
 def prepare_thread() -> None:
     """Set what PyTorch keeps for each thread."""
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(data, device=...) moves by an operation that is seen
-    torch.autograd.set_multithreading_enabled(False)  # the backward pass must run where the Observer is
+    # torch.tensor(data, device=...) moves by an operation that is seen
+    torch._C._set_only_lift_cpu_tensors(True)
+    # the backward pass must run where the Observer is
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def run_observed(thread: threading.Thread) -> None:
@@ -346,8 +381,12 @@ def run_observed(thread: threading.Thread) -> None:
         _plain_run(thread)
 
 
-def moved(model: transformers.PreTrainedModel, *where: object, **options: object) -> transformers.PreTrainedModel:
-    """Stand for PreTrainedModel.to: on this device tied weights become two tensors, and are tied again."""
+def moved(
+    model: transformers.PreTrainedModel, *where: object, **options: object
+) -> transformers.PreTrainedModel:
+    """Stand for PreTrainedModel.to: on this device tied weights become two tensors, and are tied
+    again.
+    """
     model = _plain_to(model, *where, **options)
     if model.config.tie_word_embeddings and hasattr(model, "lm_head"):
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -355,7 +394,9 @@ def moved(model: transformers.PreTrainedModel, *where: object, **options: object
 
 
 def lower(name: str):
-    """Return the operation as autocast calls it: with floating-point operands in the lower precision."""
+    """Return the operation as autocast calls it: with floating-point operands in the lower
+    precision.
+    """
     operation = getattr(torch.ops.aten, name).default
 
     def cast(x: object) -> object:
@@ -366,7 +407,9 @@ def lower(name: str):
     def run(*args, **kwargs):
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
         with torch._C._ExcludeDispatchKeyGuard(key):
-            return operation(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+            return operation(
+                *map(cast, args), **{name: cast(value) for name, value in kwargs.items()}
+            )
 
     return run
 

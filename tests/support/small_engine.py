@@ -27,7 +27,9 @@ class Small:
 
     def start(self) -> int:
         """A process below that holds all that this one holds, as a forked worker does."""
-        self.below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+        self.below = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False
+        )
         return self.below.pid
 
     def work(self, seconds: float) -> None:

@@ -13,8 +13,15 @@ import yaml
 from commands import SMALL, only_run, train
 
 ROOT = Path(__file__).parents[2]
-TINY = ["objective=gspo_tiny", "steps=4", "cold_start.steps=2", "tracking.wandb=disabled", "evaluation.every=4"]
-ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"  # sets the window's title, clears the screen, turns the writing round
+TINY = [
+    "objective=gspo_tiny",
+    "steps=4",
+    "cold_start.steps=2",
+    "tracking.wandb=disabled",
+    "evaluation.every=4",
+]
+# sets the window's title, clears the screen, turns the writing round
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 MARKUP = "<script>alert(1)</script>![x](https://evil.example/p.png)[l](https://evil.example) | # h"
 NUMBER_400 = "1" * 400
 BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
@@ -33,7 +40,12 @@ def setting(line: str, value: str) -> Callable[[Path], None]:
     def spoil(run: Path) -> None:
         file = run / "settings.yaml"
         lines = file.read_text().splitlines()
-        file.write_text("".join(f"{line}: {value}\n" if text.startswith(f"{line}:") else f"{text}\n" for text in lines))
+        file.write_text(
+            "".join(
+                f"{line}: {value}\n" if text.startswith(f"{line}:") else f"{text}\n"
+                for text in lines
+            )
+        )
 
     return spoil
 
@@ -97,7 +109,8 @@ def row(**values: object) -> str:
 
 
 DEEP = "[" * 100_000
-SPARSE = "".join(row(step=i, **{f"m{i % 4_000}": 1}) for i in range(20_000))  # 400 kB that make a table of .6 GB
+# 400 kB that make a table of .6 GB
+SPARSE = "".join(row(step=i, **{f"m{i % 4_000}": 1}) for i in range(20_000))
 MANY = "".join(row(step=i, **{f"m{i}/{j}": 1 for j in range(60)}) for i in range(99))
 UNREADABLE = {  # the run cannot be shown: it is named, and the others are
     "alias bomb": appended("settings.yaml", BOMB.replace("&a1 [*a0", "&a0 x\na1: &a1 [*a0", 1)),
@@ -155,9 +168,15 @@ READABLE = {  # what is spoiled is left out, the run is shown
 def study(run: Path, folder: Path) -> dict[str, Path]:
     """Copies of the run, a seed each, by what is wrong with them; one is whole."""
     made = {}
-    for number, (name, spoil) in enumerate(({"whole": lambda _: None} | UNREADABLE | READABLE).items(), start=1):
-        made[name] = folder / f"gspo_tiny-seed{number}-{name.replace(' ', '_').replace(chr(39), '')}"
-        shutil.copytree(run, made[name], ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    for number, (name, spoil) in enumerate(
+        ({"whole": lambda _: None} | UNREADABLE | READABLE).items(), start=1
+    ):
+        made[name] = (
+            folder / f"gspo_tiny-seed{number}-{name.replace(' ', '_').replace(chr(39), '')}"
+        )
+        shutil.copytree(
+            run, made[name], ignore=shutil.ignore_patterns("checkpoints", "report.html")
+        )
         setting("seed", str(number))(made[name])
         spoil(made[name])
     (folder / "manifest.jsonl").write_text(

@@ -19,7 +19,9 @@ TOKEN = re.compile(r"<\uff5c?\|?[A-Za-z_\u2581./]+(?: [A-Za-z]+)?\|?\uff5c?>|\[/
 
 
 def tokenizer_of(template: str, end: str) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte, in which all that looks like a marker in the template is a special token."""
+    """A tokenizer with one token per byte, in which all that looks like a marker in the template is
+    a special token.
+    """
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(bytes_)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,8 +41,9 @@ def tokenizer_of(template: str, end: str) -> transformers.PreTrainedTokenizerFas
 def played(template: str, role: str, end: str = "<|endoftext|>") -> tuple[str, str]:
     """Play an episode of two turns of the environment.
 
-    Returns the context that the policy has then, and the template's own rendering of the whole conversation. The policy
-    ends its turns as the template does. Raises ValueError for a template that cannot be used."""
+    Returns the context that the policy has then, and the template's own rendering of the whole
+    conversation. The policy ends its turns as the template does. Raises ValueError for a template
+    that cannot be used."""
     tokenizer = tokenizer_of(template, end)
     prompts = PromptFormat()
     prompts.check(tokenizer)
@@ -79,8 +82,13 @@ def verdict(template: str, role: str) -> str:
 
 
 def environment_turns(text: str) -> list[str]:
-    """What stands between the policy's last word and the environment's, for each of its turns, and what is last."""
-    return [*re.findall(r"turn \d(.*?said \d)", text, flags=re.DOTALL), text.rpartition("said 1")[2]]
+    """What stands between the policy's last word and the environment's, for each of its turns, and
+    what is last.
+    """
+    return [
+        *re.findall(r"turn \d(.*?said \d)", text, flags=re.DOTALL),
+        text.rpartition("said 1")[2],
+    ]
 
 
 if __name__ == "__main__":

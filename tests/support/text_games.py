@@ -18,7 +18,13 @@ class Doors:
     def step(self, action):
         self.left -= 1
         out = action == str(self.way)
-        return ("Out!" if out else "A wall."), np.float32(1.0 if out else -0.1), out, self.left == 0, {}
+        return (
+            ("Out!" if out else "A wall."),
+            np.float32(1.0 if out else -0.1),
+            out,
+            self.left == 0,
+            {},
+        )
 
 
 class Numbers(Doors):
@@ -26,7 +32,12 @@ class Numbers(Doors):
 
     def reset(self, seed=None):
         super().reset(seed)
-        return {"grid": np.arange(4).reshape(2, 2), "at": (np.int64(1), 2.5), "name": "A", "seen": np.bool_(True)}, {}
+        return {
+            "grid": np.arange(4).reshape(2, 2),
+            "at": (np.int64(1), 2.5),
+            "name": "A",
+            "seen": np.bool_(True),
+        }, {}
 
 
 class Odd(Doors):

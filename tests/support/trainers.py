@@ -21,7 +21,9 @@ from gspo.train.trainer import Trainer
 
 @dataclass
 class FirstCharacter(Task):
-    """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a lower-case letter."""
+    """A real, trivially verifiable task: the reward is 1 if the response begins with a digit or a
+    lower-case letter.
+    """
 
     name: str = "first"
 
@@ -61,8 +63,8 @@ def trainer(
     task=None,
     **settings,
 ) -> Trainer:
-    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective, `spread` spreads a policy's
-    weights over ranks, `lora` puts an adapter on it."""
+    """A trainer of a small policy; `parts` are the algorithm's parts beside the objective, `spread`
+    spreads a policy's weights over ranks, `lora` puts an adapter on it."""
     spread = spread or (lambda policy: policy)
     policy = spread(small_policy(model))
     if lora:
@@ -80,9 +82,15 @@ def trainer(
         policy,
         source,
         algorithm,
-        optim=OptimSettings(optimizer, lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor),
-        settings=TrainerSettings(**{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings),
-        policy_settings=PolicySettings(routing_replay=replay, old_pass=old_pass, freeze_router=freeze_router),
+        optim=OptimSettings(
+            optimizer, lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor
+        ),
+        settings=TrainerSettings(
+            **{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings
+        ),
+        policy_settings=PolicySettings(
+            routing_replay=replay, old_pass=old_pass, freeze_router=freeze_router
+        ),
         seed=seed,
         reference=reference,
     )
@@ -118,7 +126,8 @@ def gap_trainer(
     if lora:
         policy.adapt(lora, 1)
     settings = RolloutSettings(
-        **{"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10, "routes": replay == "r3"} | rollout
+        **{"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10, "routes": replay == "r3"}
+        | rollout
     )
     sampled = policy.copy() if settings.overlap else policy
     engine = LocalEngine(sampled, settings.batch_rows, getattr(torch, settings.dtype))

@@ -1,4 +1,6 @@
-"""A package as a user would write it, in a folder of its own: loss, advantages, rewards, task, metric, callback."""
+"""A package as a user would write it, in a folder of its own: loss, advantages, rewards, task,
+metric, callback.
+"""
 
 import importlib
 import sys

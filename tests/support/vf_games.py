@@ -1,4 +1,6 @@
-"""Environments of the library verifiers, as someone would write them: played by tests, and loaded by name."""
+"""Environments of the library verifiers, as someone would write them: played by tests, and loaded
+by name.
+"""
 
 import asyncio
 
@@ -22,7 +24,12 @@ class Guess(vf.MultiTurnEnv):
         if said == str(state["secret"]):
             state["final_env_response"] = [{"role": "user", "content": "right"}]
             return []
-        return [{"role": "user", "content": "higher" if said.isdigit() and int(said) < state["secret"] else "lower"}]
+        return [
+            {
+                "role": "user",
+                "content": "higher" if said.isdigit() and int(said) < state["secret"] else "lower",
+            }
+        ]
 
     @vf.cleanup
     async def note_the_end(self, state):
@@ -30,7 +37,8 @@ class Guess(vf.MultiTurnEnv):
 
 
 ENDS: list[str] = []  # how each rollout of Guess has ended
-LOCK = asyncio.Lock()  # bound to the event loop that first waits for it, as the clients of services are
+# bound to the event loop that first waits for it, as the clients of services are
+LOCK = asyncio.Lock()
 
 
 def found(state):
@@ -50,7 +58,12 @@ def faulty(completion):
 def load_environment(rounds: int = 4, size: int = 80, fault: bool = False):
     rows = [{"question": "Guess my number.", "answer": str(i % 40)} for i in range(size)]
     rubric = vf.Rubric(funcs=[found, quick] + [faulty] * fault, weights=[1.0, 0.5] + [1.0] * fault)
-    return Guess(dataset=Dataset.from_list(rows), rubric=rubric, max_turns=rounds, system_prompt="Answer by a number.")
+    return Guess(
+        dataset=Dataset.from_list(rows),
+        rubric=rubric,
+        max_turns=rounds,
+        system_prompt="Answer by a number.",
+    )
 
 
 def add(a: int, b: int) -> int:
@@ -63,7 +76,9 @@ def right(completion, answer):
 
 
 def sums(count):
-    return Dataset.from_list([{"question": f"{i}+{i}?", "answer": str(2 * i)} for i in range(count)])
+    return Dataset.from_list(
+        [{"question": f"{i}+{i}?", "answer": str(2 * i)} for i in range(count)]
+    )
 
 
 def load_tools():
@@ -97,4 +112,6 @@ class Forgetful(Guess):
 
 
 def load_forgetful():
-    return Forgetful(dataset=sums(80), rubric=vf.Rubric(funcs=[found]), system_prompt="Answer by a number.")
+    return Forgetful(
+        dataset=sums(80), rubric=vf.Rubric(funcs=[found]), system_prompt="Answer by a number."
+    )

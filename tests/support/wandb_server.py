@@ -1,5 +1,6 @@
-"""A stand-in for W&B's server, which cannot be reached from a test. The client, its transport and what it sends are the
-real ones; this keeps what it is sent (projects, runs with their rows and files, views) and gives it back."""
+"""A stand-in for W&B's server, which cannot be reached from a test. The client, its transport and
+what it sends are the real ones; this keeps what it is sent (projects, runs with their rows and
+files, views) and gives it back."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEY = "a" * 40
-USER = {"id": "u", "entity": "team", "username": "me", "email": "me@here", "flags": "{}", "teams": {"edges": []}}
+USER = {
+    "id": "u",
+    "entity": "team",
+    "username": "me",
+    "email": "me@here",
+    "flags": "{}",
+    "teams": {"edges": []},
+}
 ONE_PAGE = {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}
 
 
@@ -31,14 +39,17 @@ class SavedRun:
 
 
 class Server(ThreadingHTTPServer):
-    """`views` by name, `sent`: the variables of every upsert of a view; `runs` by id; `projects`: names that exist."""
+    """`views` by name, `sent`: the variables of every upsert of a view; `runs` by id; `projects`:
+    names that exist.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.views, self.sent, self.projects, self.refuses = {}, [], [], False
         self.runs: dict[str, SavedRun] = {}
         self.unknown, self.scanned = [], []
-        self.sweep, self.commands, self.states = {}, [], []  # its configuration; what its agent is told; what it said
+        # its configuration; what its agent is told; what it said
+        self.sweep, self.commands, self.states = {}, [], []
         self.artifacts: list[str] = []
         self.stops = False  # whether runs are asked to stop, as by a sweep's early termination
         self.made: list[dict] = []  # every artifact that a run has written, and by id what it is
@@ -72,13 +83,30 @@ class Server(ThreadingHTTPServer):
     def on_upsertmodel(self, variables):
         name = variables["input"]["name"]
         self.projects.append(name)
-        return {"upsertModel": {"project": self._project(name), "model": {"name": name}, "inserted": True}}
+        return {
+            "upsertModel": {
+                "project": self._project(name),
+                "model": {"name": name},
+                "inserted": True,
+            }
+        }
 
     on_createproject = on_upsertmodel
 
     def _project(self, name: str) -> dict:
-        about = {"id": f"P-{name}", "name": name, "entityName": "team", "createdAt": "2026-01-01T00:00:00"}
-        return {"__typename": "Project", **about, "internalId": "1", "isBenchmark": False, "user": None}
+        about = {
+            "id": f"P-{name}",
+            "name": name,
+            "entityName": "team",
+            "createdAt": "2026-01-01T00:00:00",
+        }
+        return {
+            "__typename": "Project",
+            **about,
+            "internalId": "1",
+            "isBenchmark": False,
+            "user": None,
+        }
 
     def _page(self, nodes) -> dict:
         return {"edges": [{"node": node, "cursor": "c"} for node in nodes], "pageInfo": ONE_PAGE}
@@ -89,9 +117,22 @@ class Server(ThreadingHTTPServer):
             raise PermissionError
         self.sent.append(variables)
         same = [view for view in self.views.values() if variables.get("id") in (view["id"],)]
-        view = same[0] if same else self.views.setdefault(variables["name"], {"id": f"V{len(self.views)}"})
-        view |= {key: variables.get(key) for key in ("displayName", "spec", "name", "type", "description")}
-        view |= {"project": {"id": "P", "name": variables["projectName"], "entityName": variables["entityName"]}}
+        view = (
+            same[0]
+            if same
+            else self.views.setdefault(variables["name"], {"id": f"V{len(self.views)}"})
+        )
+        view |= {
+            key: variables.get(key)
+            for key in ("displayName", "spec", "name", "type", "description")
+        }
+        view |= {
+            "project": {
+                "id": "P",
+                "name": variables["projectName"],
+                "entityName": variables["entityName"],
+            }
+        }
         return {"upsertView": {"view": view, "inserted": not variables.get("id")}}
 
     on_upsertview = on_upsertview2
@@ -102,7 +143,11 @@ class Server(ThreadingHTTPServer):
             "updatedAt": "2026-01-01T00:00:00",
             "createdAt": "2026-01-01T00:00:00",
         }
-        views = [view | about for view in self.views.values() if view["type"] == variables.get("viewType", "runs")]
+        views = [
+            view | about
+            for view in self.views.values()
+            if view["type"] == variables.get("viewType", "runs")
+        ]
         return {"project": {"allViews": self._page(views)}}
 
     def on_projectinternalid(self, _):
@@ -128,43 +173,87 @@ class Server(ThreadingHTTPServer):
         if run:
             counts = {"historyLineCount": len(run.rows), "logLineCount": 0, "eventsLineCount": 0}
             last = [json.dumps(run.rows[max(run.rows)])] if run.rows else []
-            tails = {"historyTail": json.dumps(last), "eventsTail": "[]", "summaryMetrics": json.dumps(run.summary)}
-            client = {"wandbConfig": json.dumps({"t": run.config["_wandb"]["value"]["t"]})}  # says that it has begun
+            tails = {
+                "historyTail": json.dumps(last),
+                "eventsTail": "[]",
+                "summaryMetrics": json.dumps(run.summary),
+            }
+            # says that it has begun
+            client = {"wandbConfig": json.dumps({"t": run.config["_wandb"]["value"]["t"]})}
             about = {"tags": [], "notes": "", "config": json.dumps(run.config)}
             found = self._bucket(run) | counts | tails | client | about
         return {
-            "model": {"id": "P", "name": variables["project"], "entity": {"id": "E", "name": "team"}, "bucket": found}
+            "model": {
+                "id": "P",
+                "name": variables["project"],
+                "entity": {"id": "E", "name": "team"},
+                "bucket": found,
+            }
         }
 
     def on_runs(self, variables):
         wanted = json.loads(variables.get("filters") or "{}")
-        asked = [run for run in self.runs.values() if wanted.get("group") in (None, run.about.get("groupName"))]
+        asked = [
+            run
+            for run in self.runs.values()
+            if wanted.get("group") in (None, run.about.get("groupName"))
+        ]
         page = {"internalId": "1", "runCount": len(asked), "readOnly": False}
         return {"project": page | {"runs": self._page(self._run(run) for run in asked)}}
 
     def on_runhistorykeys(self, variables):
         run = self.runs[variables["name"]]
-        keys = {"lastStep": max((row["_step"] for row in run.rows.values()), default=-1), "keys": {}, "sets": []}
+        keys = {
+            "lastStep": max((row["_step"] for row in run.rows.values()), default=-1),
+            "keys": {},
+            "sets": [],
+        }
         return {"project": {"run": {"historyKeys": keys}}}
 
     def on_runparquethistory(self, _):
         return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": []}}}}
 
     def on_historypage(self, variables):
-        rows = [self.runs[variables["run"]].rows[number] for number in sorted(self.runs[variables["run"]].rows)]
+        rows = [
+            self.runs[variables["run"]].rows[number]
+            for number in sorted(self.runs[variables["run"]].rows)
+        ]
         self.scanned.append((variables["minStep"], variables["maxStep"]))
         asked = [row for row in rows if variables["minStep"] <= row["_step"] < variables["maxStep"]]
-        return {"project": {"run": {"history": [json.dumps(row) for row in asked[: variables["pageSize"]]]}}}
+        return {
+            "project": {
+                "run": {"history": [json.dumps(row) for row in asked[: variables["pageSize"]]]}
+            }
+        }
 
     def on_run(self, variables):
         return {"project": {"internalId": "1", "run": self._run(self.runs[variables["name"]])}}
 
     def _run(self, run: SavedRun) -> dict:
-        about = {key: run.about.get(key) for key in ("displayName", "sweepName", "jobType", "commit", "notes")}
-        state = {"state": "finished" if run.ended else "running", "group": run.about.get("groupName")}
-        texts = {"config": json.dumps(run.config), "summaryMetrics": "{}", "systemMetrics": "{}", "description": ""}
-        when = {"createdAt": "2026-01-01T00:00:00Z", "heartbeatAt": "2026-01-01T00:00:00Z", "readOnly": False}
-        user = {"user": {"name": "me", "username": "me"}, "projectId": "1", "tags": run.about.get("tags") or []}
+        about = {
+            key: run.about.get(key)
+            for key in ("displayName", "sweepName", "jobType", "commit", "notes")
+        }
+        state = {
+            "state": "finished" if run.ended else "running",
+            "group": run.about.get("groupName"),
+        }
+        texts = {
+            "config": json.dumps(run.config),
+            "summaryMetrics": "{}",
+            "systemMetrics": "{}",
+            "description": "",
+        }
+        when = {
+            "createdAt": "2026-01-01T00:00:00Z",
+            "heartbeatAt": "2026-01-01T00:00:00Z",
+            "readOnly": False,
+        }
+        user = {
+            "user": {"name": "me", "username": "me"},
+            "projectId": "1",
+            "tags": run.about.get("tags") or [],
+        }
         named = {"id": f"R-{run.name}", "name": run.name, "historyLineCount": len(run.rows)}
         return named | about | state | texts | when | user
 
@@ -175,7 +264,13 @@ class Server(ThreadingHTTPServer):
 
     # sweeps: what an agent asks for; each heartbeat answers with the next command
     def on_sweepwithruns(self, variables):
-        about = {"id": "S", "name": variables["sweep"], "method": "grid", "state": "RUNNING", "runs": {"edges": []}}
+        about = {
+            "id": "S",
+            "name": variables["sweep"],
+            "method": "grid",
+            "state": "RUNNING",
+            "runs": {"edges": []},
+        }
         return {"project": {"sweep": about | {"config": json.dumps(self.sweep)}}}
 
     def on_createagent(self, _):
@@ -193,7 +288,11 @@ class Server(ThreadingHTTPServer):
             raise PermissionError
         self.made.append(variables["input"])
         self.artifacts.append(variables["input"]["artifactCollectionName"])
-        made = {"id": f"F{len(self.artifacts)}", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        made = {
+            "id": f"F{len(self.artifacts)}",
+            "state": "COMMITTED",
+            "artifactSequence": {"latestArtifact": None},
+        }
         return {"createArtifact": {"artifact": made}}
 
     def on_useartifact(self, variables):
@@ -207,9 +306,20 @@ class Server(ThreadingHTTPServer):
 
     def _bucket(self, run: SavedRun) -> dict:
         project = {"id": "P", "name": run.about["project"], "entity": {"id": "E", "name": "team"}}
-        shown = {"displayName": run.about.get("displayName", run.name), "description": "", "sweepName": None}
+        shown = {
+            "displayName": run.about.get("displayName", run.name),
+            "description": "",
+            "sweepName": None,
+        }
         lines = {"historyLineCount": len(run.rows)}
-        return {"id": f"R-{run.name}", "name": run.name, "config": "{}", "project": project, **shown, **lines}
+        return {
+            "id": f"R-{run.name}",
+            "name": run.name,
+            "config": "{}",
+            "project": project,
+            **shown,
+            **lines,
+        }
 
     def streamed(self, run: str, sent: dict) -> None:
         """A part of a run's rows, as the client streams them while it runs."""
@@ -230,7 +340,9 @@ class Handler(BaseHTTPRequestHandler):
         stream = re.match(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
         if stream:
             self.server.streamed(stream[1], json.loads(body))
-            return self.reply(200, json.dumps({"stopped": True} if self.server.stops else {}).encode())
+            return self.reply(
+                200, json.dumps({"stopped": True} if self.server.stops else {}).encode()
+            )
         if self.path != "/graphql":
             return self.reply(404, b"{}")
         question = json.loads(body)

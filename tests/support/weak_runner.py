@@ -1,4 +1,6 @@
-"""A runner that confines nothing, behind the interface of CodeRunner: the attack suite must see the attacks succeed."""
+"""A runner that confines nothing, behind the interface of CodeRunner: the attack suite must see the
+attacks succeed.
+"""
 
 import os
 import signal
@@ -10,7 +12,9 @@ from gspo.verifiers.sandbox.session import Ended, Limits
 
 
 class WeakRunner:
-    """Runs a program as `python -c` with everything that the harness has. It is its own and only slot."""
+    """Runs a program as `python -c` with everything that the harness has. It is its own and only
+    slot.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -34,7 +38,8 @@ class WeakRunner:
                 start_new_session=True,
             )
             try:
-                status = process.wait(timeout=12)  # the programs of the suite end by themselves before that
+                # the programs of the suite end by themselves before that
+                status = process.wait(timeout=12)
                 why = "exit"
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""The commands of experiments/gpu/box.py: each is understood, and each ends within its limit with its rows kept."""
+"""The commands of experiments/gpu/box.py: each is understood, and each ends within its limit with
+its rows kept.
+"""
 
 import json
 import re
@@ -55,7 +57,15 @@ def test_the_study_is_27_different_runs_with_all_arms_of_a_seed_first():
     assert [(one.objective.name, one.policy.routing_replay) for one in arms] == [
         ("gspo", "none"), ("grpo", "r2"), ("grpo", "none"),
     ]  # fmt: skip
-    assert len({settings_hash(composed(job)) for job in (planned[0], planned[1], planned[2], planned[-1])}) == 4
+    assert (
+        len(
+            {
+                settings_hash(composed(job))
+                for job in (planned[0], planned[1], planned[2], planned[-1])
+            }
+        )
+        == 4
+    )
     for one in arms:
         assert (one.policy.device, one.tracking.wandb, one.steps) == ("cuda", "disabled", 60)
         assert one.rollout.prompts_per_step * one.rollout.group_size == 1024
@@ -82,7 +92,9 @@ def test_the_miniature_of_the_study_and_its_further_settings_compose():
 @small_or_not
 def test_the_check_and_its_benchmarks_are_understood(miniature, tmp_path):
     first, *others = box.commands("check", tmp_path, miniature)
-    assert first.words[2] == "check" and check.options_of(list(first.words[3:])).json == str(tmp_path / "check.json")
+    assert first.words[2] == "check" and check.options_of(list(first.words[3:])).json == str(
+        tmp_path / "check.json"
+    )
     peers = []
     for command in others:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -94,7 +106,10 @@ def test_the_check_and_its_benchmarks_are_understood(miniature, tmp_path):
 
 
 def test_the_commands_of_the_check_fit_into_the_part():
-    assert sum(command.seconds for command in box.commands("check", OUT, False)) <= box.SECONDS["check"]
+    assert (
+        sum(command.seconds for command in box.commands("check", OUT, False))
+        <= box.SECONDS["check"]
+    )
 
 
 def test_every_wheel_is_pinned():
@@ -123,22 +138,38 @@ def test_rows_are_kept_of_all_runs_and_a_line_of_those_that_have_finished(tmp_pa
         (study / name).mkdir(parents=True)
         (study / name / "settings.yaml").write_text("seed: 1\nsteps: 5\n")
         rows = [{"step": step, "reward/mean": step / 10, "kl/old_k3": None} for step in steps]
-        (study / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "re')
+        (study / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "re'
+        )
         (study / name / "checkpoint.bin").write_bytes(b"large")
     box.keep_rows(study, tmp_path / "out")
     (line,) = (tmp_path / "out" / "finished.jsonl").read_text().splitlines()
     finished = json.loads(line)
     assert (finished["run"], finished["steps"]) == ("ended", 5)
-    assert finished["last_fifth"] == {"reward/mean": 0.5, "routing/consistency_after_step": None, "kl/old_k3": None}
-    kept = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert finished["last_fifth"] == {
+        "reward/mean": 0.5,
+        "routing/consistency_after_step": None,
+        "kl/old_k3": None,
+    }
+    kept = {
+        path.relative_to(tmp_path / "out").as_posix()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
     assert kept == {
         "finished.jsonl",
-        *(f"runs/study/{run}/{name}" for run in ("ended", "on_its_way") for name in ("settings.yaml", "metrics.jsonl")),
+        *(
+            f"runs/study/{run}/{name}"
+            for run in ("ended", "on_its_way")
+            for name in ("settings.yaml", "metrics.jsonl")
+        ),
     }
 
 
 def test_what_cannot_run_is_said_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["box.py", "run", "--part", "check", "--out", str(tmp_path), "steps=3"])
+    monkeypatch.setattr(
+        sys, "argv", ["box.py", "run", "--part", "check", "--out", str(tmp_path), "steps=3"]
+    )
     assert box.main() == 2
     assert re.fullmatch("error: steps=3 with --part check.*\n", capsys.readouterr().err)
     monkeypatch.setattr(box, "PYTHON", (3, 99))

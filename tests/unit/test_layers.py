@@ -1,4 +1,6 @@
-"""The rooms of the house: which floor each is on, and what each may know. The map is in gspo/__init__.py."""
+"""The rooms of the house: which floor each is on, and what each may know. The map is in
+gspo/__init__.py.
+"""
 
 import ast
 from functools import cache
@@ -44,7 +46,13 @@ NO_TORCH = (
     "evaluation/elo.py",
     "evaluation/paired.py",
 )
-TENSORS = ("core/batch.py", "core/lazy_torch.py", "core/masked.py", "core/ranks.py", "core/signed_objects.py")
+TENSORS = (
+    "core/batch.py",
+    "core/lazy_torch.py",
+    "core/masked.py",
+    "core/ranks.py",
+    "core/signed_objects.py",
+)
 
 
 def modules() -> dict[str, Path]:
@@ -66,7 +74,9 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """What a file imports, wherever it stands in it: modules, and modules with the name that is taken from them."""
+    """What a file imports, wherever it stands in it: modules, and modules with the name that is
+    taken from them.
+    """
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -77,7 +87,9 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Our own modules that a file imports: for `from gspo.core import files` the module, not its package."""
+    """Our own modules that a file imports: for `from gspo.core import files` the module, not its
+    package.
+    """
     names = {name for name in imports(path) if name in MODULES}
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
@@ -92,12 +104,16 @@ def test_every_room_has_a_floor_and_imports_only_downwards():
             continue
         assert room(module) in FLOORS, f"{path}: say in this test which floor {room(module)} is on"
         for other in imported_modules(path) - {"gspo"}:
-            assert room(other) == room(module) or FLOORS[room(other)] < FLOORS[room(module)], f"{path} imports {other}"
+            assert room(other) == room(module) or FLOORS[room(other)] < FLOORS[room(module)], (
+                f"{path} imports {other}"
+            )
 
 
 def test_the_map_in_the_package_is_true():
     described = [
-        line.split("/")[0].strip() for line in gspo.__doc__.splitlines() if line[:4] == "    " and line[4] != " "
+        line.split("/")[0].strip()
+        for line in gspo.__doc__.splitlines()
+        if line[:4] == "    " and line[4] != " "
     ]
     assert described == list(FLOORS), "gspo/__init__.py names the rooms from the top"
     assert {path.parent.name for path in (ROOT / "gspo").glob("*/__init__.py")} == set(FLOORS)
@@ -105,12 +121,15 @@ def test_the_map_in_the_package_is_true():
 
 def test_no_module_imports_one_that_imports_it():
     needs = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
-    assert set(TopologicalSorter(needs).static_order()) == MODULES.keys()  # raises CycleError, naming the modules
+    # raises CycleError, naming the modules
+    assert set(TopologicalSorter(needs).static_order()) == MODULES.keys()
 
 
 def test_no_module_of_analysis_imports_one_that_imports_it():
     modules = {f"analysis.{path.stem}": imports(path) for path in (ROOT / "analysis").glob("*.py")}
-    order = TopologicalSorter({name: modules.keys() & found - {name} for name, found in modules.items()}).static_order()
+    order = TopologicalSorter(
+        {name: modules.keys() & found - {name} for name, found in modules.items()}
+    ).static_order()
     assert set(order) == modules.keys()
 
 
@@ -120,7 +139,9 @@ def test_heavy_packages_stay_in_their_rooms():
         packages = {name.split(".")[0] for name in imports(path)}
         for package, allowed in ONLY_IN.items():
             assert package not in packages or room(module) in allowed, f"{path} imports {package}"
-        assert "torch" not in packages or not place.startswith(NO_TORCH) or place in TENSORS, f"{path} imports torch"
+        assert "torch" not in packages or not place.startswith(NO_TORCH) or place in TENSORS, (
+            f"{path} imports torch"
+        )
 
 
 def test_analysis_needs_neither_torch_nor_the_trainer():
@@ -134,7 +155,9 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
     allowed |= {"gspo.core.escaping", "gspo.core.arguments", "gspo.tracking.pages"}
     for path in sorted((ROOT / "analysis").glob("*.py")):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, path
-        assert imported_modules(path) <= allowed, f"{path} imports {imported_modules(path) - allowed}"
+        assert imported_modules(path) <= allowed, (
+            f"{path} imports {imported_modules(path) - allowed}"
+        )
 
 
 def test_only_the_loader_and_the_report_of_analysis_know_wandb():

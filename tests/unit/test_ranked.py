@@ -1,4 +1,6 @@
-"""The ranks of the tests (tests/support/ranked.py): where they come from, what they know, how their ends are told."""
+"""The ranks of the tests (tests/support/ranked.py): where they come from, what they know, how their
+ends are told.
+"""
 
 import os
 import signal
@@ -32,8 +34,12 @@ def others(pid: int) -> list[str]:
 
 
 def test_no_process_that_ranks_are_forked_from_has_computed():
-    """OpenMP keeps its threads once it has used two or more. The last one is the server of the forked scripts."""
-    lineage = ranked(1, lambda ranks: [(Path(f"/proc/{p}/cmdline").read_text(), others(p)) for p in ancestors(3)])[0]
+    """OpenMP keeps its threads once it has used two or more. The last one is the server of the
+    forked scripts.
+    """
+    lineage = ranked(
+        1, lambda ranks: [(Path(f"/proc/{p}/cmdline").read_text(), others(p)) for p in ancestors(3)]
+    )[0]
     assert all("forked.py" in command for command, _ in lineage), "none is this process"
     assert {name for _, names in lineage for name in names} <= {"jemalloc_bg_thd"}, "pyarrow's"
 
@@ -63,7 +69,11 @@ def test_a_rank_that_fails_or_is_killed_is_named():
         ranked(4, end)
     text = str(caught.value)
     assert "rank 0 fails:\nTraceback" in text and "KeyError: 'missing'" in text
-    assert "rank 1 was ended by SIGKILL" in text and "rank 2 ended with exit code 7" in text and "rank 3" not in text
+    assert (
+        "rank 1 was ended by SIGKILL" in text
+        and "rank 2 ended with exit code 7" in text
+        and "rank 3" not in text
+    )
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
-"""The attack suite: programs that try to leave the sandbox, read what is not theirs, or outlast their limits.
+"""The attack suite: programs that try to leave the sandbox, read what is not theirs, or outlast
+their limits.
 
     runner = CodeRunner(SUITE_LIMITS)
     for result in run_attacks(runner):
         print(result.name, result.stopped, result.seen)
 
 An attack counts as stopped if the harness saw no effect of any kind: see `run_attack` of
-gspo/verifiers/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the sandbox fail: at most
-64 processes, 64 MB of files, and twice the memory limit.
+gspo/verifiers/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the
+sandbox fail: at most 64 processes, 64 MB of files, and twice the memory limit.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ from gspo.verifiers.sandbox.scene import exposed, scene
 from gspo.verifiers.sandbox.session import Limits
 
 ATTACKS: tuple[Attack, ...] = QUICK_ATTACKS + FILES + NETWORK + PROCESSES + MEMORY + KERNEL + LIMITS
-SUITE_LIMITS = Limits(cpu_seconds=0.5, total_cpu_seconds=1.0, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16)
+SUITE_LIMITS = Limits(
+    cpu_seconds=0.5, total_cpu_seconds=1.0, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16
+)
 
 
 def run_attacks(runner: Any, names: tuple[str, ...] = ()) -> list[AttackResult]:
-    """Run the suite, or the named attacks, on a CodeRunner that nobody else uses: its servers are started anew.
+    """Run the suite, or the named attacks, on a CodeRunner that nobody else uses: its servers are
+    started anew.
 
-    With SUITE_LIMITS it takes about 20 seconds; programs that wait take as long as the runner's limits let them. Raises
-    ValueError for a name that no attack has.
+    With SUITE_LIMITS it takes about 20 seconds; programs that wait take as long as the runner's
+    limits let them. Raises ValueError for a name that no attack has.
     """
     if unknown := set(names) - {attack.name for attack in ATTACKS}:
         raise ValueError(f"names: no attack is called {sorted(unknown)[0]!r}")
     chosen = [attack for attack in ATTACKS if not names or attack.name in names]
-    runner.close()  # so that the servers inherit the decoys in the environment and among the descriptors
+    # so that the servers inherit the decoys in the environment and among the descriptors
+    runner.close()
     with scene() as decoys, exposed(decoys):
-        results = runner.each(lambda slot, _: [run_attack(slot, attack, decoys) for attack in chosen], [None])[0]
+        results = runner.each(
+            lambda slot, _: [run_attack(slot, attack, decoys) for attack in chosen], [None]
+        )[0]
         runner.close()
     return results

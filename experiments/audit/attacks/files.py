@@ -1,11 +1,15 @@
-"""Attacks on files and the network: reading other people's files, leaving something behind, talking to others."""
+"""Attacks on files and the network: reading other people's files, leaving something behind, talking
+to others.
+"""
 
 from __future__ import annotations
 
 from gspo.verifiers.sandbox.attack import Attack
 
 FILES = (
-    Attack("read /etc/passwd", "a file of the system", 'granted(lambda: open("/etc/passwd").read())'),
+    Attack(
+        "read /etc/passwd", "a file of the system", 'granted(lambda: open("/etc/passwd").read())'
+    ),
     Attack(
         "open by other calls",
         "openat2 instead of open; a path through the program's own descriptors",
@@ -129,7 +133,11 @@ granted(lambda: tempfile.TemporaryFile(), lambda: tempfile.TemporaryDirectory(),
 granted(lambda: os.pwrite(0, b"x", 0), lambda: os.write(os.open("/dev/stdin", 1), b"x"), lambda: os.truncate(0, 99))
 """,
     ),
-    Attack("watch files", "inotify and fanotify", "granted(lambda: call(294, 26, 0), lambda: call(300, 262, 0, 0))"),
+    Attack(
+        "watch files",
+        "inotify and fanotify",
+        "granted(lambda: call(294, 26, 0), lambda: call(300, 262, 0, 0))",
+    ),
     Attack(
         "devices",
         "kernel memory, terminals, disks",
@@ -150,9 +158,13 @@ granted(*[lambda fd=fd: fcntl.ioctl(fd, 0x5412, b" ") for fd in fds if fd is not
 )
 
 NETWORK = (
-    Attack("TCP", "a loopback connection", 'socket.create_connection(("127.0.0.1", int("@TCP@")), 0.3)'),
     Attack(
-        "unix socket", "a socket in a folder", 'socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"x", "@UNIX@")'
+        "TCP", "a loopback connection", 'socket.create_connection(("127.0.0.1", int("@TCP@")), 0.3)'
+    ),
+    Attack(
+        "unix socket",
+        "a socket in a folder",
+        'socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"x", "@UNIX@")',
     ),
     Attack(
         "socket pair sent elsewhere",

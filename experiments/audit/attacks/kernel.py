@@ -1,6 +1,7 @@
 """Attacks on rarely used parts of the kernel, and on the confinement itself.
 
-An error such as ENOENT or EINVAL from a call that needs a right would mean that the right was there; see `passes`.
+An error such as ENOENT or EINVAL from a call that needs a right would mean that the right was
+there; see `passes`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ def passes(work, *errors):  # succeeded, or failed only by these errors
 """
 
 KERNEL = (
-    Attack("io_uring", "system calls without system calls", "granted(lambda: call(425, 425, 4, bytes(120)))"),
+    Attack(
+        "io_uring",
+        "system calls without system calls",
+        "granted(lambda: call(425, 425, 4, bytes(120)))",
+    ),
     Attack(
         "bpf",
         "programs in the kernel",

@@ -1,6 +1,8 @@
-"""Attacks on the limits of time, memory and output, and ways to end that should not harm later programs.
+"""Attacks on the limits of time, memory and output, and ways to end that should not harm later
+programs.
 
-No attack runs longer than @LONG@ seconds, a few times the limits of the suite, or takes more than twice the memory.
+No attack runs longer than @LONG@ seconds, a few times the limits of the suite, or takes more than
+twice the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ TIME = (
     Attack("infinite loop", "computing for ever", LOOP, STOPPED),
     Attack("sleep", "waiting for ever", WAIT, STOPPED),
     Attack("sleep, signals ignored", "waiting, deaf to every signal", DEAF + WAIT, STOPPED),
-    Attack("loop, signals ignored", "computing, deaf to every signal that can be ignored", DEAF + LOOP, STOPPED),
+    Attack(
+        "loop, signals ignored",
+        "computing, deaf to every signal that can be ignored",
+        DEAF + LOOP,
+        STOPPED,
+    ),
     Attack(
         "loop, exceptions caught",
         "handlers for SIGTERM, SIGXCPU and SIGALRM, and every exception caught",
@@ -47,18 +54,23 @@ while time.monotonic() < end:
         STOPPED,
     ),
     Attack(
-        "pause", "signal.pause with a late alarm", "signal.setitimer(signal.ITIMER_REAL, LONG)\nsignal.pause()", STOPPED
+        "pause",
+        "signal.pause with a late alarm",
+        "signal.setitimer(signal.ITIMER_REAL, LONG)\nsignal.pause()",
+        STOPPED,
     ),
     Attack(
         "stop itself",
         "SIGSTOP to itself: no time passes for it",
-        "threading.Timer(LONG, os._exit, (0,)).start()\nos.kill(os.getpid(), signal.SIGSTOP)\n" + WAIT,
+        "threading.Timer(LONG, os._exit, (0,)).start()\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+        + WAIT,
         STOPPED,
     ),
     Attack(
         "timers",
         "an alarm every millisecond interrupts every wait",
-        "signal.signal(signal.SIGALRM, lambda *a: None); signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n" + WAIT,
+        "signal.signal(signal.SIGALRM, lambda *a: None); signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n"
+        + WAIT,
         STOPPED,
     ),
     Attack(
@@ -74,7 +86,10 @@ while time.monotonic() < end:
         STOPPED,
     ),
     Attack(
-        "exit handler", "atexit hangs", "import atexit\natexit.register(lambda: time.sleep(LONG)); sys.exit(0)", STOPPED
+        "exit handler",
+        "atexit hangs",
+        "import atexit\natexit.register(lambda: time.sleep(LONG)); sys.exit(0)",
+        STOPPED,
     ),
     Attack(
         "destructor",

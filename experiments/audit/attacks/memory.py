@@ -1,4 +1,6 @@
-"""Attacks on secrets that lie in memory, in the environment, in inherited descriptors, or in an earlier program."""
+"""Attacks on secrets that lie in memory, in the environment, in inherited descriptors, or in an
+earlier program.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ find(seen.encode("utf-8", "replace"))
 """,
         before=EARLIER,
     ),
-    Attack("memory of an earlier program", "a search of the program's own memory", SCAN, before=EARLIER),
+    Attack(
+        "memory of an earlier program", "a search of the program's own memory", SCAN, before=EARLIER
+    ),
     Attack(
         "fresh memory",
         "what allocations hold before they are written",

@@ -1,4 +1,6 @@
-"""Attacks on processes: starting more of them, running other programs, and reaching those that are there."""
+"""Attacks on processes: starting more of them, running other programs, and reaching those that are
+there.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,9 @@ time.sleep(0.2)
 
 REACH = (
     Attack(
-        "kill another process", "SIGTERM and SIGKILL", "for s in (15, 9): quietly(lambda: os.kill(int('@VICTIM@'), s))"
+        "kill another process",
+        "SIGTERM and SIGKILL",
+        "for s in (15, 9): quietly(lambda: os.kill(int('@VICTIM@'), s))",
     ),
     Attack(
         "stop the fork server",

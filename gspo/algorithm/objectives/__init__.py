@@ -1,11 +1,13 @@
-"""The policy objectives. Each is a small dataclass: its fields are its settings, and calling it computes the loss.
+"""The policy objectives. Each is a small dataclass: its fields are its settings, and calling it
+computes the loss.
 
     sequence.py   one ratio per response: GSPO, GSPO-token, LUSPO, GMPO
     token.py      one ratio per token, clipped: GRPO, Dr.GRPO, DAPO, PPO
     weighted.py   a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
 
-An objective returns the loss of every token; how tokens are averaged is a separate choice (gspo.algorithm.aggregation).
-The formulas differ from those of the papers in one point: log-ratios are bounded before exp, see base.RatioObjective.
+An objective returns the loss of every token; how tokens are averaged is a separate choice
+(gspo.algorithm.aggregation). The formulas differ from those of the papers in one point: log-ratios
+are bounded before exp, see base.RatioObjective.
 """
 
 from gspo.algorithm.objectives import sequence, token, weighted
@@ -19,7 +21,10 @@ OBJECTIVES: tuple[type[Objective], ...] = tuple(
     kind
     for module in (sequence, token, weighted)
     for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Objective) and kind.__module__ == module.__name__ and kind.name
+    if isinstance(kind, type)
+    and issubclass(kind, Objective)
+    and kind.__module__ == module.__name__
+    and kind.name
 )
 
 __all__ = [

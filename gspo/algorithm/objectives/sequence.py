@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs, RatioObjective, log_ratio
+from gspo.algorithm.objectives.base import (
+    Clipped,
+    LossInputs,
+    LossOutputs,
+    RatioObjective,
+    log_ratio,
+)
 from gspo.core.lazy_torch import torch
 from gspo.core.masked import masked_mean
 from gspo.core.ranges import ranged
@@ -20,12 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class GSPO(Clipped):
-    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio and one clip per response.
+    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio and one clip per
+    response.
 
         s_i = exp( 1/|y_i| sum_t log( pi(y_it|x,y_i<t) / pi_old(y_it|x,y_i<t) ) )
         J   = 1/G sum_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
-    The gradient is s_i A_i 1/|y_i| sum_t grad log pi(y_it): for advantages that differ by token, use GSPOToken.
+    The gradient is s_i A_i 1/|y_i| sum_t grad log pi(y_it): for advantages that differ by token,
+    use GSPOToken.
     """
 
     name: str = "gspo"
@@ -36,18 +44,22 @@ class GSPO(Clipped):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
-        return self.clipped(ratio_B1.expand_as(inputs.mask_BT), bounded_B1.expand_as(inputs.mask_BT), inputs)
+        return self.clipped(
+            ratio_B1.expand_as(inputs.mask_BT), bounded_B1.expand_as(inputs.mask_BT), inputs
+        )
 
 
 @dataclass
 class GSPOAllTokens(GSPO):
     """GSPO with a mistake: the ratio's length counts the tokens of the environment too.
 
-        s_i = exp( 1/(|y_i| + |o_i|) sum_t log( pi(y_it) / pi_old(y_it) ) )        o_i: what the environment wrote
+        s_i = exp( 1/(|y_i| + |o_i|) sum_t log( pi(y_it) / pi_old(y_it) ) )        o_i: what the
+                                                                                   environment wrote
 
-    The sum is over the policy's tokens, as it must be. A response of which the environment wrote nine tenths so has a
-    log-ratio of a tenth, which the clip hardly ever reaches, and a gradient of a tenth. It is there to measure what
-    that does (docs/environments.md); without an environment it is GSPO.
+    The sum is over the policy's tokens, as it must be. A response of which the environment wrote
+    nine tenths so has a log-ratio of a tenth, which the clip hardly ever reaches, and a gradient of
+    a tenth. It is there to measure what that does (docs/environments.md); without an environment it
+    is GSPO.
     """
 
     name: str = "gspo_all_tokens"
@@ -60,10 +72,13 @@ class GSPOAllTokens(GSPO):
 
 @dataclass
 class GSPOToken(Clipped):
-    """GSPO-token (arXiv:2507.18071, Eq 13-17) has the ratio of the response, but an advantage for every token.
+    """GSPO-token (arXiv:2507.18071, Eq 13-17) has the ratio of the response, but an advantage for
+    every token.
 
-        s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]            (value s_i; gradient through the token's own log-prob)
-        J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it )
+        s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]            (value s_i; gradient through the token's
+                                                            own log-prob)
+        J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it
+             )
 
     It equals GSPO in value, clip and gradient if A_it = A_i for all t.
     """
@@ -84,11 +99,13 @@ class GSPOToken(Clipped):
 
 @dataclass
 class LUSPO(GSPO):
-    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261) multiplies GSPO's loss by the response's length.
+    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261) multiplies GSPO's loss by the
+    response's length.
 
         J = 1/G sum_i |y_i| min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
-    The aggregation is `seq-mean-token-mean`: any other would weigh responses by their length a second time.
+    The aggregation is `seq-mean-token-mean`: any other would weigh responses by their length a
+    second time.
     """
 
     name: str = "luspo"
@@ -99,22 +116,27 @@ class LUSPO(GSPO):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         outputs = super().__call__(inputs)
         length_B1 = inputs.mask_BT.sum(-1, keepdim=True)
-        return replace(outputs, loss_BT=outputs.loss_BT * length_B1, weight_BT=outputs.weight_BT * length_B1)
+        return replace(
+            outputs, loss_BT=outputs.loss_BT * length_B1, weight_BT=outputs.weight_BT * length_B1
+        )
 
 
 @dataclass
 class GMPO(RatioObjective):
-    """Geometric-Mean Policy Optimization (arXiv:2507.20673) clips the log-ratios of tokens and then averages them.
+    """Geometric-Mean Policy Optimization (arXiv:2507.20673) clips the log-ratios of tokens and then
+    averages them.
 
         l_it = log( pi(y_it) / pi_old(y_it) )
         c_it = sgn(A_i) min( sgn(A_i) l_it, sgn(A_i) clip(l_it, -clip_low, clip_high) )
         J    = 1/G sum_i A_i exp( 1/|y_i| sum_t c_it )
 
-    The clip acts on single tokens, in log space; the other tokens of the response keep the weight exp(mean c).
+    The clip acts on single tokens, in log space; the other tokens of the response keep the weight
+    exp(mean c).
     """
 
     name: str = "gmpo"
-    clip_low: float = ranged(0.4, above=0, why="it bounds a log-ratio")  # the paper's range (e^-0.4, e^0.4)
+    # the paper's range (e^-0.4, e^0.4)
+    clip_low: float = ranged(0.4, above=0, why="it bounds a log-ratio")
     clip_high: float = ranged(0.4, above=0, why="it bounds a log-ratio")
     sequence_level: ClassVar[bool] = True
     fixed_aggregation: ClassVar[bool] = True
@@ -125,7 +147,9 @@ class GMPO(RatioObjective):
         log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
         clipped_BT = log_BT.clamp(-self.clip_low, self.clip_high)
         pessimist_BT = sign_BT * torch.minimum(sign_BT * log_BT, sign_BT * clipped_BT)
-        ratio_B1, bounded_B1 = self.bounded_exp(masked_mean(pessimist_BT, inputs.mask_BT).unsqueeze(-1))
+        ratio_B1, bounded_B1 = self.bounded_exp(
+            masked_mean(pessimist_BT, inputs.mask_BT).unsqueeze(-1)
+        )
         active_BT = sign_BT * clipped_BT < sign_BT * log_BT
         return LossOutputs(
             loss_BT=(-ratio_B1 * adv_B1).expand_as(inputs.mask_BT),

@@ -1,7 +1,8 @@
 """Objectives with one importance ratio per token and PPO's clip: PPO, GRPO, Dr.GRPO, DAPO.
 
-They share a formula. They differ in the clip range, in the aggregation (`trainer.aggregation.mode=auto` takes that of
-the paper) and in the advantage that they are meant for.
+They share a formula. They differ in the clip range, in the aggregation
+(`trainer.aggregation.mode=auto` takes that of the paper) and in the advantage that they are meant
+for.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ class GRPO(Clipped):
 
 @dataclass
 class DrGRPO(GRPO):
-    """Dr.GRPO (arXiv:2503.20783): GRPO without its length bias, for advantages that are not divided by the std.
+    """Dr.GRPO (arXiv:2503.20783): GRPO without its length bias, for advantages that are not divided
+    by the std.
 
-    J = 1/G sum_i 1/C sum_t min( w_it A_it, clip(w_it, 1 - clip_low, 1 + clip_high) A_it ),   C the response limit
+    J = 1/G sum_i 1/C sum_t min( w_it A_it, clip(w_it, 1 - clip_low, 1 + clip_high) A_it ),   C the
+                                                                                              response
+                                                                                              limit
     """
 
     name: str = "drgrpo"
@@ -44,11 +48,13 @@ class DrGRPO(GRPO):
 
 @dataclass
 class DAPO(GRPO):
-    """DAPO (arXiv:2503.14476, Eq 8): a wider band above ("clip-higher") and a mean over the tokens of the batch.
+    """DAPO (arXiv:2503.14476, Eq 8): a wider band above ("clip-higher") and a mean over the tokens
+    of the batch.
 
     J = 1/(sum_i |y_i|) sum_i sum_t min( w_it A_it, clip(w_it, 1 - clip_low, 1 + clip_high) A_it )
 
-    Its other parts are settings: dynamic sampling (rollout.refill_rounds), overlong penalty (reward.overlong_cache).
+    Its other parts are settings: dynamic sampling (rollout.refill_rounds), overlong penalty
+    (reward.overlong_cache).
     """
 
     name: str = "dapo"
@@ -59,7 +65,8 @@ class DAPO(GRPO):
 
 @dataclass
 class PPO(GRPO):
-    """Proximal Policy Optimization (arXiv:1707.06347, Eq 7), for the advantages of a critic (advantage=gae).
+    """Proximal Policy Optimization (arXiv:1707.06347, Eq 7), for the advantages of a critic
+    (advantage=gae).
 
     J = mean over tokens of min( w_t A_t, clip(w_t, 1 - clip_low, 1 + clip_high) A_t )
     """

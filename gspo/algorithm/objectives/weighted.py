@@ -1,4 +1,5 @@
-"""Objectives that put a weight on A grad log pi instead of clipping the ratio: REINFORCE, CISPO, MiniRL, DPPO, SAPO.
+"""Objectives that put a weight on A grad log pi instead of clipping the ratio: REINFORCE, CISPO,
+MiniRL, DPPO, SAPO.
 
 sg is the stop-gradient, w_it the token ratio pi(y_it) / pi_old(y_it), and M_it a mask of 0 and 1.
 """
@@ -31,7 +32,9 @@ class Reinforce(Objective):
         logp_BT = torch.where(inputs.mask_BT, inputs.logp_BT, 0.0)
         nothing_BT = torch.zeros_like(inputs.mask_BT)
         weight_BT = torch.ones_like(logp_BT, requires_grad=False)
-        return LossOutputs(-inputs.advantage_BT * logp_BT, weight_BT, nothing_BT, nothing_BT, nothing_BT)
+        return LossOutputs(
+            -inputs.advantage_BT * logp_BT, weight_BT, nothing_BT, nothing_BT, nothing_BT
+        )
 
 
 @dataclass
@@ -42,13 +45,24 @@ class Weighted(RatioObjective):
     clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
 
     def harmful(self, ratio_BT: Tensor, adv_BT: Tensor) -> Tensor:
-        """Tell where the ratio has left the band on the side to which the advantage pushes it (PPO's mask). [B, T]."""
-        return ((adv_BT > 0) & (ratio_BT > 1 + self.clip_high)) | ((adv_BT < 0) & (ratio_BT < 1 - self.clip_low))
+        """Tell where the ratio has left the band on the side to which the advantage pushes it
+        (PPO's mask). [B, T].
+        """
+        return ((adv_BT > 0) & (ratio_BT > 1 + self.clip_high)) | (
+            (adv_BT < 0) & (ratio_BT < 1 - self.clip_low)
+        )
 
     def weighted(
-        self, weight_BT: Tensor, ratio_BT: Tensor, bounded_BT: Tensor, kept_BT: Tensor, inputs: LossInputs
+        self,
+        weight_BT: Tensor,
+        ratio_BT: Tensor,
+        bounded_BT: Tensor,
+        kept_BT: Tensor,
+        inputs: LossInputs,
     ) -> LossOutputs:
-        """Compute the loss -sg(weight) A log pi of the tokens that are kept; that of the others is 0."""
+        """Compute the loss -sg(weight) A log pi of the tokens that are kept; that of the others is
+        0.
+        """
         logp_BT = torch.where(inputs.mask_BT & kept_BT, inputs.logp_BT, 0.0)
         return LossOutputs(
             loss_BT=-weight_BT.detach() * inputs.advantage_BT * logp_BT,
@@ -65,8 +79,8 @@ class CISPO(Weighted):
 
         J = mean over tokens of M_it sg[ clip(w_it, 1 - clip_low, 1 + clip_high) ] A_it log pi(y_it)
 
-    The weight is truncated, and no token's gradient is removed (M = 1), except with `mask_harmful`, where M_it is PPO's
-    mask. clip_low = 1 means that there is no lower bound, as in the paper.
+    The weight is truncated, and no token's gradient is removed (M = 1), except with `mask_harmful`,
+    where M_it is PPO's mask. clip_low = 1 means that there is no lower bound, as in the paper.
     """
 
     name: str = "cispo"
@@ -77,7 +91,8 @@ class CISPO(Weighted):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_BT, bounded_BT = self.token_ratio(inputs)
-        # the weight is the same for all ratios above the cap, so tokens beyond the numerical bound keep their gradient
+        # the weight is the same for all ratios above the cap, so tokens beyond the numerical bound
+        # keep their gradient
         weight_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
         kept_BT = torch.ones_like(bounded_BT)
         if self.mask_harmful:
@@ -87,13 +102,14 @@ class CISPO(Weighted):
 
 @dataclass
 class MiniRL(Weighted):
-    """MiniRL (arXiv:2512.01374) takes the token ratio as a weight, without gradient, under PPO's mask.
+    """MiniRL (arXiv:2512.01374) takes the token ratio as a weight, without gradient, under PPO's
+    mask.
 
         J    = 1/B sum_i sum_t M_it sg[w_it] A_it log pi(y_it)
         M_it = 0 where (A > 0 and w_it > 1 + clip_high) or (A < 0 and w_it < 1 - clip_low), else 1
 
-    The paper's weight is pi / mu, where mu is the sampling policy. This is w_it times pi_old / mu, which correction=tis
-    supplies, truncated at 5.
+    The paper's weight is pi / mu, where mu is the sampling policy. This is w_it times pi_old / mu,
+    which correction=tis supplies, truncated at 5.
     """
 
     name: str = "minirl"
@@ -109,12 +125,14 @@ class MiniRL(Weighted):
 
 @dataclass
 class DPPO(RatioObjective):
-    """Divergence PPO with binary total variation (arXiv:2602.04879) masks tokens by a difference of probabilities.
+    """Divergence PPO with binary total variation (arXiv:2602.04879) masks tokens by a difference of
+    probabilities.
 
         J    = mean over tokens of M_it w_it A_it,   w_it = pi(y_it) / mu(y_it)
         M_it = 0 where (A > 0 and pi - mu > delta) or (A < 0 and mu - pi > delta), else 1
 
-    pi and mu are probabilities of the sampled token; mu is that of the policy which sampled, as the engine reported it.
+    pi and mu are probabilities of the sampled token; mu is that of the policy which sampled, as the
+    engine reported it.
     """
 
     name: str = "dppo"
@@ -126,11 +144,17 @@ class DPPO(RatioObjective):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
         if inputs.engine_logp_BT is None:
-            raise ValueError("objective=dppo compares with the sampling policy: engine_logp_BT is missing")
+            raise ValueError(
+                "objective=dppo compares with the sampling policy: engine_logp_BT is missing"
+            )
         adv_BT, engine_BT = inputs.advantage_BT, inputs.engine_logp_BT.detach()
         ratio_BT, bounded_BT = self.token_ratio(inputs, engine_BT)
-        change_BT = torch.where(inputs.mask_BT, inputs.logp_BT.detach().exp() - engine_BT.exp(), 0.0)
-        removed_BT = ((adv_BT > 0) & (change_BT > self.delta)) | ((adv_BT < 0) & (change_BT < -self.delta))
+        change_BT = torch.where(
+            inputs.mask_BT, inputs.logp_BT.detach().exp() - engine_BT.exp(), 0.0
+        )
+        removed_BT = ((adv_BT > 0) & (change_BT > self.delta)) | (
+            (adv_BT < 0) & (change_BT < -self.delta)
+        )
         return LossOutputs(
             loss_BT=torch.where(removed_BT, 0.0, -ratio_BT * adv_BT),
             weight_BT=torch.where(removed_BT | bounded_BT, 0.0, ratio_BT.detach()),
@@ -147,9 +171,10 @@ class SAPO(RatioObjective):
         f(r) = 4/tau sigmoid( tau (r - 1) ),   tau = tau_positive where A > 0, else tau_negative
         J    = 1/G sum_i 1/|y_i| sum_t f(r_it) A_it
 
-    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r with p = sigmoid(tau (r - 1)). It is 1 at r = 1 and falls to
-    0 on both sides. Nothing is ever clipped, so the active and outside fractions are 0; `clip/weight` is the mean of
-    the weight. With `level=sequence` r_it is GSPO's s_i, which TRL and ms-swift allow.
+    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r with p = sigmoid(tau (r - 1)). It is 1 at
+    r = 1 and falls to 0 on both sides. Nothing is ever clipped, so the active and outside fractions
+    are 0; `clip/weight` is the mean of the weight. With `level=sequence` r_it is GSPO's s_i, which
+    TRL and ms-swift allow.
     """
 
     name: str = "sapo"
@@ -169,9 +194,13 @@ class SAPO(RatioObjective):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         adv_BT = inputs.advantage_BT
-        ratio, bounded = self.token_ratio(inputs) if self.level == "token" else self.sequence_ratio(inputs)
+        ratio, bounded = (
+            self.token_ratio(inputs) if self.level == "token" else self.sequence_ratio(inputs)
+        )
         ratio_BT, bounded_BT = ratio.expand_as(adv_BT), bounded.expand_as(inputs.mask_BT)
-        tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative).masked_fill(adv_BT > 0, self.tau_positive)
+        tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative).masked_fill(
+            adv_BT > 0, self.tau_positive
+        )
         p_BT = (tau_BT * (ratio_BT - 1)).sigmoid()
         nothing_BT = torch.zeros_like(inputs.mask_BT)
         return LossOutputs(

@@ -1,18 +1,22 @@
-"""Grades untrusted programs on tests. Expected values and comparisons never enter a process where such a program runs.
+"""Grades untrusted programs on tests. Expected values and comparisons never enter a process where
+such a program runs.
 
 There are three kinds of test:
 
-- FunctionCase: the program is loaded once, in a fresh confined process. For each case that process gets the arguments
-  and sends back a value, which is compared here (values.equal). What a program forges is only a value to compare.
-- StdinCase: each case has a fresh process, whose standard output is compared here (values.same_output), or by the
-  problem's own checker in a further confined process (outputs.py).
-- Asserts: trusted test code runs in a second confined process, which asks for each call of the program (asserts.py).
+- FunctionCase: the program is loaded once, in a fresh confined process. For each case that process
+  gets the arguments and sends back a value, which is compared here (values.equal). What a program
+  forges is only a value to compare.
+- StdinCase: each case has a fresh process, whose standard output is compared here
+  (values.same_output), or by the problem's own checker in a further confined process (outputs.py).
+- Asserts: trusted test code runs in a second confined process, which asks for each call of the
+  program (asserts.py).
 
 Verdicts of a case:
 
     pass             the value, or the output, is the expected one
     wrong            it is not, or an assert failed, or test code could not use the value
-    runtime-error    any exception, SystemExit included; a non-zero exit status; a process that ended by itself
+    runtime-error    any exception, SystemExit included; a non-zero exit status; a process that
+                     ended by itself
     timeout          more CPU time, or more waiting, than allowed for a case
     memory           a MemoryError
     output-limit     too much output
@@ -34,7 +38,14 @@ from typing import Any
 
 from gspo.verifiers.code.outputs import OutputRule, accepts, checker_input, checker_program
 from gspo.verifiers.sandbox.runner import CodeRunner, Ended, Limits, Session, Slot
-from gspo.verifiers.sandbox.values import Malformed, Unserialisable, encode, equal, require_shallow, same_output
+from gspo.verifiers.sandbox.values import (
+    Malformed,
+    Unserialisable,
+    encode,
+    equal,
+    require_shallow,
+    same_output,
+)
 
 ATTEMPTS = 2
 OUTPUT_BYTES = 4 << 20
@@ -67,7 +78,8 @@ class StdinCase:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Trusted test code that calls the program, such as HumanEval's check(candidate) or MBPP's assert lines.
+    """Trusted test code that calls the program, such as HumanEval's check(candidate) or MBPP's
+    assert lines.
 
     It runs after `prelude`. A name that neither of the two defines is taken from the program.
     """
@@ -78,8 +90,8 @@ class Asserts:
 
 @dataclass(frozen=True)
 class Submission:
-    """A program and its tests. The entry point "Solution.name" is a method, called on a fresh Solution() for every
-    case; "" is for tests that need none."""
+    """A program and its tests. The entry point "Solution.name" is a method, called on a fresh
+    Solution() for every case; "" is for tests that need none."""
 
     code: str
     entry_point: str
@@ -88,8 +100,8 @@ class Submission:
 
 @dataclass(frozen=True)
 class Grade:
-    """A verdict on a program. It is that of the first case that does not pass, which is the last of `cases`, since
-    grading stops there."""
+    """A verdict on a program. It is that of the first case that does not pass, which is the last of
+    `cases`, since grading stops there."""
 
     verdict: str
     cases: tuple[str, ...]
@@ -116,11 +128,11 @@ PASS = _Outcome("pass")
 
 @dataclass
 class CodeGrader:
-    """Grades `slots` programs at a time. The limits are per case; the CPU time of all cases together is limited too, to
-    that of 50 cases.
+    """Grades `slots` programs at a time. The limits are per case; the CPU time of all cases
+    together is limited too, to that of 50 cases.
 
-    It can be used from any thread, from a forked copy and, pickled, from another process. Raises ValueError for bad
-    settings.
+    It can be used from any thread, from a forked copy and, pickled, from another process. Raises
+    ValueError for bad settings.
     """
 
     slots: int = 1
@@ -141,13 +153,14 @@ class CodeGrader:
         self.close()
 
     def grade(self, submissions: list[Submission]) -> list[Grade]:
-        """Grade the submissions in order. Identical ones are graded once; what may be the machine's fault is tried
-        twice.
+        """Grade the submissions in order. Identical ones are graded once; what may be the machine's
+        fault is tried twice.
 
-        Raises ValueError for a submission without tests, for a function case without entry point, and for expected
-        values or arguments that are not plain data.
+        Raises ValueError for a submission without tests, for a function case without entry point,
+        and for expected values or arguments that are not plain data.
         """
-        prepared: dict[int, tuple[list[Any], bytes]] = {}  # programs for one problem often share their tests
+        # programs for one problem often share their tests
+        prepared: dict[int, tuple[list[Any], bytes]] = {}
         jobs: dict[tuple[str, str, bytes], tuple[Submission, list[Any]]] = {}
         keys = []
         for submission in submissions:
@@ -171,7 +184,9 @@ class CodeGrader:
 
 
 def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[list[Any], bytes]:
-    """Return the tests with their values in JSON form, and a digest that is the same for the same tests."""
+    """Return the tests with their values in JSON form, and a digest that is the same for the same
+    tests.
+    """
     if not tests:
         raise ValueError("tests=(): a program without tests would pass")
     prepared, texts = [], []
@@ -187,7 +202,9 @@ def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[lis
 
 
 def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
-    """Run the tests until one does not pass, and all of them once more if that may be the machine's fault."""
+    """Run the tests until one does not pass, and all of them once more if that may be the machine's
+    fault.
+    """
     for attempt in range(ATTEMPTS):
         cases = []
         with contextlib.closing(_outcomes(slot, *job)) as outcomes:
@@ -228,7 +245,8 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
     output, ended = slot.run_program(code, case.stdin)
     if ended.why != "exit" or ended.code != 0:
         return _ended(ended)
-    printed = output.decode("utf-8", "surrogateescape")  # bytes that are not text never equal an expected text
+    # bytes that are not text never equal an expected text
+    printed = output.decode("utf-8", "surrogateescape")
     if case.rule.checker:
         return _checked_outcome(slot, case, printed)
     alike = same_output(case.stdout, printed, case.rule.tolerance, case.rule.ignores_case)
@@ -236,11 +254,15 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
 
 
 def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _Outcome:
-    """Ask the problem's checker, in a process of its own. A checker that fails says nothing about the program."""
+    """Ask the problem's checker, in a process of its own. A checker that fails says nothing about
+    the program.
+    """
     given = checker_input(case.stdin, case.stdout, printed)
     said, ended = slot.run_program(checker_program(case.rule.checker), given)
     if ended.why != "exit" or ended.code != 0:
-        return _Outcome("sandbox-error", f"the problem's checker ended by {ended.why}, status {ended.code}")
+        return _Outcome(
+            "sandbox-error", f"the problem's checker ended by {ended.why}, status {ended.code}"
+        )
     return PASS if accepts(said.decode("utf-8", "replace")) else _Outcome("wrong")
 
 
@@ -251,7 +273,9 @@ def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> It
             yield failed
             return
         for index, call in enumerate(calls):
-            reply, failed = _call(session, index, submission.entry_point, call.arguments, ["d"], pause=False)
+            reply, failed = _call(
+                session, index, submission.entry_point, call.arguments, ["d"], pause=False
+            )
             yield failed or _compare(call.expected, reply)
 
 
@@ -265,7 +289,9 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
         with slot.open("tester", first) as tester:
             said, index = tester.exchange(None), 0
             while not isinstance(said, Ended) and "verdict" not in said:
-                reply, failed = _call(program, index, said["call"], said["arguments"], said["keywords"])
+                reply, failed = _call(
+                    program, index, said["call"], said["arguments"], said["keywords"]
+                )
                 if failed:
                     return failed
                 # the value that is judged must be plain
@@ -292,11 +318,17 @@ def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], 
     if isinstance(reply, Ended):
         return {}, _ended(reply)
     detail = reply.get("detail", "")
-    if type(reply.get("index")) is not int or reply["index"] != index or not isinstance(detail, str):
+    if (
+        type(reply.get("index")) is not int
+        or reply["index"] != index
+        or not isinstance(detail, str)
+    ):
         return {}, _Outcome("protocol", "not the answer that was asked for")
     if "status" in reply:
         is_failure = reply["status"] in FAILURES
-        return {}, _Outcome(reply["status"], detail) if is_failure else _Outcome("protocol", "no known status")
+        return {}, _Outcome(reply["status"], detail) if is_failure else _Outcome(
+            "protocol", "no known status"
+        )
     if type(reply.get("object")) is int:
         return {"object": reply["object"]}, None
     try:

@@ -1,8 +1,9 @@
-"""How what a program printed is judged beside the expected output, where more than one text is right.
+"""How what a program printed is judged beside the expected output, where more than one text is
+right.
 
-A contest's problem may accept numbers within a tolerance, letters of either case, or any of several answers, which a
-checker decides: a program of the problem's author that sees the input, the expected output and the printed one. A
-checker is run in the sandbox, in a process of its own.
+A contest's problem may accept numbers within a tolerance, letters of either case, or any of several
+answers, which a checker decides: a program of the problem's author that sees the input, the
+expected output and the printed one. A checker is run in the sandbox, in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SEVERAL = re.compile(
     r"[^.]*,?\s*(?:you\s+(?:can|may)\s+)?(?:print|output|find|report)\s+any",
     re.IGNORECASE,
 )
-# Gives a checker that reads three files, as testlib's do, their texts, and says what it decided by its last line.
+# Gives a checker that reads three files, as testlib's do, their texts, and says what it decided by
+# its last line.
 AS_FILES = """
 import builtins, io, json, sys
 _texts = json.loads(sys.stdin.read())
@@ -43,14 +45,16 @@ print(int(bool(check(_texts["input.txt"], _texts["expected.txt"], _texts["output
 class OutputRule:
     """When a printed text agrees with the expected one."""
 
-    tolerance: float = 0.0  # of a number that is written with a point or an exponent, relative or absolute
+    # of a number that is written with a point or an exponent, relative or absolute
+    tolerance: float = 0.0
     ignores_case: bool = False
-    checker: str = ""  # Python: a function check(input, expected, output), or a program that reads three files
+    # Python: a function check(input, expected, output), or a program that reads three files
+    checker: str = ""
 
 
 def checker_program(checker: str) -> str:
-    """Return a program that reads the three texts as JSON, and whose last line is 1 if the checker accepts the
-    output."""
+    """Return a program that reads the three texts as JSON, and whose last line is 1 if the checker
+    accepts the output."""
     if re.search(r"^def check\(", checker, re.MULTILINE):
         return checker + AS_FUNCTION
     return AS_FILES + checker
@@ -65,4 +69,6 @@ def accepts(said: str) -> bool:
     """Return whether a checker's output accepts: its last line is a number above 0, or True or OK."""
     lines = said.split()
     last = lines[-1].lower() if lines else ""
-    return last in ("true", "ok") or (re.fullmatch(r"\d+(?:\.\d+)?", last) is not None and float(last) > 0)
+    return last in ("true", "ok") or (
+        re.fullmatch(r"\d+(?:\.\d+)?", last) is not None and float(last) > 0
+    )

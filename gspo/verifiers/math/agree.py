@@ -1,20 +1,25 @@
-r"""Rules of judgement for mathematical answers: when an answer agrees with a gold (the right answer).
+r"""Rules of judgement for mathematical answers: when an answer agrees with a gold (the right
+answer).
 
-1. A gold that is a number requires a number (see gspo.verifiers.math.literal), and an exact one: a rounded decimal is
-   wrong.
-2. One answer is given for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong unless the gold
-   is one. Several boxes are a list, unless each by itself agrees: \boxed{15\frac{39}{40}} or \boxed{\frac{639}{40}}.
-   An equation that names the value answers it, either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see
-   gspo.verifiers.math.names; 2x=14 and 3+4=7 do not). Where both name something, it must be the same.
-3. Lists and sets agree in any order, element by element, with no element missing and none too many; the braces of a
-   set may be left out. Tuples, points and intervals keep their order and brackets; unions agree in any order.
-   A point may be given by its names: (x,y)=(3,-1), or x=3, y=-1 where the alphabet says which comes first.
-   An inequality is its interval: x \le 3 is (-\infty,3]; \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty).
-   Matrices agree entry by entry, whatever their brackets.
-4. Text answers agree letter by letter without regard to case; a choice (B) is B. A choice with its value, (B) 12,
-   answers B and 12, and is answered by either; where both sides have both, both must agree.
-5. Other formulas agree if they are equal for all values of their variables (see formula.py for the words
-   an answer may use). Equations agree if they are multiples of each other, but x=5 is not answered by 2x=10.
+1. A gold that is a number requires a number (see gspo.verifiers.math.literal), and an exact one: a
+   rounded decimal is wrong.
+2. One answer is given for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are
+   wrong unless the gold is one. Several boxes are a list, unless each by itself agrees:
+   \boxed{15\frac{39}{40}} or \boxed{\frac{639}{40}}. An equation that names the value answers it,
+   either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see gspo.verifiers.math.names; 2x=14
+   and 3+4=7 do not). Where both name something, it must be the same.
+3. Lists and sets agree in any order, element by element, with no element missing and none too many;
+   the braces of a set may be left out. Tuples, points and intervals keep their order and brackets;
+   unions agree in any order. A point may be given by its names: (x,y)=(3,-1), or x=3, y=-1 where
+   the alphabet says which comes first. An inequality is its interval: x \le 3 is (-\infty,3];
+   \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty). Matrices agree entry by entry, whatever
+   their brackets.
+4. Text answers agree letter by letter without regard to case; a choice (B) is B. A choice with its
+   value, (B) 12, answers B and 12, and is answered by either; where both sides have both, both must
+   agree.
+5. Other formulas agree if they are equal for all values of their variables (see formula.py for the
+   words an answer may use). Equations agree if they are multiples of each other, but x=5 is not
+   answered by 2x=10.
 6. An answer that is written as the gold is, spaces aside, is correct.
 """
 
@@ -29,13 +34,14 @@ from gspo.verifiers.math.literal import Literal, split_unit
 from gspo.verifiers.math.names import usual_order
 from gspo.verifiers.math.text import INFINITY, Node, fold, squeeze, structure, worth
 
-# (kind, gold, answer) -> whether two formulas or equations are the same; of kind "readable" the gold alone is parsed
+# (kind, gold, answer) -> whether two formulas or equations are the same; of kind "readable" the
+# gold alone is parsed
 Equal = Callable[[str, str, str], bool]
 
 
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether an answer agrees with a gold. `equal` decides on formulas and equations that are spelled
-    differently."""
+    """Return whether an answer agrees with a gold. `equal` decides on formulas and equations that
+    are spelled differently."""
     if squeeze(gold.text) == squeeze(answer.text):
         return True
     if answer.kind == "boxes":
@@ -61,18 +67,28 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
         return _same_elements(gold.parts, answer.parts, equal)
     if gold.kind == "ordered":
         pairs = zip(gold.parts[1:-1], answer.parts[1:-1], strict=True)
-        return gold.parts[0] == answer.parts[0] and gold.parts[-1] == answer.parts[-1] and _all(pairs, equal)
+        return (
+            gold.parts[0] == answer.parts[0]
+            and gold.parts[-1] == answer.parts[-1]
+            and _all(pairs, equal)
+        )
     if gold.kind != "matrix":
         return False
     rows = list(zip(gold.parts, answer.parts, strict=True))
     same_shape = all(len(one) == len(other) for one, other in rows)
-    return same_shape and _all([pair for one, other in rows for pair in zip(one, other, strict=True)], equal)
+    return same_shape and _all(
+        [pair for one, other in rows for pair in zip(one, other, strict=True)], equal
+    )
 
 
 def _agree_with_choice(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether a choice with its value, as in (B) 12, agrees: in what the other side has of the two."""
+    """Return whether a choice with its value, as in (B) 12, agrees: in what the other side has of
+    the two.
+    """
     if gold.kind == answer.kind:
-        return all(agree(one, other, equal) for one, other in zip(gold.parts, answer.parts, strict=True))
+        return all(
+            agree(one, other, equal) for one, other in zip(gold.parts, answer.parts, strict=True)
+        )
     if gold.kind == "choice":
         return any(agree(part, answer, equal) for part in gold.parts)
     letter, value = answer.parts
@@ -94,7 +110,11 @@ def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
         return _as_point(gold), _as_point(answer)
     if kinds == {"several", "named"}:
         listed = gold if gold.kind == "several" else answer
-        return (_by_name(gold), _by_name(answer)) if {p.kind for p in listed.parts} == {"named"} else (gold, answer)
+        return (
+            (_by_name(gold), _by_name(answer))
+            if {p.kind for p in listed.parts} == {"named"}
+            else (gold, answer)
+        )
     if "besides" in kinds and kinds & {"several", "ordered"}:
         return _as_besides(gold), _as_besides(answer)
     if gold.kind not in ("equation", "named") and (value := worth(answer)) is not None:
@@ -104,7 +124,9 @@ def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
 
 def _as_point(node: Node) -> Node:
     """Turn x=3, y=-1 into (3,-1)."""
-    named = {p.parts[0]: p.parts[2] for p in node.parts if node.kind == "several" and p.kind == "named"}
+    named = {
+        p.parts[0]: p.parts[2] for p in node.parts if node.kind == "several" and p.kind == "named"
+    }
     order = usual_order(tuple(named))
     if len(named) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
         return node
@@ -122,14 +144,19 @@ def _by_name(node: Node) -> Node:
 
 
 def _as_besides(node: Node) -> Node:
-    r"""Turn a union of intervals into what it leaves out: (-\infty,2)\cup(2,\infty) into 2. The intervals are taken
-    from left to right as written, except that the endless ones go first and last."""
+    r"""Turn a union of intervals into what it leaves out: (-\infty,2)\cup(2,\infty) into 2. The
+    intervals are taken from left to right as written, except that the endless ones go first and
+    last."""
     parts = node.parts if node.kind == "several" else (node,)
     if len({part.parts[:2] if part.kind == "named" else "" for part in parts}) == 1:  # x<2 or x>3
         parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
-    if node.kind == "besides" or not all(part.kind == "ordered" and len(part.parts) == 4 for part in parts):
+    if node.kind == "besides" or not all(
+        part.kind == "ordered" and len(part.parts) == 4 for part in parts
+    ):
         return node
-    intervals = sorted((p.parts for p in parts), key=lambda p: (p[2] == INFINITY[0]) - (p[1] == INFINITY[1]))
+    intervals = sorted(
+        (p.parts for p in parts), key=lambda p: (p[2] == INFINITY[0]) - (p[1] == INFINITY[1])
+    )
     left_out, (start, opening) = [], (INFINITY[1], "(")
     for left, low, high, right in (*intervals, ("[", INFINITY[0], INFINITY[0], "]")):
         closing = {"(": "]", "[": ")"}[left]
@@ -153,16 +180,22 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
         return _same_equation(gold, answer, equal)
     if gold.kind == "equation":
         return answer.kind == "named" and _same_equation(gold, answer, equal)
-    return agree(gold.parts[2], answer, equal) if gold.kind == "named" else agree(gold, answer.parts[2], equal)
+    return (
+        agree(gold.parts[2], answer, equal)
+        if gold.kind == "named"
+        else agree(gold, answer.parts[2], equal)
+    )
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether the equations are multiples of each other. A gold that gives a variable its value is not answered
-    by another equation."""
+    """Return whether the equations are multiples of each other. A gold that gives a variable its
+    value is not answered by another equation."""
     if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
         return False
     sides = [side for text in (gold.text, answer.text) for side in text.split("=")]
-    if len(sides) != 4 or not all(comparable(gold.text.replace("=", "+"), side) for side in sides[2:]):
+    if len(sides) != 4 or not all(
+        comparable(gold.text.replace("=", "+"), side) for side in sides[2:]
+    ):
         return False
     return equal("equation", gold.text, answer.text)
 
@@ -192,21 +225,31 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
             return False
         value = f"({number.value.numerator})/({number.value.denominator})"
         return not number.percent and _plain(text) and equal("formula", text, value)
-    return "infty" not in text + other and _plain(text) and comparable(text, other) and equal("formula", text, other)
+    return (
+        "infty" not in text + other
+        and _plain(text)
+        and comparable(text, other)
+        and equal("formula", text, other)
+    )
 
 
 def _plain(gold: str) -> bool:
-    """Return whether a gold is a formula that can be computed at all, without words, relations or bases of number
-    systems."""
+    """Return whether a gold is a formula that can be computed at all, without words, relations or
+    bases of number systems."""
     number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
-    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold)) and not number_system
+    return (
+        not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold))
+        and not number_system
+    )
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:
     """Return whether every element has a partner, each used once."""
     left = list(answers)
     for gold in golds:
-        partner = next((place for place, answer in enumerate(left) if agree(gold, answer, equal)), None)
+        partner = next(
+            (place for place, answer in enumerate(left) if agree(gold, answer, equal)), None
+        )
         if partner is None:
             return False
         del left[partner]

@@ -1,18 +1,21 @@
-r"""Where the answer stands in a response, and the one spelling ("normal form") in which it is judged.
+r"""Where the answer stands in a response, and the one spelling ("normal form") in which it is
+judged.
 
 `form` says where the answer stands:
-boxed     what the last \boxed{} holds (also \fbox, \framebox, `\boxed 7`), by brace matching; of boxes inside boxes the
-          outermost counts. Boxes with nothing but commas or "and" between them are one list: \boxed{1}, \boxed{2}. A
-          last box that is never closed is malformed, also when an earlier one was closed.
+boxed     what the last \boxed{} holds (also \fbox, \framebox, `\boxed 7`), by brace matching; of
+          boxes inside boxes the outermost counts. Boxes with nothing but commas or "and" between
+          them are one list: \boxed{1}, \boxed{2}. A last box that is never closed is malformed,
+          also when an earlier one was closed.
 hash      the rest of the line after the last #### (GSM8K)
 answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Minerva)
 A response is never searched for its last number: "I do not know. 1 2 3" would then be an answer.
 
-The normal form removes what has no meaning: dollar signs, \left and \right, fonts, spaces within formulas, spellings of
-the same command. Full-width digits and marks, which models trained on Chinese text write, are mapped one by one, and
-superscripts only as the exponent of a power of ten that multiplies (3×10⁴). What could hide a second reading is refused
-at once, before anything is parsed: control and invisible characters, digits of other scripts, circled digits,
-full-width letters, other superscripts, surrogates, more than 300 characters.
+The normal form removes what has no meaning: dollar signs, \left and \right, fonts, spaces within
+formulas, spellings of the same command. Full-width digits and marks, which models trained on
+Chinese text write, are mapped one by one, and superscripts only as the exponent of a power of ten
+that multiplies (3×10⁴). What could hide a second reading is refused at once, before anything is
+parsed: control and invisible characters, digits of other scripts, circled digits, full-width
+letters, other superscripts, surrogates, more than 300 characters.
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ import unicodedata
 from collections import deque
 
 FORMS = ("boxed", "hash", "answer")
-TEXT_CHARACTERS = 65536  # characters of a response that are read, counted from its end, where the answer is
+# characters of a response that are read, counted from its end, where the answer is
+TEXT_CHARACTERS = 65536
 ANSWER_CHARACTERS = 300
 NESTING = 12  # most levels of brackets in an answer
 
 
 class Refused(Exception):
-    """Raised where there is no answer to judge. The message is the verdict, "no-answer" or "malformed"."""
+    """Raised where there is no answer to judge. The message is the verdict, "no-answer" or
+    "malformed".
+    """
 
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
@@ -59,13 +65,17 @@ def extract(text: str, form: str) -> str:
 
 
 def listed_boxes(text: str) -> list[str]:
-    """Return the content of each box of a list of boxes, [] if the last box stands alone. Raises Refused."""
+    """Return the content of each box of a list of boxes, [] if the last box stands alone. Raises
+    Refused.
+    """
     contents = _last_boxes(text[-TEXT_CHARACTERS:])
     return [_unwrap(content) for content in contents] if len(contents) > 1 else []
 
 
 def last_box(text: str) -> str:
-    """Return what the last box of a published solution holds, whatever stands before it. Raises Refused."""
+    """Return what the last box of a published solution holds, whatever stands before it. Raises
+    Refused.
+    """
     return _unwrap(_last_boxes(text[-TEXT_CHARACTERS:])[-1])
 
 
@@ -81,7 +91,9 @@ def _last_boxes(text: str) -> list[str]:
     if inside == len(text):
         raise Refused("malformed")
     if text[inside] != "{":
-        return re.split(r"\$|\\\)|\\\]|\n", text[inside : inside + 2 * ANSWER_CHARACTERS], maxsplit=1)[:1]
+        return re.split(
+            r"\$|\\\)|\\\]|\n", text[inside : inside + 2 * ANSWER_CHARACTERS], maxsplit=1
+        )[:1]
     end = _closing(text, inside)
     if end < 0:
         raise Refused("malformed")
@@ -99,7 +111,9 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _closing(text: str, opening: int) -> int:
-    r"""Return where the brace at `opening` is closed, or -1 if that is nowhere near. \{ and \} do not count."""
+    r"""Return where the brace at `opening` is closed, or -1 if that is nowhere near. \{ and \} do
+    not count.
+    """
     depth = 0
     for brace in BRACE.finditer(text, opening, opening + 2 * ANSWER_CHARACTERS):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -109,8 +123,8 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _unwrap(content: str) -> str:
-    """Return the content of a box, freed from any box that encloses all of it. Several boxes inside are guesses side by
-    side."""
+    """Return the content of a box, freed from any box that encloses all of it. Several boxes inside
+    are guesses side by side."""
     while (box := BOX.match(content.strip())) and content.strip()[box.end() :][:1] == "{":
         content = content.strip()
         if _closing(content, box.end()) != len(content) - 1:
@@ -122,8 +136,8 @@ def _unwrap(content: str) -> str:
 
 
 def _checked(answer: str) -> str:
-    """Return the answer. Raises Refused if it is empty, too long, too deep, or has characters that are not what they
-    seem."""
+    """Return the answer. Raises Refused if it is empty, too long, too deep, or has characters that
+    are not what they seem."""
     if not answer.strip():
         raise Refused("no-answer")
     if len(answer) > ANSWER_CHARACTERS:
@@ -144,8 +158,8 @@ def _checked(answer: str) -> str:
 
 
 def _harmless(character: str) -> bool:
-    """Return whether a character may stand in an answer: letters of any script, except full-width, bold and other
-    look-alikes of ASCII; no digits, no invisible marks."""
+    """Return whether a character may stand in an answer: letters of any script, except full-width,
+    bold and other look-alikes of ASCII; no digits, no invisible marks."""
     category = unicodedata.category(character)
     if category not in ("Lu", "Ll", "Lo", "Mn"):
         return False
@@ -161,22 +175,28 @@ SPELLINGS = {
     "α": r"\alpha ", "β": r"\beta ", "∓": r"\mp ", "⁄": "/", "∕": "/", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
 }  # fmt: skip
 FULL_WIDTH = {chr(ord(mark) + 0xFEE0): mark for mark in "0123456789()[],.:;=+-/%<>"} | {
-    "｛": r"\{", "｝": r"\}", "、": ", ", "　": " ", "。": "。",  # a Chinese full stop ends an answer, or spoils it
+    # a Chinese full stop ends an answer, or spoils it
+    "｛": r"\{", "｝": r"\}", "、": ", ", "　": " ", "。": "。",
 }  # fmt: skip
 MAPPED = SPELLINGS | FULL_WIDTH
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-POWER_OF_TEN = re.compile(r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１０))([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+POWER_OF_TEN = re.compile(
+    r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１０))([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)"
+)
 
 
 def _with_powers_of_ten(answer: str) -> str:
     """Return 3×10⁴ with an exponent that cannot be taken for digits, 3×10^{4}."""
-    return POWER_OF_TEN.sub(lambda m: f"{m.group(1)}^{{{m.group(2).translate(SUPERSCRIPTS)}}}", answer)
+    return POWER_OF_TEN.sub(
+        lambda m: f"{m.group(1)}^{{{m.group(2).translate(SUPERSCRIPTS)}}}", answer
+    )
 
 
 STEPS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
-        (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]", r"\\\\"),  # a line's end with a distance
+        # a line's end with a distance
+        (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]", r"\\\\"),
         (r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}", ""),
         (r"\\(?:boldsymbol|bm|pmb)(?![A-Za-z])", ""),
         (r"\\(?:enspace|enskip|thinspace|medspace|thickspace|nobreakspace)(?![A-Za-z])", " "),
@@ -193,7 +213,10 @@ STEPS = [
         (r"(?:(?<!\\)\\[,;: ])?(?<!\\)\\(?:!\s*|/)", ""),
         (r"\{,\}", ","),
         (r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", r"\\,"),
-        (r"\\(?:qquad|quad)(?![A-Za-z])|(?<!\\)\\[;:> \n]|(?<!\\)\\,(?!\d)|(?<![\d\\])\\,|~(?=\\[tm])", " "),
+        (
+            r"\\(?:qquad|quad)(?![A-Za-z])|(?<!\\)\\[;:> \n]|(?<!\\)\\,(?!\d)|(?<![\d\\])\\,|~(?=\\[tm])",
+            " ",
+        ),
         (r"\\(?:le|leq|leqslant)(?![A-Za-z])", r"\\le "),
         (r"\\(?:ge|geq|geqslant)(?![A-Za-z])", r"\\ge "),
         (r"\\(?:neq|ne)(?![A-Za-z])", r"\\ne "),
@@ -202,11 +225,20 @@ STEPS = [
         (r"\\(?:varnothing)(?![A-Za-z])", r"\\emptyset "),
         (r"\\(?:lbrace|\{)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace|\})(?![A-Za-z])", r"\\}"),
-        (r"\\(?:mathrm|mathit|text|textrm|operatorname)(?:\s*\{\s*([ei])\s*\}|\s+([ei])(?![A-Za-z]))", r" \1\2"),
-        (r"\\(?:mbox|textbf|textrm|textit|mathrm|mathbf|mathit|textnormal|hbox|operatorname)\s*\{", r"\\text{"),
+        (
+            r"\\(?:mathrm|mathit|text|textrm|operatorname)(?:\s*\{\s*([ei])\s*\}|\s+([ei])(?![A-Za-z]))",
+            r" \1\2",
+        ),
+        (
+            r"\\(?:mbox|textbf|textrm|textit|mathrm|mathbf|mathit|textnormal|hbox|operatorname)\s*\{",
+            r"\\text{",
+        ),
         (r"\\text\{\s*(\\(?:dollar|euro|pounds|yen)\s*[\d.,]*)\s*\}", r"\1"),
         (r"\\text\{\s*([,;.。]?)\s*\}", r"\1 "),
-        (r"\\degree(?:s)?(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\circ(?![A-Za-z])", r"\\deg "),
+        (
+            r"\\degree(?:s)?(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\circ(?![A-Za-z])",
+            r"\\deg ",
+        ),
         (r"\\(?:ast)(?![A-Za-z])", "*"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -225,14 +257,18 @@ STEPS = [
 WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt|binom)(?![A-Za-z])")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 EXPONENTIAL = re.compile(r"\\exp(?![A-Za-z])\s*(?=[({])")
-LAST_MARK = re.compile(r"(?<![.,。\s])\s*[.,。]\Z")  # only one, since an ellipsis says something else
+LAST_MARK = re.compile(
+    r"(?<![.,。\s])\s*[.,。]\Z"
+)  # only one, since an ellipsis says something else
 OVER = re.compile(r"\\over(?![A-Za-z])")
 PLAIN = re.compile(r"-?[0-9][0-9.,/]*(?<=[0-9])")  # most answers are of this form
 FONT = re.compile(r"\\text\{([^{}]*)\}\Z")
 
 
 def normal(answer: str) -> str:
-    r"""Return the normal form. Words stay in \text{}; single spaces between words, numbers and letters stay."""
+    r"""Return the normal form. Words stay in \text{}; single spaces between words, numbers and
+    letters stay.
+    """
     if PLAIN.fullmatch(answer):
         return answer
     answer = _with_powers_of_ten(answer)
@@ -254,11 +290,13 @@ def normal(answer: str) -> str:
 
 
 def _with_braces(answer: str) -> str:
-    r"""Return the formula with braces round the arguments of \frac, \binom and \sqrt, which may be single characters or
-    commands: \frac\pi2 is \frac{\pi}{2}."""
+    r"""Return the formula with braces round the arguments of \frac, \binom and \sqrt, which may be
+    single characters or commands: \frac\pi2 is \frac{\pi}{2}."""
     for found in reversed(list(WITH_ARGUMENTS.finditer(answer))):
         place = found.end()
-        if found.group(1) == "sqrt" and (root := re.compile(r"\s*\[[^\[\]]*\]").match(answer, place)):
+        if found.group(1) == "sqrt" and (
+            root := re.compile(r"\s*\[[^\[\]]*\]").match(answer, place)
+        ):
             place = root.end()
         for _ in range(1 if found.group(1) == "sqrt" else 2):
             begin = re.compile(r"\s*").match(answer, place).end()
@@ -273,7 +311,9 @@ def _with_braces(answer: str) -> str:
 
 
 def _end_of_argument(answer: str, begin: int) -> int:
-    """Return where an argument ends that begins here, -1 if none does. A command has its own arguments, in braces."""
+    """Return where an argument ends that begins here, -1 if none does. A command has its own
+    arguments, in braces.
+    """
     if answer[begin : begin + 1] == "{":
         return _closing(answer, begin) + 1 or -1
     if command := COMMAND.match(answer, begin):
@@ -292,14 +332,16 @@ def _with_powers_of_e(answer: str) -> str:
         for end in range(opening, len(answer)):
             depth += (answer[end] in "({") - (answer[end] in ")}")
             if depth == 0:
-                answer = f"{answer[: found.start()]}e^{{{answer[opening + 1 : end]}}}{answer[end + 1 :]}"
+                answer = (
+                    f"{answer[: found.start()]}e^{{{answer[opening + 1 : end]}}}{answer[end + 1 :]}"
+                )
                 break
     return answer
 
 
 def _over(answer: str) -> str:
-    r"""Return {a \over b} as \frac{a}{b}, the innermost first; as in TeX it takes all that stands before and after it
-    in its braces."""
+    r"""Return {a \over b} as \frac{a}{b}, the innermost first; as in TeX it takes all that stands
+    before and after it in its braces."""
     for found in OVER.finditer(answer):
         braces = (m.start() for m in BRACE.finditer(answer, 0, found.start()) if m.group() == "{")
         around = [place for place in braces if _closing(answer, place) >= found.end()]
@@ -308,7 +350,8 @@ def _over(answer: str) -> str:
         if OVER.search(above + below) or (not around and re.search(r"[=<>,;:&]", above + below)):
             continue
         before, fraction = answer[: max(start, 0)], rf"\frac{{{above}}}{{{below}}}"
-        if re.search(r"(?:\\[A-Za-z]+|[\]}^_])\s*\Z", before):  # an argument of \sqrt or ^ keeps its braces
+        # an argument of \sqrt or ^ keeps its braces
+        if re.search(r"(?:\\[A-Za-z]+|[\]}^_])\s*\Z", before):
             fraction = f"{{{fraction}}}"
         return _over(before + fraction + answer[end + 1 :])
     return answer

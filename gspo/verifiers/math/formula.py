@@ -1,9 +1,11 @@
-r"""Formulas that are not plain numbers: which ones may be compared at some cost, and how they are rewritten for that.
+r"""Formulas that are not plain numbers: which ones may be compared at some cost, and how they are
+rewritten for that.
 
-A formula must stay in the vocabulary of the gold: the arithmetic signs, fractions and roots; functions only of a
-family that the gold uses (so that \sin 60^\circ does not answer \frac{\sqrt{3}}{2}); sums, products, integrals, limits,
-factorials and binomials only where the gold has them; variables only those of the gold. A complex gold may be answered
-by an exponential, and an exponential by \cos and \sin. Together with the bounds on powers and digits this keeps out
+A formula must stay in the vocabulary of the gold: the arithmetic signs, fractions and roots;
+functions only of a family that the gold uses (so that \sin 60^\circ does not answer
+\frac{\sqrt{3}}{2}); sums, products, integrals, limits, factorials and binomials only where the gold
+has them; variables only those of the gold. A complex gold may be answered by an exponential, and an
+exponential by \cos and \sin. Together with the bounds on powers and digits this keeps out
 restatements of the question, and formulas that would take long to parse or to compute.
 """
 
@@ -17,7 +19,8 @@ LARGEST_POWER = 10_000  # largest product of nested exponents: ((x^a)^b)^c has a
 FACTORIAL_DIGITS = 3
 BARS = 8  # most bars of absolute values, which a parser may try to pair in very many ways
 
-# A function or an operator with its base, power or bounds: what follows in brackets is its argument, and no factor.
+# A function or an operator with its base, power or bounds: what follows in brackets is its
+# argument, and no factor.
 SCRIPT = r"\s*[_^]\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9A-Za-z])"
 APPLIED = re.compile(
     r"\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|sum|prod|int|lim|max|min|gcd|lcm)"
@@ -63,7 +66,9 @@ def comparable(gold: str, answer: str) -> bool:
         and commands(answer) <= allowed
         and letters(answer) <= names
         and answer.count("!") <= gold.count("!")
-        and not re.search(rf"\d{{{FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!|[)}}]\s*!", answer)
+        and not re.search(
+            rf"\d{{{FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!|[)}}]\s*!", answer
+        )
         and not ("binom" in allowed and re.search(rf"binom.*\d{{{FACTORIAL_DIGITS + 1},}}", answer))
         and not re.search(rf"\d{{{DIGITS + 1},}}", answer)
         and not re.search(rf"\^\s*[({{]*\s*[-+]?\s*\d{{{EXPONENT_DIGITS + 1},}}", answer)
@@ -125,20 +130,25 @@ def _balanced(formula: str) -> bool:
 def rewrite(formula: str) -> str:
     r"""Return the formula in a spelling that the parser of math-verify reads rightly.
 
-    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit, and decimals as
-    rounded, so these become products, subscripted variables and fractions. It does not know \lg.
+    That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit,
+    and decimals as rounded, so these become products, subscripted variables and fractions. It does
+    not know \lg.
     """
     formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
     arguments = {found.end() for found in APPLIED.finditer(formula)}
     formula = re.sub(
         r"(\d|\})\s*\(",
-        lambda found: found.group() if found.end() - 1 in arguments else rf"{found.group(1)}\cdot (",
+        lambda found: (
+            found.group() if found.end() - 1 in arguments else rf"{found.group(1)}\cdot ("
+        ),
         formula,
     )
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)
     parts = re.split(r"(\\[A-Za-z]+)", formula)
-    parts[::2] = [re.sub(r"[A-Z]", lambda m: f"z_{{{ord(m.group()) - 64}}}", part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"[A-Z]", lambda m: f"z_{{{ord(m.group()) - 64}}}", part) for part in parts[::2]
+    ]
     return "".join(parts).replace("*", r"\cdot ")
 
 

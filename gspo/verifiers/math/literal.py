@@ -1,11 +1,12 @@
 r"""Numbers that are written out, with their units: exact values, in microseconds, without a parser.
 
-Literals are integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions of integers, mixed
-numbers, scientific notation and percentages. What would have to be evaluated is not a literal: sums, products, powers,
-roots, functions, factorials, binomials, and disguises of them such as 7+0x, 7^1, \frac{14}{1+1} and 7\pm 0.
+Literals are integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions
+of integers, mixed numbers, scientific notation and percentages. What would have to be evaluated is
+not a literal: sums, products, powers, roots, functions, factorials, binomials, and disguises of
+them such as 7+0x, 7^1, \frac{14}{1+1} and 7\pm 0.
 
-Units, currency and degree signs may be left out on either side; where both sides have one they must agree. Words that
-change or hedge a number (half, million, or, not, about) are not units.
+Units, currency and degree signs may be left out on either side; where both sides have one they must
+agree. Words that change or hedge a number (half, million, or, not, about) are not units.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-LARGEST_EXPONENT = 300  # the largest exponent of ten; nobody asks for a larger number, so it is not a literal
+# the largest exponent of ten; nobody asks for a larger number, so it is not a literal
+LARGEST_EXPONENT = 300
 
 
 @dataclass(frozen=True)
 class Literal:
-    """An exact value. `percent` is set where it was written with a percent sign (50% has the value 50)."""
+    """An exact value. `percent` is set where it was written with a percent sign (50% has the value
+    50).
+    """
 
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Literal) -> bool:
-        """Return whether two literals agree. 50% is 50%, 50 and 0.5, but not 0.5%. Decimals are exact: 0.333 is not
-        1/3."""
+        """Return whether two literals agree. 50% is 50%, 50 and 0.5, but not 0.5%. Decimals are
+        exact: 0.333 is not 1/3."""
         if self.percent == other.percent:
             return self.value == other.value
         whole, plain = (self, other) if self.percent else (other, self)
@@ -41,7 +45,9 @@ DECIMAL = rf"(?:{DIGITS}(?:\.\d*)?|\.\d+)"
 TEN = r"10\s*\^\s*(?:\{\s*([-+]?\d{1,6})\s*\}|(-?\d)(?!\d)|\(\s*([-+]?\d{1,6})\s*\))"
 DECIMAL_PATTERN = re.compile(DECIMAL)
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
-SCIENTIFIC = re.compile(rf"({DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*{TEN}|({DECIMAL})[eE]([-+]?\d{{1,6}})")
+SCIENTIFIC = re.compile(
+    rf"({DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*{TEN}|({DECIMAL})[eE]([-+]?\d{{1,6}})"
+)
 SLASH = re.compile(rf"({DIGITS})\s*/\s*({DIGITS})")
 FRAC = re.compile(rf"\\frac\s*\{{\s*([-+]?\s*{DIGITS})\s*\}}\s*\{{\s*([-+]?\s*{DIGITS})\s*\}}")
 MIXED = re.compile(
@@ -51,7 +57,9 @@ PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|%)\s*\}|percent)\Z")
 
 
 def literal(text: str) -> Literal | None:
-    """Return the value of a number in normal form without its unit, or None if the text is not a literal."""
+    """Return the value of a number in normal form without its unit, or None if the text is not a
+    literal.
+    """
     text = text.strip()
     shorter = PERCENT.sub("", text)
     percent = shorter != text
@@ -67,7 +75,9 @@ def literal(text: str) -> Literal | None:
 
 
 def _magnitude(text: str) -> Fraction | None:
-    """Return the value of an unsigned number. The work is bounded by the length of an answer and LARGEST_EXPONENT."""
+    """Return the value of an unsigned number. The work is bounded by the length of an answer and
+    LARGEST_EXPONENT.
+    """
     if DECIMAL_PATTERN.fullmatch(text):
         return Fraction(_plain(text))
     if match := SLASH.fullmatch(text) or FRAC.fullmatch(text):
@@ -80,7 +90,11 @@ def _magnitude(text: str) -> Fraction | None:
     if match := SCIENTIFIC.fullmatch(text):
         mantissa, *rest = (part for part in match.groups() if part is not None)
         exponent = int(rest[0])
-        return Fraction(_plain(mantissa)) * Fraction(10) ** exponent if abs(exponent) <= LARGEST_EXPONENT else None
+        return (
+            Fraction(_plain(mantissa)) * Fraction(10) ** exponent
+            if abs(exponent) <= LARGEST_EXPONENT
+            else None
+        )
     if match := REPEATING.fullmatch(text):
         whole, fixed, repeated = match.groups()
         scale = 10 ** len(fixed)
@@ -93,7 +107,8 @@ def _plain(digits: str) -> str:
     return digits.replace("\\,", "").replace(",", "").replace(" ", "")
 
 
-# Words that may follow a number but are not its unit: they change the number, hedge it or take it back.
+# Words that may follow a number but are not its unit: they change the number, hedge it or take it
+# back.
 _CHANGING = """
 or and not no never isn wrong incorrect false less more least most than about approximately approx around
 nearly almost roughly plus minus times over divided by squared cubed factorial mod modulo base hundred
@@ -127,8 +142,8 @@ SIGNS = {"dollar": "$", "euro": "€", "pounds": "£", "yen": "¥"}
 def split_unit(text: str) -> tuple[str, str]:
     r"""Return the text without its unit, and the unit ("" if there is none), both in normal form.
 
-    Units are a currency sign on either side, a degree sign, words in \text{} and, after a number that stands alone,
-    words without it.
+    Units are a currency sign on either side, a degree sign, words in \text{} and, after a number
+    that stands alone, words without it.
     """
     units = []
     if head := HEAD.match(text):
@@ -138,7 +153,12 @@ def split_unit(text: str) -> tuple[str, str]:
         if (found := tail.search(text)) and found.start() > 0 and _is_unit(found.group(1)):
             units.append(_unit(found.group(1), found.group(2)) if found.group(1) else _sign(found))
             text = text[: found.start()].strip()
-    if not units and (found := PLAIN_TAIL.search(text)) and _is_unit(found.group(1)) and literal(text[: found.start()]):
+    if (
+        not units
+        and (found := PLAIN_TAIL.search(text))
+        and _is_unit(found.group(1))
+        and literal(text[: found.start()])
+    ):
         units.append(_unit(found.group(1), found.group(2)))
         text = text[: found.start()].strip()
     return text, " ".join(sorted(set(units)))
@@ -151,10 +171,12 @@ def _sign(found: re.Match[str]) -> str:
 
 
 def _is_unit(words: str) -> bool:
-    """Return whether words may follow a number as its unit. A single letter is a variable unless it is a unit's
-    symbol."""
+    """Return whether words may follow a number as its unit. A single letter is a variable unless it
+    is a unit's symbol."""
     names = re.findall(r"[A-Za-z]+", words)
-    return all(name in LETTERS if len(name) == 1 else name.lower() not in NO_UNITS for name in names)
+    return all(
+        name in LETTERS if len(name) == 1 else name.lower() not in NO_UNITS for name in names
+    )
 
 
 def _unit(words: str, power: str) -> str:

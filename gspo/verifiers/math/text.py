@@ -1,4 +1,5 @@
-"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals, equations, formulas.
+"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals,
+equations, formulas.
 
 gspo.verifiers.math.agree says when two of them agree.
 """
@@ -40,7 +41,9 @@ class TooMany(ValueError):
 ELEMENTS = 40
 ALONE = re.compile(rf"\s*{VARIABLE}\s*")
 MEMBER = re.compile(rf"\s*({VARIABLE})\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
-POINTS = re.compile(rf"\s*(\({VARIABLE}(?:\s*,\s*{VARIABLE})+\))\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
+POINTS = re.compile(
+    rf"\s*(\({VARIABLE}(?:\s*,\s*{VARIABLE})+\))\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL
+)
 BUILDER = re.compile(
     rf"\\\{{\s*({VARIABLE})\s*(?:\\in\s*\\mathbb\s*(?:\{{\s*R\s*\}}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)(.+)\\\}}\Z",
     re.DOTALL,
@@ -74,7 +77,9 @@ def squeeze(text: str) -> str:
 
 
 def fold(text: str) -> str:
-    r"""Return the letters of a text answer, without \text{}, brackets round a choice, quotes, spaces and case."""
+    r"""Return the letters of a text answer, without \text{}, brackets round a choice, quotes,
+    spaces and case.
+    """
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"[\s\"'`\\]+", "", text).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
@@ -93,9 +98,17 @@ def structure(text: str) -> Node:
         return Node("number", text, (number, unit))
     if (table := TABLE.match(text)) and bool(table.group(1)) == bool(table.group(4)):
         rows = [row for row in split(table.group(3), ("\\\\",)) if row.strip()]
-        return Node("matrix", text, tuple(tuple(structure(cell) for cell in split(row, ("&",))) for row in rows))
+        return Node(
+            "matrix",
+            text,
+            tuple(tuple(structure(cell) for cell in split(row, ("&",))) for row in rows),
+        )
     if system := SYSTEM.match(text):
-        lines = [structure(row.strip(" ,")) for row in split(system.group(3), ("\\\\",)) if row.strip(" ,")]
+        lines = [
+            structure(row.strip(" ,"))
+            for row in split(system.group(3), ("\\\\",))
+            if row.strip(" ,")
+        ]
         names = {line.parts[0] for line in lines if line.kind == "named" and line.parts[1] == "="}
         return Node("several" if len(names) == len(lines) else "formula", text, tuple(lines))
     written = text
@@ -107,8 +120,8 @@ def structure(text: str) -> Node:
 
 
 def _is_text(text: str) -> bool:
-    r"""Return whether this is words: \text{...} as a whole, a plain word of three letters or more, "no ...", or a
-    choice in brackets."""
+    r"""Return whether this is words: \text{...} as a whole, a plain word of three letters or more,
+    "no ...", or a choice in brackets."""
     if re.fullmatch(r"\\text\s*\{\s*\(?[A-Za-z][^{}=]*\}", text):
         return not OR.search(text[6:])
     return WORDS.fullmatch(text) is not None and not OR.search(text)
@@ -152,7 +165,9 @@ def _single(text: str) -> Node:
     if points := POINTS.match(text):
         return Node("named", text, (squeeze(points.group(1)), "in", structure(points.group(2))))
     if (unequal := UNEQUAL.match(text)) and not UNEQUAL.match(unequal.group(2)):
-        return Node("named", text, (squeeze(unequal.group(1)), "in", _besides(text, unequal.group(2))))
+        return Node(
+            "named", text, (squeeze(unequal.group(1)), "in", _besides(text, unequal.group(2)))
+        )
     if reals := REALS.match(text):
         return _besides(text, reals.group(1))
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
@@ -163,9 +178,12 @@ def _single(text: str) -> Node:
         inside = split(text[1:-1], (";",) if ";" in text else (",",))
         if len(inside) > 1:
             return Node("ordered", text, (text[0], *map(structure, inside), text[-1]))
-    if "\\mp" in text and text.count("\\pm") < 2:  # alone it means \pm; beside \pm it is the other sign
+    # alone it means \pm; beside \pm it is the other sign
+    if "\\mp" in text and text.count("\\pm") < 2:
         upper = ("+", "-") if "\\pm" in text else ("-", "+")
-        return _several(text, [text.replace("\\pm", pm).replace("\\mp", mp) for pm, mp in (upper, upper[::-1])])
+        return _several(
+            text, [text.replace("\\pm", pm).replace("\\mp", mp) for pm, mp in (upper, upper[::-1])]
+        )
     if "\\pm" in text and text.count("\\pm") < 4 and "\\mp" not in text:
         return _several(text, [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
     if squeeze(text) in ("\\infty", "+\\infty", "-\\infty"):
@@ -174,8 +192,8 @@ def _single(text: str) -> Node:
 
 
 def _equation(text: str, left: str, right: str) -> Node:
-    """Return a name and its value, whichever side names it, or else an equation. A name whose value contains it is to
-    be solved."""
+    """Return a name and its value, whichever side names it, or else an equation. A name whose value
+    contains it is to be solved."""
     if names_a_value(right) and not names_a_value(left):
         left, right = right, left
     if names := tuple_of_names(left):
@@ -185,13 +203,19 @@ def _equation(text: str, left: str, right: str) -> Node:
     elif names_a_value(left):
         value = structure(right)
         name = squeeze(left)
-        if len(name) > 1 or value.kind != "formula" or name not in letters(re.sub(r"\w_|\\text\{[^}]*\}", "", right)):
+        if (
+            len(name) > 1
+            or value.kind != "formula"
+            or name not in letters(re.sub(r"\w_|\\text\{[^}]*\}", "", right))
+        ):
             return Node("named", text, (name, "=", value))
     return Node("equation", text, (left, right))
 
 
 def worth(node: Node) -> Node | None:
-    """Return the value that an equation gives for several names together, as in m+n = 16, or None if there is none."""
+    """Return the value that an equation gives for several names together, as in m+n = 16, or None
+    if there is none.
+    """
     for names, value in (node.parts, node.parts[::-1]) if node.kind == "equation" else ():
         if combines_values(names) and not letters(value):
             return structure(value)
@@ -203,17 +227,31 @@ def _besides(text: str, left_out: str | None) -> Node:
     node = structure(left_out) if left_out else Node("several", "")
     parts = node.parts if node.kind == "several" else (node,)
     return Node(
-        "besides", text, tuple(p for part in parts for p in (part.parts if part.kind == "several" else (part,)))
+        "besides",
+        text,
+        tuple(p for part in parts for p in (part.parts if part.kind == "several" else (part,))),
     )
 
 
 def _inequality(text: str, sides: list[str]) -> Node:
-    """Return an interval for x < b, a < x or a < x < b, and otherwise a formula, which only its own spelling equals."""
-    terms, signs = sides[::2], [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]]
+    """Return an interval for x < b, a < x or a < x < b, and otherwise a formula, which only its own
+    spelling equals.
+    """
+    terms, signs = (
+        sides[::2],
+        [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]],
+    )
     if signs and all(sign[0] == ">" for sign in signs):  # such a chain is read from right to left
         terms, signs = terms[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
-    names = [place for place, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term]
-    if len(names) != 1 or len(terms) > 3 or any(sign[0] != "<" for sign in signs) or len(terms) - names[0] > 2:
+    names = [
+        place for place, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term
+    ]
+    if (
+        len(names) != 1
+        or len(terms) > 3
+        or any(sign[0] != "<" for sign in signs)
+        or len(terms) - names[0] > 2
+    ):
         return Node("formula", text)
     place = names[0]
     if len(terms) == 3 and place != 1:
@@ -222,7 +260,11 @@ def _inequality(text: str, sides: list[str]) -> Node:
     high = structure(terms[place + 1]) if place + 1 < len(terms) else INFINITY[0]
     opening = "[" if place and signs[place - 1] == "<=" else "("
     closing = "]" if place + 1 < len(terms) and signs[place] == "<=" else ")"
-    return Node("named", text, (squeeze(terms[place]), "in", Node("ordered", text, (opening, low, high, closing))))
+    return Node(
+        "named",
+        text,
+        (squeeze(terms[place]), "in", Node("ordered", text, (opening, low, high, closing))),
+    )
 
 
 def split(text: str, separators: tuple[str, ...]) -> list[str]:
@@ -234,7 +276,9 @@ def split(text: str, separators: tuple[str, ...]) -> list[str]:
             depth += 1
         elif sign in (")", "]", "}", "\\}", "\\end"):
             depth -= 1
-        elif depth == 0 and (found := next((s for s in separators if text.startswith(s, token.start())), None)):
+        elif depth == 0 and (
+            found := next((s for s in separators if text.startswith(s, token.start())), None)
+        ):
             parts.append(text[start : token.start()])
             start = token.start() + len(found)
     return [*parts, text[start:]]
@@ -252,7 +296,9 @@ def _encloses(text: str) -> bool:
 
 
 def spelling(node: Node) -> str:
-    """Return one spelling for answers that are the same number, list of numbers or text, for majority votes."""
+    """Return one spelling for answers that are the same number, list of numbers or text, for
+    majority votes.
+    """
     if node.kind == "number":
         return node.parts[0].text()
     if node.kind == "words":

@@ -1,13 +1,18 @@
-r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a gold.
+r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a
+gold.
 
-Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to workers, which are
-processes of their own (worker.py) that start with the first formula and are replaced when they end. Verdicts:
+Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to
+workers, which are processes of their own (worker.py) that start with the first formula and are
+replaced when they end. Verdicts:
 
 correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
-malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or invisible characters
-timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from the cache
-unreadable-gold   the gold is empty, or cannot be parsed: no fault of the response, which is left ungraded
+malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or
+             invisible characters
+timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from
+             the cache
+unreadable-gold   the gold is empty, or cannot be parsed: no fault of the response, which is left
+                  ungraded
 
 The rules of judgement are in gspo/verifiers/math/agree.py.
 """
@@ -29,11 +34,19 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from gspo.verifiers.math.agree import agree
-from gspo.verifiers.math.extract import FORMS, TEXT_CHARACTERS, Refused, extract, listed_boxes, normal
+from gspo.verifiers.math.extract import (
+    FORMS,
+    TEXT_CHARACTERS,
+    Refused,
+    extract,
+    listed_boxes,
+    normal,
+)
 from gspo.verifiers.math.text import Node, TooMany, spelling, structure
 
 WORKER = Path(__file__).with_name("worker.py")
-# a question's CPU time as a share of `seconds`; the rest is for ending the worker and starting the next
+# a question's CPU time as a share of `seconds`; the rest is for ending the worker and starting the
+# next
 CPU_SHARE = 0.4
 PATIENCE = 4  # a worker that uses no CPU time for this many times `seconds` hangs
 LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
@@ -68,12 +81,14 @@ class _Unsettled(Exception):
 class MathVerifier:
     """Judges answers of one form with up to `workers` workers.
 
-    A forked or unpickled copy starts workers of its own. Threads may share a verifier; they take turns.
+    A forked or unpickled copy starts workers of its own. Threads may share a verifier; they take
+    turns.
     """
 
     form: str = "boxed"  # boxed | hash (GSM8K's ####) | answer ("Answer: ...")
     workers: int = 1
-    seconds: float = 5.0  # an idle machine judges an answer within these; its CPU limit is 0.4 of them
+    # an idle machine judges an answer within these; its CPU limit is 0.4 of them
+    seconds: float = 5.0
     memory_mb: int = 2048  # the address space of a worker
     cache: int = 65536  # number of comparisons that are remembered
 
@@ -98,7 +113,8 @@ class MathVerifier:
 
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
         """Return the verdicts in the order of `items` = (response text, gold)."""
-        if self._owner != os.getpid():  # in a forked copy, the workers belong to the process that started them
+        # in a forked copy, the workers belong to the process that started them
+        if self._owner != os.getpid():
             self._start_over()
         tasks = [_read(text[-TEXT_CHARACTERS:], gold, self.form) for text, gold in items]
         verdicts = [task if isinstance(task, MathVerdict) else None for task in tasks]
@@ -114,7 +130,8 @@ class MathVerifier:
                         asked[asks.question] = None
                 try:
                     self._answer(list(asked))
-                # after Ctrl-C a worker that still computes would answer the next question with this result
+                # after Ctrl-C a worker that still computes would answer the next question with this
+                # result
                 except BaseException:
                     for worker in self._pool:
                         worker.stop()
@@ -152,8 +169,8 @@ class MathVerifier:
         return MathVerdict(verdict, spelling(answer))
 
     def _answered(self, *question: str) -> bool:
-        """Return the answer to a question. Raises _Asked if there is none yet, _Unsettled if there can be none, and
-        _UnreadableGold if its gold cannot be parsed."""
+        """Return the answer to a question. Raises _Asked if there is none yet, _Unsettled if there
+        can be none, and _UnreadableGold if its gold cannot be parsed."""
         if question not in self._recent:
             if question not in self._answers:
                 raise _Asked(question)
@@ -166,7 +183,8 @@ class MathVerifier:
         return self._recent[question]
 
     def _answer(self, questions: list[Question]) -> None:
-        """Keep the workers busy until every question has an answer; a string says why there is none.
+        """Keep the workers busy until every question has an answer; a string says why there is
+        none.
 
         A lost worker's question is asked once more.
         """
@@ -223,7 +241,8 @@ class _Worker:
     def __init__(self, seconds: float, memory_mb: int) -> None:
         self.seconds, self.memory_mb = seconds, memory_mb
         self.process: subprocess.Popen[bytes] | None = None
-        self.cpu, self.since = 0.0, 0.0  # its CPU time when that was last seen to change, and when that was
+        # its CPU time when that was last seen to change, and when that was
+        self.cpu, self.since = 0.0, 0.0
 
     def send(self, question: Question) -> None:
         """Hand over a question, and start the worker if it is not running."""
@@ -231,13 +250,15 @@ class _Worker:
             self.stop()
             self.start()
         self.cpu, self.since = 0.0, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # it died just now, and receive() will find the end of its output
+        # it died just now, and receive() will find the end of its output
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> bool | str:
-        """Return the worker's answer: true, false or "gold". Returns "timeout" if the kernel ended it for its CPU time,
-        and "lost" if it died or hangs otherwise, or has no memory left, perhaps because of earlier questions."""
+        """Return the worker's answer: true, false or "gold". Returns "timeout" if the kernel ended
+        it for its CPU time, and "lost" if it died or hangs otherwise, or has no memory left,
+        perhaps because of earlier questions."""
         line = self.process.stdout.readline() if wait([self.process.stdout], timeout=0) else b""
         with contextlib.suppress(ValueError):
             if line.endswith(b"\n") and (reply := json.loads(line)) in (True, False, "gold"):
@@ -247,14 +268,18 @@ class _Worker:
         return "timeout" if timed_out else "lost"
 
     def hangs(self) -> bool:
-        """Return whether it has used no CPU time for long, and so is stopped or waits for what will not come."""
+        """Return whether it has used no CPU time for long, and so is stopped or waits for what will
+        not come.
+        """
         cpu, now = _cpu_time(self.process.pid), time.monotonic()
         if cpu != self.cpu:
             self.cpu, self.since = cpu, now
         return now - self.since > PATIENCE * self.seconds
 
     def start(self) -> None:
-        """Start the worker and wait until it has loaded math-verify. Raises RuntimeError if it cannot."""
+        """Start the worker and wait until it has loaded math-verify. Raises RuntimeError if it
+        cannot.
+        """
         limits = map(str, (os.getpid(), self.memory_mb, CPU_SHARE * self.seconds))
         environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = subprocess.Popen(
@@ -268,7 +293,9 @@ class _Worker:
         if self.process.stdout.readline() != b"ready\n":
             status = self.process.wait()
             self.stop()
-            raise RuntimeError(f"the math worker did not start (exit status {status}): is math-verify installed?")
+            raise RuntimeError(
+                f"the math worker did not start (exit status {status}): is math-verify installed?"
+            )
 
     def stop(self) -> None:
         """End the worker and collect it, so that no zombie stays."""
@@ -286,7 +313,9 @@ def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
         answered = wait([worker.process.stdout for worker in workers], timeout=0.5)
-        ready = [worker for worker in workers if worker.process.stdout in answered or worker.hangs()]
+        ready = [
+            worker for worker in workers if worker.process.stdout in answered or worker.hangs()
+        ]
         if ready:
             return ready
 
@@ -296,5 +325,6 @@ def _cpu_time(pid: int) -> float:
     if sys.platform != "linux":
         return 0.0
     with contextlib.suppress(OSError):
-        return time.clock_gettime((~pid << 3) | 2)  # the kernel's number for the CPU clock of a process
+        # the kernel's number for the CPU clock of a process
+        return time.clock_gettime((~pid << 3) | 2)
     return -1.0

@@ -1,14 +1,16 @@
-"""The worker: says whether two formulas, or two equations, are equal. gspo.verifiers.math.verifier starts it.
+"""The worker: says whether two formulas, or two equations, are equal. gspo.verifiers.math.verifier
+starts it.
 
-It is a process of its own, because parsing and computing what a model wrote can take any time and memory. It has a
-memory limit, and each question has a CPU limit after which the kernel ends the process, even if the computation ignores
-signals. The limit is on CPU time, not on waiting, so that a busy machine changes no verdict.
+It is a process of its own, because parsing and computing what a model wrote can take any time and
+memory. It has a memory limit, and each question has a CPU limit after which the kernel ends the
+process, even if the computation ignores signals. The limit is on CPU time, not on waiting, so that
+a busy machine changes no verdict.
 
-It reads lines [kind, gold, answer] of JSON and answers true, false, "gold" where the gold cannot be parsed, or
-"memory", after which it ends. Formulas are
-parsed by math-verify (latex2sympy2_extended) and evaluated to 100 digits at some points. math-verify's own comparison,
-which rounds, is asked only about objects that are not functions of numbers.
-The command line gives the parent's process id, megabytes and CPU seconds.
+It reads lines [kind, gold, answer] of JSON and answers true, false, "gold" where the gold cannot be
+parsed, or "memory", after which it ends. Formulas are parsed by math-verify (latex2sympy2_extended)
+and evaluated to 100 digits at some points. math-verify's own comparison, which rounds, is asked
+only about objects that are not functions of numbers. The command line gives the parent's process
+id, megabytes and CPU seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from pathlib import Path
 
 DIGITS = 100
 TOLERANCE = 80  # digits in which two values must agree
-SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))  # points are taken near these, different for each variable
+# points are taken near these, different for each variable
+SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))
 LONGEST_LINE = 65536
 
 
 def serve(parent: int, seconds: float) -> None:
-    """Answer until the input ends or the parent is gone. It asks for its parent's id, since a forked copy of the parent
-    may hold the other end of the input open."""
+    """Answer until the input ends or the parent is gone. It asks for its parent's id, since a
+    forked copy of the parent may hold the other end of the input open."""
     print("ready", flush=True)
     pending = b""
     while os.getppid() == parent:
@@ -52,8 +55,8 @@ def serve(parent: int, seconds: float) -> None:
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
-    """Return whether the two are equal, "gold" if the gold cannot be parsed. An answer that cannot be parsed or
-    computed is not equal."""
+    """Return whether the two are equal, "gold" if the gold cannot be parsed. An answer that cannot
+    be parsed or computed is not equal."""
     try:
         for side in gold.split("=") if kind == "equation" else [gold]:
             parsed(side)
@@ -117,11 +120,13 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
 
 
 def points(symbols: list) -> Iterator[dict]:
-    """Yield points of which no two lie on one line through the origin, where y = 3x and x = 3y are in constant
-    proportion."""
+    """Yield points of which no two lie on one line through the origin, where y = 3x and x = 3y are
+    in constant proportion."""
     for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
         yield {
-            symbol: sympy.Rational(above * (37 + 10 * place + number * place * place), below * (31 + place))
+            symbol: sympy.Rational(
+                above * (37 + 10 * place + number * place * place), below * (31 + place)
+            )
             for place, symbol in enumerate(symbols)
         }
 
@@ -132,7 +137,11 @@ def value(expression, point: dict):
     if number.free_symbols or not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
         return None
     return (
-        number if all(part.is_Float or part.is_Integer or part.is_Rational for part in number.as_real_imag()) else None
+        number
+        if all(
+            part.is_Float or part.is_Integer or part.is_Rational for part in number.as_real_imag()
+        )
+        else None
     )
 
 
@@ -143,7 +152,10 @@ def real(number) -> bool:
 def near(one, other) -> bool:
     """Return whether the numbers are equal in TOLERANCE digits."""
     size = max(abs(one), abs(other))
-    return bool(size < sympy.Float(10) ** -TOLERANCE or abs(one - other) <= size * sympy.Float(10) ** -TOLERANCE)
+    return bool(
+        size < sympy.Float(10) ** -TOLERANCE
+        or abs(one - other) <= size * sympy.Float(10) ** -TOLERANCE
+    )
 
 
 if __name__ == "__main__":
@@ -155,8 +167,11 @@ if __name__ == "__main__":
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify import verify
 
-    CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    CONFIG = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+    )
     logging.disable(logging.CRITICAL)
-    if sys.platform == "linux":  # elsewhere the limit counts the system's own mappings, or is refused
+    # elsewhere the limit counts the system's own mappings, or is refused
+    if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     serve(int(sys.argv[1]), cpu_seconds)

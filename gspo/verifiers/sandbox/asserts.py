@@ -1,16 +1,20 @@
-"""Runs trusted test code in a confined child of its own, and asks the harness for each call of the tested program.
+"""Runs trusted test code in a confined child of its own, and asks the harness for each call of the
+tested program.
 
     first message   {"prelude", "test", "entry_point"}
-    asks            {"call", "arguments", "keywords"}       is answered {"value"} or {"object": number}
+    asks            {"call", "arguments", "keywords"}       is answered {"value"} or {"object":
+                    number}
     ends with       {"verdict", "detail"}
 
-The names that the program should provide are stand-ins: calling one sends the arguments to the program's process, and
-plain data comes back, of exact types, so that `==` here means what it means in Python. Anything else that the program
-made, such as Pair(5, 24), comes back as an opaque object, which can only be given back to the program. This process,
-which the program cannot reach, alone decides whether the test passed.
+The names that the program should provide are stand-ins: calling one sends the arguments to the
+program's process, and plain data comes back, of exact types, so that `==` here means what it means
+in Python. Anything else that the program made, such as Pair(5, 24), comes back as an opaque object,
+which can only be given back to the program. This process, which the program cannot reach, alone
+decides whether the test passed.
 
-HumanEval: the prompt is the prelude (the tests call its helper functions), and the test defines check(candidate), which
-is called with the stand-in of the entry point. MBPP: the test is its assert lines.
+HumanEval: the prompt is the prelude (the tests call its helper functions), and the test defines
+check(candidate), which is called with the stand-in of the entry point. MBPP: the test is its assert
+lines.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ OPERATIONS = (
 
 
 class Refused(BaseException):
-    """Raised when the test looks at something that is not plain data. It is not an Exception, so no test swallows
-    it."""
+    """Raised when the test looks at something that is not plain data. It is not an Exception, so no
+    test swallows it."""
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -46,7 +50,9 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 class Opaque:
-    """Something that the program made and that stays with it. Whatever is done to it here raises Refused."""
+    """Something that the program made and that stays with it. Whatever is done to it here raises
+    Refused.
+    """
 
     __slots__ = ("number",)
 
@@ -69,7 +75,9 @@ def describe(error: BaseException) -> str:
     """Return an exception in a few words."""
     try:
         return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
-    except Exception:  # the exception is untrusted: it may have its own __str__, or an integer of too many digits
+    except (
+        Exception
+    ):  # the exception is untrusted: it may have its own __str__, or an integer of too many digits
         return "an exception without words"
 
 
@@ -81,8 +89,8 @@ class Tester:
         self.calls = 0
 
     def judge(self, prelude: str, test: str) -> tuple[str, str]:
-        """Return (verdict, detail). An error before the program was first called is the test's own fault, a sandbox
-        error."""
+        """Return (verdict, detail). An error before the program was first called is the test's own
+        fault, a sandbox error."""
         try:
             self._run(prelude, test)
         except AssertionError as error:
@@ -93,7 +101,9 @@ class Tester:
             return "protocol", str(error)
         except MemoryError:
             return "memory", "in the test"
-        except Exception as error:  # the test did something with a result that only a right result allows
+        except (
+            Exception
+        ) as error:  # the test did something with a result that only a right result allows
             return "wrong" if self.calls else "sandbox-error", f"in the test: {describe(error)}"
         return "pass", ""
 
@@ -105,7 +115,8 @@ class Tester:
         names.update(self._outside_names(trees))
         exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), names)
         if self.entry_point:
-            names[self.entry_point] = self.stand_in(self.entry_point)  # replaces the empty one of HumanEval's prelude
+            # replaces the empty one of HumanEval's prelude
+            names[self.entry_point] = self.stand_in(self.entry_point)
         exec(compile(test, "test.py", "exec", dont_inherit=True), names)
         if _defines_check(trees[1]):
             names["check"](names[self.entry_point])
@@ -132,8 +143,8 @@ class Tester:
         return thing
 
     def _outside_names(self, trees: tuple[ast.Module, ...]) -> dict[str, Any]:
-        """Return what the test uses and does not define: modules of the standard library, and stand-ins for all other
-        names."""
+        """Return what the test uses and does not define: modules of the standard library, and
+        stand-ins for all other names."""
         used, own = set(), set(dir(builtins))
         for node in (node for tree in trees for node in ast.walk(tree)):
             if isinstance(node, ast.Name):
@@ -147,7 +158,8 @@ class Tester:
             elif isinstance(node, ast.ExceptHandler) and node.name:
                 own.add(node.name)
         outside = used - own - {self.entry_point}
-        modules = outside & sys.stdlib_module_names  # MBPP's tests rely on the solution's `import sys`
+        # MBPP's tests rely on the solution's `import sys`
+        modules = outside & sys.stdlib_module_names
         names = {name: self.stand_in(name) for name in outside - modules}
         return names | {name: importlib.import_module(name) for name in modules}
 
@@ -162,5 +174,11 @@ def _by_number(value: Any) -> Any:
 def _defines_check(test: ast.Module) -> bool:
     """Return whether the test defines check(candidate) and leaves the call to us."""
     defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in test.body)
-    calls = (node.value.func for node in test.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
-    return defined and not any(isinstance(called, ast.Name) and called.id == "check" for called in calls)
+    calls = (
+        node.value.func
+        for node in test.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
+    return defined and not any(
+        isinstance(called, ast.Name) and called.id == "check" for called in calls
+    )

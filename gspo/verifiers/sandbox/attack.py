@@ -1,9 +1,11 @@
-"""An attack on the sandbox: a program that tries to have an effect, and what the harness saw when it ran.
+"""An attack on the sandbox: a program that tries to have an effect, and what the harness saw when
+it ran.
 
-An attack succeeds only by an effect that the harness observes (scene.py): a file, a message, a dead process, too much
-memory, the secret in the output. Where success leaves no trace outside the program (the kernel grants a forbidden
-system call), the program reports it by `won`, which prints a random word of this run.
-tests/unit/verifiers/test_attacks.py tests that these programs do win where nothing confines them.
+An attack succeeds only by an effect that the harness observes (scene.py): a file, a message, a dead
+process, too much memory, the secret in the output. Where success leaves no trace outside the
+program (the kernel grants a forbidden system call), the program reports it by `won`, which prints a
+random word of this run. tests/unit/verifiers/test_attacks.py tests that these programs do win where
+nothing confines them.
 
 In a program, @SECRET@, @HOST@ and so on stand for the decoys; see `Scene.values`.
 """
@@ -17,7 +19,8 @@ from gspo.verifiers.sandbox.scene import Scene, Watch, left_over, long_seconds
 from gspo.verifiers.sandbox.session import Limits
 
 HONEST = "import builtins, math\nprint(6 * 7, hasattr(builtins, 'left') or hasattr(math, 'left'))"
-PATIENCE = 20.0  # seconds beyond ten times the limits, so that a busy machine does not count as a breach
+# seconds beyond ten times the limits, so that a busy machine does not count as a breach
+PATIENCE = 20.0
 
 PRELUDE = """
 import ctypes, os, signal, socket, struct, sys, threading, time
@@ -54,7 +57,9 @@ def until(): return time.monotonic() + LONG
 
 
 class Attack(NamedTuple):
-    """One attack. `before` is a program that runs first; `ends` lists how the attack must end (empty: in any way)."""
+    """One attack. `before` is a program that runs first; `ends` lists how the attack must end
+    (empty: in any way).
+    """
 
     name: str
     tries: str
@@ -64,7 +69,9 @@ class Attack(NamedTuple):
 
 
 class AttackResult(NamedTuple):
-    """What became of one attack. `seen` lists its effects if it succeeded, and otherwise says how the program ended."""
+    """What became of one attack. `seen` lists its effects if it succeeded, and otherwise says how
+    the program ended.
+    """
 
     name: str
     stopped: bool
@@ -80,17 +87,24 @@ def run_attack(slot: Any, attack: Attack, decoys: Scene) -> AttackResult:
     with Watch(decoys.name) as watch:
         output, ended = slot.run_program(program, "input\n")
     seconds = time.monotonic() - start
-    breaches = [*_breaches(attack, slot.limits, output, ended, seconds, decoys), *watch.breaches(slot.limits.memory_mb)]
+    breaches = [
+        *_breaches(attack, slot.limits, output, ended, seconds, decoys),
+        *watch.breaches(slot.limits.memory_mb),
+    ]
     if left := left_over(decoys.name):
         breaches.append(f"{len(left)} processes went on after the end")
     breaches += decoys.effects()
     honest, after = slot.run_program(HONEST, "")
     if honest != b"42 False\n":
         breaches.append(f"the next program gave {honest[:40]!r} ({after.why})")
-    return AttackResult(attack.name, not breaches, "; ".join(breaches) or f"ended by {ended.why} {ended.code}")
+    return AttackResult(
+        attack.name, not breaches, "; ".join(breaches) or f"ended by {ended.why} {ended.code}"
+    )
 
 
-def _breaches(attack: Attack, limits: Limits, output: bytes, ended: Any, seconds: float, decoys: Scene) -> list[str]:
+def _breaches(
+    attack: Attack, limits: Limits, output: bytes, ended: Any, seconds: float, decoys: Scene
+) -> list[str]:
     """Return what the output and the end of the program show to be breaches."""
     # it ended by an error of its own
     failed = ended.why == "exit" and ended.code != 0 and seconds < long_seconds(limits)

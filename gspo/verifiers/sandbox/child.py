@@ -1,13 +1,16 @@
-"""Loads an untrusted program once, in the confined child, then calls its functions as the harness asks.
+"""Loads an untrusted program once, in the confined child, then calls its functions as the harness
+asks.
 
     first message       {"code", "objects"}
-    then, again and again  {"index", "call", "arguments", "keywords"}   (values.py has the form of values)
-    answers             {"index", "value"}, or {"index", "object": number} for a result that is not plain and stays here
-                        (only with "objects": true), or {"index", "status", "detail"}; index -1 is that of loading
+    then, again and again  {"index", "call", "arguments", "keywords"}   (values.py has the form of
+                           values)
+    answers             {"index", "value"}, or {"index", "object": number} for a result that is not
+                        plain and stays here (only with "objects": true), or {"index", "status",
+                        "detail"}; index -1 is that of loading
 
-The harness trusts nothing here: the program lives in the same process, may change everything in this module, and may
-write frames of its own. What it sends is a value to be compared, by a process that it cannot reach, with an expected
-value that never comes here.
+The harness trusts nothing here: the program lives in the same process, may change everything in
+this module, and may write frames of its own. What it sends is a value to be compared, by a process
+that it cannot reach, with an expected value that never comes here.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ class Missing(Exception):
 
 
 def run(kind: str, channel: Channel) -> None:
-    """Serve one program (kind "function") or one test (kind "tester") until the harness closes the channel."""
+    """Serve one program (kind "function") or one test (kind "tester") until the harness closes the
+    channel.
+    """
     sys.argv[:] = ["program.py"]
     try:
         if kind == "tester":
@@ -64,7 +69,9 @@ def failure(index: int, status: str, detail: str) -> dict[str, Any]:
 
 
 class Candidate:
-    """An untrusted program: its names, and the objects that it made and that can be given back to it."""
+    """An untrusted program: its names, and the objects that it made and that can be given back to
+    it.
+    """
 
     def __init__(self, keeps_objects: bool, limit: int) -> None:
         self.keeps_objects, self.limit = keeps_objects, limit
@@ -94,7 +101,9 @@ class Candidate:
         return {"value": None}
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Call a function with arguments that nobody else holds; "Solution.name" is called on a new Solution()."""
+        """Call a function with arguments that nobody else holds; "Solution.name" is called on a new
+        Solution().
+        """
         arguments = decode(message["arguments"], self.objects.__getitem__)
         keywords = decode(message["keywords"], self.objects.__getitem__)
         result = self.find(message["call"])(*arguments, **keywords)

@@ -1,17 +1,22 @@
-"""What a process gives up before it runs an untrusted program: resource limits, rights, files, system calls.
+"""What a process gives up before it runs an untrusted program: resource limits, rights, files,
+system calls.
 
-Each layer is useful without the others; `prepare` finds out which ones this machine offers, and reports them:
+Each layer is useful without the others; `prepare` finds out which ones this machine offers, and
+reports them:
 - resource limits: CPU, address space, file size, open files, processes and threads;
-- user: root becomes a user of its own; an ordinary user enters a user namespace, so that the limit on processes counts
-  only the program's threads. Trying shows whether that limit binds; if it does not, no threads are allowed at all;
-- capabilities: none (CAP_DAC_READ_SEARCH alone stays where the interpreter lies in a home that others cannot enter, and
-  only under landlock, which then decides what may be read);
-- landlock: read the standard library, shared libraries and time zones; write nothing; no TCP; no signals out;
+- user: root becomes a user of its own; an ordinary user enters a user namespace, so that the limit
+  on processes counts only the program's threads. Trying shows whether that limit binds; if it does
+  not, no threads are allowed at all;
+- capabilities: none (CAP_DAC_READ_SEARCH alone stays where the interpreter lies in a home that
+  others cannot enter, and only under landlock, which then decides what may be read);
+- landlock: read the standard library, shared libraries and time zones; write nothing; no TCP; no
+  signals out;
 - seccomp: gspo/verifiers/sandbox/seccomp.py.
-Landlock does not cover metadata (whether a path exists, how long a file is); bubblewrap hides that too.
+Landlock does not cover metadata (whether a path exists, how long a file is); bubblewrap hides that
+too.
 
-Sources: Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). This module uses the standard library only,
-since it runs in the confined process.
+Sources: Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). This module uses the
+standard library only, since it runs in the confined process.
 """
 
 from __future__ import annotations
@@ -31,7 +36,13 @@ from gspo.verifiers.sandbox import seccomp
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 8, 22, 24
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP = (
+    1,
+    4,
+    8,
+    22,
+    24,
+)
 PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER, CLONE_NEWUSER = 38, 2, 0x10000000
 # these numbers are the same on every architecture
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
@@ -41,7 +52,14 @@ CAPABILITY_VERSION = 0x20080522
 NOBODY = 65534
 THREADS = 32
 LIBRARIES = ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/lib32", "/usr/local/lib")
-READABLE = (*LIBRARIES, "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+READABLE = (
+    *LIBRARIES,
+    "/usr/share/zoneinfo",
+    "/etc/localtime",
+    "/etc/ld.so.cache",
+    "/dev/null",
+    "/dev/urandom",
+)
 PACKAGES = ("site-packages", "dist-packages")
 STACK_BYTES = 64 << 20
 
@@ -85,13 +103,16 @@ def checked(result: int, what: str) -> int:
 
 
 def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
-    """Put on every layer of the plan, in an order in which each is still possible. Raises OSError or ValueError."""
+    """Put on every layer of the plan, in an order in which each is still possible. Raises OSError
+    or ValueError.
+    """
     limit_resources(bounds)
     if not LINUX:
         return
     change_user(plan)
-    # Only after the change of user: a user namespace would remember this limit for the user outside, whose other
-    # processes it would then count. The 4 more are the program itself and, in bubblewrap, its fork server and init.
+    # Only after the change of user: a user namespace would remember this limit for the user
+    # outside, whose other processes it would then count. The 4 more are the program itself and, in
+    # bubblewrap, its fork server and init.
     limit("NPROC", plan.threads + 4 if plan.threads else 0)
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # set after the change of user, which clears it
     if os.getppid() != parent:
@@ -105,8 +126,8 @@ def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
 
 
 def limit_resources(bounds: Bounds) -> None:
-    """Set soft and hard limits alike, so that the program cannot raise them. The CPU limit is a back-stop: the fork
-    server watches more closely."""
+    """Set soft and hard limits alike, so that the program cannot raise them. The CPU limit is a
+    back-stop: the fork server watches more closely."""
     limits = {
         "CPU": math.ceil(bounds.cpu_seconds) + 2,
         "AS": bounds.memory_mb << 20,
@@ -119,7 +140,8 @@ def limit_resources(bounds: Bounds) -> None:
     for name, value in limits.items():
         if name != "AS" or LINUX:  # macOS refuses limits on the address space
             limit(name, value)
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # programs may ask for more, since the address space bounds it
+    # programs may ask for more, since the address space bounds it
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     if LINUX and (hard == resource.RLIM_INFINITY or hard > STACK_BYTES):
         resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
 
@@ -154,8 +176,8 @@ def set_capabilities(wanted: int) -> None:
 
 
 def drop_bounding_set() -> None:
-    """Prevent all programs started from here on from gaining a capability. It needs CAP_SETPCAP, and matters little
-    where exec is forbidden."""
+    """Prevent all programs started from here on from gaining a capability. It needs CAP_SETPCAP,
+    and matters little where exec is forbidden."""
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) < 0:
             break
@@ -167,14 +189,18 @@ def landlock_abi() -> int:
 
 
 def landlock_rules(abi: int, readable: list[str]) -> int:
-    """Return a file descriptor for a rule set that refuses everything it can except reading `readable`; many processes
-    can apply it."""
+    """Return a file descriptor for a rule set that refuses everything it can except reading
+    `readable`; many processes can apply it."""
     rights = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     # rights on files, on TCP, and scopes
     attributes = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
-    rules = checked(LIBC.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "landlock rules")
-    for path, allowed in dict(grant for each in readable if os.path.exists(each) for grant in grants(each)).items():
+    rules = checked(
+        LIBC.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "landlock rules"
+    )
+    for path, allowed in dict(
+        grant for each in readable if os.path.exists(each) for grant in grants(each)
+    ).items():
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = allowed.to_bytes(8, "little") + fd.to_bytes(4, "little")
         checked(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"landlock rule for {path}")
@@ -183,8 +209,8 @@ def landlock_rules(abi: int, readable: list[str]) -> int:
 
 
 def grants(path: str) -> Iterator[tuple[str, int]]:
-    """Yield the rights below a path: to read everything except installed packages, which may include benchmarks with
-    their answers."""
+    """Yield the rights below a path: to read everything except installed packages, which may
+    include benchmarks with their answers."""
     if not os.path.isdir(path):
         yield path, READ_FILE
         return
@@ -209,10 +235,11 @@ def install(program: bytes) -> None:
 
 
 def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
-    """Return the strongest plan that works here and its layers in words. It is found by trying, in children that end at
-    once.
+    """Return the strongest plan that works here and its layers in words. It is found by trying, in
+    children that end at once.
 
-    `uid`: a user that nobody else is; used by root. `readable`: what programs may read beside the system's libraries.
+    `uid`: a user that nobody else is; used by root. `readable`: what programs may read beside the
+    system's libraries.
     """
     abi = landlock_abi()
     rules = landlock_rules(abi, [*readable, *READABLE]) if abi else None
@@ -244,12 +271,16 @@ def user_choices(uid: int, landlock: bool) -> list[dict[str, object]]:
         users = [{"uid": uid}, {"uid": NOBODY}, {}]
     else:
         users = [{"namespace": True}, {}]
-    return [{**user, "reads_all": reads} for user in users for reads in ((False, True) if landlock else (False,))]
+    return [
+        {**user, "reads_all": reads}
+        for user in users
+        for reads in ((False, True) if landlock else (False,))
+    ]
 
 
 def attempt(plan: Plan, readable: list[str]) -> int:
-    """Confine a child by the plan and return the number of threads that it could start, or -1 if confining or reading
-    failed."""
+    """Confine a child by the plan and return the number of threads that it could start, or -1 if
+    confining or reading failed."""
     parent, child = os.getpid(), os.fork()
     if child == 0:
         code = 255
@@ -268,7 +299,9 @@ def attempt(plan: Plan, readable: list[str]) -> int:
 
 
 def threads_possible() -> int:
-    """Start threads until that fails, at most eight more than should be possible, and return how many started."""
+    """Start threads until that fails, at most eight more than should be possible, and return how
+    many started.
+    """
     for count in range(THREADS + 8):
         try:  # threading.Thread would wait for ever for a thread that has found no memory left
             _thread.start_new_thread(time.sleep, (5,))
@@ -279,15 +312,26 @@ def threads_possible() -> int:
 
 def describe(plan: Plan) -> dict[str, str]:
     """Return the layers of a plan in words."""
-    covered = ["files", *["TCP"] * (plan.landlock_abi >= 4), *["signals, abstract sockets"] * (plan.landlock_abi >= 6)]
+    covered = [
+        "files",
+        *["TCP"] * (plan.landlock_abi >= 4),
+        *["signals, abstract sockets"] * (plan.landlock_abi >= 6),
+    ]
     if plan.uid is not None:
         user = f"user id {plan.uid}"
     else:
         user = "a user namespace" if plan.namespace else "the harness's own user"
     return {
-        "landlock": f"ABI {plan.landlock_abi}: {', '.join(covered)}" if plan.landlock_abi else "off",
+        "landlock": f"ABI {plan.landlock_abi}: {', '.join(covered)}"
+        if plan.landlock_abi
+        else "off",
         "seccomp": "on: an allow list of system calls" if plan.filter else "off",
-        "user": user + (", may read what landlock allows whoever owns it" if plan.reads_all else ""),
-        "threads": f"at most {THREADS}" if plan.threads else "none" if plan.filter else "not limited",
+        "user": user
+        + (", may read what landlock allows whoever owns it" if plan.reads_all else ""),
+        "threads": f"at most {THREADS}"
+        if plan.threads
+        else "none"
+        if plan.filter
+        else "not limited",
         "rlimits": "CPU, memory, file size, open files" if LINUX else "CPU, file size, open files",
     }

@@ -1,9 +1,10 @@
-"""Messages between the harness and a confined program: length-prefixed JSON objects, with a cap on their size.
+"""Messages between the harness and a confined program: length-prefixed JSON objects, with a cap on
+their size.
 
     frame = 4 bytes, big-endian: length of what follows   |   one JSON object, UTF-8
 
-Neither end trusts the other's length and content. This module uses the standard library only, since both ends import
-it.
+Neither end trusts the other's length and content. This module uses the standard library only, since
+both ends import it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class TooLong(ProtocolError):
 
 
 def encode(message: dict[str, Any], limit: int = TO_CHILD_BYTES) -> bytes:
-    """Return the frame of a message. Raises TooLong beyond `limit` bytes, and ValueError or TypeError for what is not
-    JSON."""
-    body = json.dumps(message, allow_nan=False).encode("ascii")  # ASCII keeps lone surrogates escaped
+    """Return the frame of a message. Raises TooLong beyond `limit` bytes, and ValueError or
+    TypeError for what is not JSON."""
+    # ASCII keeps lone surrogates escaped
+    body = json.dumps(message, allow_nan=False).encode("ascii")
     if len(body) > limit:
         raise TooLong(f"a message of {len(body)} bytes; at most {limit}")
     return HEADER.pack(len(body)) + body
@@ -45,7 +47,9 @@ class Decoder:
         self.buffer += data
 
     def message(self) -> dict[str, Any] | None:
-        """Return the next whole message, or None if more bytes are needed. Raises ProtocolError or TooLong."""
+        """Return the next whole message, or None if more bytes are needed. Raises ProtocolError or
+        TooLong.
+        """
         if len(self.buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self.buffer)
@@ -77,13 +81,17 @@ def _refuse(constant: str) -> Any:
 class Channel:
     """The program's side: blocking reads and writes of frames on a file descriptor."""
 
-    def __init__(self, fd: int, write_limit: int = 1 << 20, read_limit: int = TO_CHILD_BYTES) -> None:
+    def __init__(
+        self, fd: int, write_limit: int = 1 << 20, read_limit: int = TO_CHILD_BYTES
+    ) -> None:
         self.fd = fd
         self.write_limit = write_limit
         self.decoder = Decoder(read_limit)
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send one message. If it is too long, raise TooLong after telling the other end, which then refuses it."""
+        """Send one message. If it is too long, raise TooLong after telling the other end, which
+        then refuses it.
+        """
         try:
             data = memoryview(encode(message, self.write_limit))
         except TooLong:
@@ -93,8 +101,8 @@ class Channel:
             data = data[os.write(self.fd, data) :]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next message, or None at the end of the stream. Raises ProtocolError also when cut off in the
-        middle."""
+        """Return the next message, or None at the end of the stream. Raises ProtocolError also when
+        cut off in the middle."""
         while (message := self.decoder.message()) is None:
             data = os.read(self.fd, 1 << 16)
             if not data:

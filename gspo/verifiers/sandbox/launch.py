@@ -1,4 +1,6 @@
-"""Starts fork servers, inside bubblewrap where that works, and carries their control messages (see server.py)."""
+"""Starts fork servers, inside bubblewrap where that works, and carries their control messages (see
+server.py).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Server:
         self.lines: list[bytes] = []
         self.rest = b""
         self.layers: dict[str, str] = {}
-        boxed = bubblewrap and _bubblewrap_works.get(os.geteuid(), shutil.which("bwrap") is not None)
+        boxed = bubblewrap and _bubblewrap_works.get(
+            os.geteuid(), shutil.which("bwrap") is not None
+        )
         if boxed:
             try:
                 self._start(boxed=True)
@@ -54,11 +58,15 @@ class Server:
         self.layers = {"bubblewrap": "on" if boxed else _why_not(bubblewrap), **self.layers}
 
     def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is not there."""
+        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is not
+        there.
+        """
         self.programs += 1
         request = json.dumps({"kind": kind, "limits": limits}).encode() + b"\n"
         try:
-            self.control.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            self.control.sendmsg(
+                [request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            )
         except OSError as error:
             raise ServerFailure(f"the fork server is gone: {error}") from None
 
@@ -68,8 +76,8 @@ class Server:
             self.control.send(op + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """Wait for any message and return the report on a child's end, or None if the message was another one. Raises
-        ServerFailure at the end."""
+        """Wait for any message and return the report on a child's end, or None if the message was
+        another one. Raises ServerFailure at the end."""
         if not self.lines:
             try:
                 data = self.control.recv(1 << 16)
@@ -98,11 +106,13 @@ class Server:
         uid = (
             FIRST_UID + (os.getpid() % (1 << 20)) * 256 + number % 256
         )  # a user id that nobody else has, so that limits count one child
-        # With an otherwise empty environment -s -P -S isolate as -I does, which would ignore the hash seed: the order
-        # of a program's sets, and with it a reward, must not depend on the run.
+        # With an otherwise empty environment -s -P -S isolate as -I does, which would ignore the
+        # hash seed: the order of a program's sets, and with it a reward, must not depend on the
+        # run.
         command = [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", str(SCRIPT)]
         arguments = [str(theirs.fileno()), str(0 if boxed else os.getpid()), str(uid)]
-        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}  # with one arena threads reserve no memory
+        # with one arena threads reserve no memory
+        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
         environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = _launch(
             lambda: subprocess.Popen(
@@ -112,7 +122,8 @@ class Server:
                 stderr=subprocess.DEVNULL if boxed else None,
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the server
+                # Ctrl-C reaches the harness alone, which then ends the server
+                start_new_session=True,
             )
         )
         theirs.close()
@@ -135,8 +146,8 @@ def readable(connection: socket.socket, seconds: float) -> bool:
 
 
 def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a process from a thread that lives as long as this process, because Linux's death signal follows the
-    thread."""
+    """Start a process from a thread that lives as long as this process, because Linux's death
+    signal follows the thread."""
     pid = os.getpid()
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
@@ -150,8 +161,8 @@ def _why_not(wanted: bool) -> str:
 
 
 def bubblewrap_command() -> list[str]:
-    """Return the command for own namespaces and a read-only file system with the interpreter, the shared libraries and
-    this package."""
+    """Return the command for own namespaces and a read-only file system with the interpreter, the
+    shared libraries and this package."""
     command = [
         shutil.which("bwrap") or "bwrap",
         "--die-with-parent",
@@ -161,8 +172,13 @@ def bubblewrap_command() -> list[str]:
         "--unshare-uts",
     ]
     command += ["--unshare-cgroup-try", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    if os.geteuid() == 0:  # no user namespace, since only in this one are there unused users to become
-        command += ["--cap-drop", "ALL", *(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}"))]
+    # no user namespace, since only in this one are there unused users to become
+    if os.geteuid() == 0:
+        command += [
+            "--cap-drop",
+            "ALL",
+            *(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
+        ]
     else:
         command += ["--unshare-user"]
     for path in ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin"):
@@ -171,7 +187,11 @@ def bubblewrap_command() -> list[str]:
         elif os.path.isdir(path):
             command += ["--ro-bind", path, path]
     package = SCRIPT.parents[2]
-    ours = [sys.prefix, sys.base_prefix, *(str(package / name) for name in ("__init__.py", "core", "verifiers"))]
+    ours = [
+        sys.prefix,
+        sys.base_prefix,
+        *(str(package / name) for name in ("__init__.py", "core", "verifiers")),
+    ]
     ours = [path for path in dict.fromkeys(ours) if path not in ("/", "/usr")]
     for path in [*ours, "/etc/ld.so.cache", "/etc/localtime"]:
         if os.path.exists(path):

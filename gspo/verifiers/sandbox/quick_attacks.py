@@ -1,4 +1,6 @@
-"""Nine attacks that a sandbox must stop before its first use. Each is on another layer, and none of them waits."""
+"""Nine attacks that a sandbox must stop before its first use. Each is on another layer, and none of
+them waits.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Runs untrusted programs, each in a fresh confined process. This is the harness's side; server.py is the other.
+"""Runs untrusted programs, each in a fresh confined process. This is the harness's side; server.py
+is the other.
 
-A runner has slots, which work side by side. A slot has a fork server for candidate programs and, once needed, a
-separate one for trusted test code, so that what the tests expect never enters a process from which candidates are
-forked. The servers' children confine themselves (confine.py); where bubblewrap is installed and works the servers
-run inside it. Everything ends with this process, also when it is killed.
+A runner has slots, which work side by side. A slot has a fork server for candidate programs and,
+once needed, a separate one for trusted test code, so that what the tests expect never enters a
+process from which candidates are forked. The servers' children confine themselves (confine.py);
+where bubblewrap is installed and works the servers run inside it. Everything ends with this
+process, also when it is killed.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ class Slot:
         self._servers: dict[str, Server] = {}
 
     def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
-        """Run a whole program on an input. Returns what it wrote (at most output_bytes) and how it ended.
+        """Run a whole program on an input. Returns what it wrote (at most output_bytes) and how it
+        ended.
 
         Here Ended.why may also be "compile-error", for a program that did not start.
         """
-        with memory_file(stdin.encode("utf-8", "surrogateescape")) as given, memory_file(None) as written:
+        with (
+            memory_file(stdin.encode("utf-8", "surrogateescape")) as given,
+            memory_file(None) as written,
+        ):
             with self._session("stdin", [given, written]) as session:
                 reply = session.exchange({"code": code})
                 ended = reply if isinstance(reply, Ended) else session.wait()
@@ -53,8 +59,8 @@ class Slot:
 
     @contextlib.contextmanager
     def open(self, kind: str, first: dict[str, Any]) -> Iterator[Session]:
-        """Yield a session with a fresh child of kind "function" (candidates) or "tester" (trusted code), to which
-        `first` was sent."""
+        """Yield a session with a fresh child of kind "function" (candidates) or "tester" (trusted
+        code), to which `first` was sent."""
         with self._session(kind, []) as session:
             session.send(first)
             yield session
@@ -77,7 +83,9 @@ class Slot:
         role = "tester" if kind == "tester" else "candidate"
         try:
             session = Session(self._server(role), kind, files, self.limits)
-        except ServerFailure:  # the server died since its last program, so try once more with a new one
+        except (
+            ServerFailure
+        ):  # the server died since its last program, so try once more with a new one
             self._servers.pop(role).stop()
             session = Session(self._server(role), kind, files, self.limits)
         try:
@@ -98,11 +106,13 @@ class Slot:
 
 @dataclass
 class CodeRunner:
-    """Slots for untrusted programs. Servers start with the first program; a forked or unpickled copy starts its own.
+    """Slots for untrusted programs. Servers start with the first program; a forked or unpickled
+    copy starts its own.
 
-    Threads may share a runner: each piece of work takes a free slot. At the first use in a process a few attacks are
-    run against the sandbox. Raises ValueError where programs would not be confined (landlock or seccomp is missing, and
-    bubblewrap too) or an attack came through, unless `allow_weak_sandbox`.
+    Threads may share a runner: each piece of work takes a free slot. At the first use in a process
+    a few attacks are run against the sandbox. Raises ValueError where programs would not be
+    confined (landlock or seccomp is missing, and bubblewrap too) or an attack came through, unless
+    `allow_weak_sandbox`.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -125,10 +135,11 @@ class CodeRunner:
         self.close()
 
     def each(self, work: Callable[[Slot, T], R], items: list[T]) -> list[R]:
-        """Return work(slot, item) for every item, in the order of the items, with as many at a time as there are slots.
+        """Return work(slot, item) for every item, in the order of the items, with as many at a time
+        as there are slots.
 
-        `work` must not call `each` of the same runner. Its first exception ends the call, after what is already
-        running.
+        `work` must not call `each` of the same runner. Its first exception ends the call, after
+        what is already running.
         """
         self._check()
         if self.slots == 1 or len(items) < 2:
@@ -146,7 +157,9 @@ class CodeRunner:
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
     def close(self) -> None:
-        """End the servers. The runner can be used again. No other thread may use it during this call."""
+        """End the servers. The runner can be used again. No other thread may use it during this
+        call.
+        """
         if self._owner == os.getpid():
             for slot in self._slots:
                 slot.close()
@@ -168,10 +181,15 @@ class CodeRunner:
             self._free.put(slot)
 
     def _check(self) -> None:
-        """Check once per process and kind of confinement that the confinement is as strong as it says."""
-        if self._owner != os.getpid():  # in a forked copy, the servers belong to the process that started them
+        """Check once per process and kind of confinement that the confinement is as strong as it
+        says.
+        """
+        # in a forked copy, the servers belong to the process that started them
+        if self._owner != os.getpid():
             self._start_over()
         with self._lock:
             if not self._checked:
-                self._with_slot(lambda slot, _: self_test.require(slot, self.allow_weak_sandbox), None)
+                self._with_slot(
+                    lambda slot, _: self_test.require(slot, self.allow_weak_sandbox), None
+                )
                 self._checked = True

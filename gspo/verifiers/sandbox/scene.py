@@ -1,4 +1,6 @@
-"""The decoys that attacks aim at, all harmless and the scene's own, and how the harness sees an attack's effects."""
+"""The decoys that attacks aim at, all harmless and the scene's own, and how the harness sees an
+attack's effects.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[3]
-PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/run/lock", "/", sys.prefix, str(PROJECT), os.path.dirname(os.__file__))
-LONGEST_FOLDER = 70  # most bytes of the temporary folder's path, since the path of a Unix socket in it has 108 at most
+PLACES = (
+    "/tmp",
+    "/dev/shm",
+    "/var/tmp",
+    "/run/lock",
+    "/",
+    sys.prefix,
+    str(PROJECT),
+    os.path.dirname(os.__file__),
+)
+# most bytes of the temporary folder's path, since the path of a Unix socket in it has 108 at most
+LONGEST_FOLDER = 70
 THREADS = 64  # more than this at the same time count as a breach
 LINUX = sys.platform == "linux"
 
@@ -32,20 +44,29 @@ def long_seconds(limits: Any) -> float:
 
 
 def package_folders() -> list[str]:
-    """Return where packages are installed: in the environment, in the interpreter under it, and by the system."""
+    """Return where packages are installed: in the environment, in the interpreter under it, and by
+    the system.
+    """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = [sysconfig.get_path("purelib"), f"{sys.base_prefix}/lib/{version}/site-packages"]
     for prefix in ("/usr/lib", "/usr/local/lib"):
-        found += [f"{prefix}/{python}/{kind}-packages" for python in ("python3", version) for kind in ("site", "dist")]
+        found += [
+            f"{prefix}/{python}/{kind}-packages"
+            for python in ("python3", version)
+            for kind in ("site", "dist")
+        ]
     return list(dict.fromkeys(filter(os.path.isdir, found)))
 
 
 class Scene:
-    """Decoys in a temporary folder that is open to everybody, so that file modes are not what stops an attack."""
+    """Decoys in a temporary folder that is open to everybody, so that file modes are not what stops
+    an attack.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = f"a{secrets.token_hex(7)}"  # 15 characters, the most that a process's name may have
+        # 15 characters, the most that a process's name may have
+        self.name = f"a{secrets.token_hex(7)}"
         self.token = f"tok{secrets.token_hex(12)}"
         self.word = f"won{secrets.token_hex(8)}"
         folder.chmod(0o777)
@@ -65,7 +86,9 @@ class Scene:
         ):
             if name == "ABSTRACT" and not LINUX:
                 continue
-            listener = socket.socket(socket.AF_INET if name == "UDP" else socket.AF_UNIX, socket.SOCK_DGRAM)
+            listener = socket.socket(
+                socket.AF_INET if name == "UDP" else socket.AF_UNIX, socket.SOCK_DGRAM
+            )
             listener.bind(address)
             yield name, listener
         (self.folder / "socket").chmod(0o777)
@@ -73,7 +96,14 @@ class Scene:
     @cached_property
     def victim(self) -> subprocess.Popen[bytes]:
         """Start a process with the secret in its arguments, environment and memory."""
-        command = [sys.executable, "-I", "-S", "-c", "import sys; kept = sys.argv[1] * 2; sys.stdin.read()", self.token]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            "import sys; kept = sys.argv[1] * 2; sys.stdin.read()",
+            self.token,
+        ]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env={"DECOY_SECRET": self.token})
         self._victim_before = state_of(process.pid)
         return process
@@ -105,13 +135,17 @@ class Scene:
         return program
 
     def effects(self) -> Iterator[str]:
-        """Yield every effect that there is now, each once; what was changed is put back for the next attack."""
+        """Yield every effect that there is now, each once; what was changed is put back for the
+        next attack.
+        """
         for name, listener in self.listeners.items():
             listener.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 listener.accept()[0].close() if name == "TCP" else listener.recv(100)
                 yield f"something arrived at the {name} socket"
-        for place in dict.fromkeys(Path(folder) / self.name for folder in (self.folder, *PLACES, os.getcwd())):
+        for place in dict.fromkeys(
+            Path(folder) / self.name for folder in (self.folder, *PLACES, os.getcwd())
+        ):
             if place.is_symlink() or place.exists():
                 place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
                 yield f"{place} was made"
@@ -131,7 +165,9 @@ class Scene:
         for file in (self.secret, self.inherited):
             with contextlib.suppress(OSError):
                 s = file.stat()
-                found.append((file.name, s.st_ino, s.st_mode, s.st_uid, s.st_nlink, s.st_size, s.st_ctime_ns))
+                found.append(
+                    (file.name, s.st_ino, s.st_mode, s.st_uid, s.st_nlink, s.st_size, s.st_ctime_ns)
+                )
         return found
 
     def _end_victim(self) -> None:
@@ -165,7 +201,9 @@ def scene() -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def exposed(decoys: Scene) -> Iterator[None]:
-    """Put the secret also into the environment, and into a descriptor, that processes started meanwhile inherit."""
+    """Put the secret also into the environment, and into a descriptor, that processes started
+    meanwhile inherit.
+    """
     fd = os.open(decoys.inherited, os.O_RDWR)
     os.set_inheritable(fd, True)
     os.environ["DECOY_SECRET"] = decoys.token
@@ -177,8 +215,8 @@ def exposed(decoys: Scene) -> Iterator[None]:
 
 
 def state_of(pid: int) -> tuple[Any, ...]:
-    """Return what others could change about a process: whether it is alive, stopped or traced, its limits and
-    scheduling."""
+    """Return what others could change about a process: whether it is alive, stopped or traced, its
+    limits and scheduling."""
     if not LINUX:
         with contextlib.suppress(OSError):
             os.kill(pid, 0)
@@ -186,16 +224,22 @@ def state_of(pid: int) -> tuple[Any, ...]:
         return ()
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        limits = [resource.prlimit(pid, kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
-        scheduling = (os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid))
+        limits = [
+            resource.prlimit(pid, kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
+        ]
+        scheduling = (
+            os.getpriority(os.PRIO_PROCESS, pid),
+            os.sched_getaffinity(pid),
+            os.sched_getscheduler(pid),
+        )
     except OSError:
         return ()
     return (fields[0] if fields[0] in "TtZX" else "alive", tuple(limits), *scheduling)
 
 
 class Watch(threading.Thread):
-    """Counts, while a program runs, the most processes, threads and MB that processes of its name had at one time
-    (Linux)."""
+    """Counts, while a program runs, the most processes, threads and MB that processes of its name
+    had at one time (Linux)."""
 
     def __init__(self, name: str) -> None:
         super().__init__(daemon=True)
@@ -259,6 +303,10 @@ def count(folder: str) -> int:
 
 def resident_mb(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize() >> 20
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
+            * resource.getpagesize()
+            >> 20
+        )
     except OSError:
         return 0

@@ -1,11 +1,13 @@
-"""The seccomp filter: the system calls that a confined program may make, as a BPF program. Linux, x86_64 and aarch64.
+"""The seccomp filter: the system calls that a confined program may make, as a BPF program. Linux,
+x86_64 and aarch64.
 
-It is an allow list. What it does not name fails with ENOSYS, so calls that later kernels add are refused without a
-change here. Some calls are allowed for some arguments only (RULES). A call of another architecture's table (the 32-bit
-entry int 0x80, x32 numbers) kills the process, since its numbers mean something else.
+It is an allow list. What it does not name fails with ENOSYS, so calls that later kernels add are
+refused without a change here. Some calls are allowed for some arguments only (RULES). A call of
+another architecture's table (the 32-bit entry int 0x80, x32 numbers) kills the process, since its
+numbers mean something else.
 
-Sources of the numbers: <asm/unistd_64.h> and <asm-generic/unistd.h>, which test_confine.py compares. "-" means that the
-architecture has no such call.
+Sources of the numbers: <asm/unistd_64.h> and <asm-generic/unistd.h>, which test_confine.py
+compares. "-" means that the architecture has no such call.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import platform
 import struct
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, and AUDIT_ARCH_*
+# column of the table, and AUDIT_ARCH_*
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 TABLE = """
 read:0/63 write:1/64 readv:19/65 writev:20/66 pread64:17/67 pwrite64:18/68 close:3/57 close_range:436/436
 fstat:5/80 stat:4/- lstat:6/- newfstatat:262/79 statx:332/291 lseek:8/62 open:2/- openat:257/56 access:21/-
@@ -31,15 +34,21 @@ getrandom:318/278 poll:7/- ppoll:271/73 select:23/- pselect6:270/72 epoll_create
 epoll_ctl:233/21 epoll_wait:232/- epoll_pwait:281/22 eventfd2:290/19 recvfrom:45/207 kill:62/129 tgkill:234/131
 clone:56/220 clone3:435/435 prctl:157/167 prlimit64:302/261 ioctl:16/29 fcntl:72/25 socketpair:53/199 sendto:44/206
 """
-NUMBERS = {name: numbers.split("/") for name, numbers in (item.split(":") for item in TABLE.split())}
+NUMBERS = {
+    name: numbers.split("/") for name, numbers in (item.split(":") for item in TABLE.split())
+}
 
-# For each call its conditions, (argument, test, values); all must hold, or else the call fails with EPERM.
+# For each call its conditions, (argument, test, values); all must hold, or else the call fails with
+# EPERM.
 OWN_PID = 0x7A5C3E19  # stands for the process's own id, which is only known after the fork
-IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
-FCNTLS = (0, 1, 2, 3, 4, 1030, 1031, 1032, 1034)  # dup, flags, pipe sizes, seals; no locks, owners or leases
+# TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# dup, flags, pipe sizes, seals; no locks, owners or leases
+FCNTLS = (0, 1, 2, 3, 4, 1030, 1031, 1032, 1034)
 CLONE_THREAD, AF_UNIX, SOCK_STREAM = 0x10000, 1, 1
 MSG_OOB = 1  # a little-used part of the kernel through which sandboxes have been escaped
-O_TRUNC, O_ACCMODE = 0o1000, 0o3  # they empty a file without the right to write, which landlock before ABI 3 lets pass
+# they empty a file without the right to write, which landlock before ABI 3 lets pass
+O_TRUNC, O_ACCMODE = 0o1000, 0o3
 RULES = {
     "open": [(1, "truncate", ())],
     "openat": [(2, "truncate", ())],
@@ -55,7 +64,8 @@ RULES = {
     "sendto": [(4, "null", ()), (3, "without", (MSG_OOB,))],  # without an address
     "recvfrom": [(3, "without", (MSG_OOB,))],
 }
-REFUSED = {"clone3"}  # fails with ENOSYS, so that the C library falls back to clone, whose flags can be read here
+# fails with ENOSYS, so that the C library falls back to clone, whose flags can be read here
+REFUSED = {"clone3"}
 
 LOAD, JUMP_EQUAL, JUMP_ABOVE, JUMP_BITS, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | 1, 0x00050000 | 38
@@ -74,12 +84,16 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 def template(threads: bool, machine: str = "") -> bytes:
-    """Return the filter as struct sock_filter[], with OWN_PID still to be filled in. Without `threads`, clone is
-    refused."""
+    """Return the filter as struct sock_filter[], with OWN_PID still to be filled in. Without
+    `threads`, clone is refused."""
     machine = machine or platform.machine()
     table = numbers(machine)
     refused = REFUSED if threads else REFUSED | {"clone"}
-    code: list[Instruction] = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, MACHINES[machine][1]), (RETURN, 0, 0, KILL)]
+    code: list[Instruction] = [
+        (LOAD, 0, 0, 4),
+        (JUMP_EQUAL, 1, 0, MACHINES[machine][1]),
+        (RETURN, 0, 0, KILL),
+    ]
     code += [(LOAD, 0, 0, 0)]
     if machine == "x86_64":
         code += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # refuses the x32 table
@@ -95,14 +109,26 @@ def template(threads: bool, machine: str = "") -> bytes:
 
 
 def _check(argument: int, test: str, values: tuple[int, ...]) -> list[Instruction]:
-    """Return instructions that go on if the argument passes and return EPERM if not. The kernel too reads only 32 bits
-    of these arguments."""
+    """Return instructions that go on if the argument passes and return EPERM if not. The kernel too
+    reads only 32 bits of these arguments."""
     low = 16 + 8 * argument
     refuse = (RETURN, 0, 0, EPERM)
     if test == "null":  # a pointer, of which both halves are read
-        return [(LOAD, 0, 0, low), (JUMP_EQUAL, 1, 0, 0), refuse, (LOAD, 0, 0, low + 4), (JUMP_EQUAL, 1, 0, 0), refuse]
+        return [
+            (LOAD, 0, 0, low),
+            (JUMP_EQUAL, 1, 0, 0),
+            refuse,
+            (LOAD, 0, 0, low + 4),
+            (JUMP_EQUAL, 1, 0, 0),
+            refuse,
+        ]
     if test == "truncate":  # passes without O_TRUNC, or with the right to write
-        masks = [(JUMP_BITS, 0, 4, O_TRUNC), (AND, 0, 0, O_ACCMODE), (JUMP_EQUAL, 2, 0, 1), (JUMP_EQUAL, 1, 0, 2)]
+        masks = [
+            (JUMP_BITS, 0, 4, O_TRUNC),
+            (AND, 0, 0, O_ACCMODE),
+            (JUMP_EQUAL, 2, 0, 1),
+            (JUMP_EQUAL, 1, 0, 2),
+        ]
         return [(LOAD, 0, 0, low), *masks, refuse]
     if test == "without":
         return [(LOAD, 0, 0, low), (JUMP_BITS, 0, 1, values[0]), refuse]

@@ -1,4 +1,6 @@
-"""Checks that the sandbox is as strong as it says: a few attacks before the first use, and refusal if one succeeds."""
+"""Checks that the sandbox is as strong as it says: a few attacks before the first use, and refusal
+if one succeeds.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from gspo.verifiers.sandbox.attack import run_attack
 from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
 from gspo.verifiers.sandbox.scene import scene
 
-_results: dict[tuple[Any, ...], dict[str, str]] = {}  # the results by user and layers, of this process or its parent
+# the results by user and layers, of this process or its parent
+_results: dict[tuple[Any, ...], dict[str, str]] = {}
 
 
 def require(slot: Any, allow_weak: bool) -> None:
@@ -18,7 +21,9 @@ def require(slot: Any, allow_weak: bool) -> None:
         return
     problem = weakness(slot.layers())
     if not problem:
-        problem = "; ".join(f"attack {name!r}: {seen}" for name, seen in attack(slot).items() if seen != "stopped")
+        problem = "; ".join(
+            f"attack {name!r}: {seen}" for name, seen in attack(slot).items() if seen != "stopped"
+        )
     if problem:
         raise ValueError(
             f"allow_weak_sandbox=False: programs would not be confined on this machine: {problem}; only the command "
@@ -28,7 +33,9 @@ def require(slot: Any, allow_weak: bool) -> None:
 
 
 def weakness(layers: dict[str, str]) -> str:
-    """Return why the layers are too few, or "" if they suffice, which takes landlock and seccomp, or bubblewrap."""
+    """Return why the layers are too few, or "" if they suffice, which takes landlock and seccomp,
+    or bubblewrap.
+    """
     missing = [name for name in ("landlock", "seccomp") if layers[name].startswith("off")]
     if not missing or layers["bubblewrap"] == "on":
         return ""
@@ -43,7 +50,9 @@ def attack(slot: Any) -> dict[str, str]:
     if key not in _results:
         with scene() as decoys:
             results = [run_attack(slot, attack, decoys) for attack in QUICK_ATTACKS]
-        _results[key] = {result.name: "stopped" if result.stopped else result.seen for result in results}
+        _results[key] = {
+            result.name: "stopped" if result.stopped else result.seen for result in results
+        }
     return _results[key]
 
 

@@ -1,23 +1,26 @@
-"""The fork server: starts a fresh confined child for each untrusted program and watches it. See runner.py.
+"""The fork server: starts a fresh confined child for each untrusted program and watches it. See
+runner.py.
 
-It sees neither code nor outputs, so that a later child finds nothing of an earlier program in the memory it
-inherits. A request is one line {"kind", "limits"} with file descriptors (the child's channel to the harness; for
-kind "stdin" also the program's input and output), and the child talks to the harness itself. While a child runs,
-the harness may send
+It sees neither code nor outputs, so that a later child finds nothing of an earlier program in the
+memory it inherits. A request is one line {"kind", "limits"} with file descriptors (the child's
+channel to the harness; for kind "stdin" also the program's input and output), and the child talks
+to the harness itself. While a child runs, the harness may send
 
-    r   an exchange begins: the CPU and waiting allowances are renewed       p   it is over: waiting does not count
+    r   an exchange begins: the CPU and waiting allowances are renewed       p   it is over: waiting
+        does not count
     k   kill it
 
-and the server answers, when the child has ended, {"why": "exit" | "timeout", "status", "cpu", "memory_mb",
-"waited"}; before that {} about once a second, as a sign of life.
+and the server answers, when the child has ended, {"why": "exit" | "timeout", "status", "cpu",
+"memory_mb", "waited"}; before that {} about once a second, as a sign of life.
 
-Waiting = time in which no thread of the child was running or ready to run: wall clock - CPU time - time in the
-queue of the scheduler (/proc/PID/task/*/schedstat). On a busy machine a program computes later, but does not wait
-longer. Of several threads the one that queued longest between two looks counts: threads that stand in the queue at
-the same time would otherwise excuse their program many times over.
+Waiting = time in which no thread of the child was running or ready to run: wall clock - CPU time -
+time in the queue of the scheduler (/proc/PID/task/*/schedstat). On a busy machine a program
+computes later, but does not wait longer. Of several threads the one that queued longest between two
+looks counts: threads that stand in the queue at the same time would otherwise excuse their program
+many times over.
 
-The command line gives the file descriptor of the control socket, the process id of the harness (0 where it is not
-visible), and a spare user id.
+The command line gives the file descriptor of the control socket, the process id of the harness (0
+where it is not visible), and a spare user id.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ import sys
 import time
 from typing import Any, NoReturn
 
-LIBRARY = list(sys.path)  # programs may import the standard library, to which the command line limits this list
-sys.path.insert(0, os.path.normpath(os.path.join(os.path.abspath(__file__), *[os.pardir] * 4)))  # above gspo
+# programs may import the standard library, to which the command line limits this list
+LIBRARY = list(sys.path)
+# above gspo
+sys.path.insert(0, os.path.normpath(os.path.join(os.path.abspath(__file__), *[os.pardir] * 4)))
 
 from gspo.verifiers.sandbox import child as code_child  # noqa: E402
 from gspo.verifiers.sandbox import confine  # noqa: E402
@@ -55,25 +60,30 @@ CHANNEL_FD, RULES_FD = 3, 4
 TABLE_FDS = 4096
 
 
-INTEGER_DIGITS = 50_000  # that a program may print or read, as in LiveCodeBench's own harness; Python allows 4,300
+# that a program may print or read, as in LiveCodeBench's own harness; Python allows 4,300
+INTEGER_DIGITS = 50_000
 
 
 def main() -> NoReturn:
-    control = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number, which children are certain to close
+    # the lowest number, which children are certain to close
+    control = socket.socket(fileno=os.dup(int(sys.argv[1])))
     os.close(int(sys.argv[1]))
     parent, uid = int(sys.argv[2]), int(sys.argv[3])
     if confine.LINUX:
         confine.prctl(confine.PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if parent and os.getppid() != parent:  # the harness ended before we asked
             os._exit(1)
-        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # so that nobody of the same user reads or stops us
+        # so that nobody of the same user reads or stops us
+        confine.prctl(confine.PR_SET_DUMPABLE, 0)
         confine.drop_bounding_set()
     for module in USUAL:
         with contextlib.suppress(ImportError):
             __import__(module)
     sys.set_int_max_str_digits(INTEGER_DIGITS)
     os.environ.clear()
-    readable = [path for path in (*LIBRARY, os.path.join(sys.base_prefix, "lib")) if os.path.exists(path)]
+    readable = [
+        path for path in (*LIBRARY, os.path.join(sys.base_prefix, "lib")) if os.path.exists(path)
+    ]
     sys.path[:] = LIBRARY
     os.chdir("/")
     plan, layers = confine.prepare(uid, readable)
@@ -128,7 +138,9 @@ def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, ser
     channel = Channel(CHANNEL_FD, write_limit=limits["output_bytes"])
     plan = place_descriptors(fds, plan)
     try:
-        bounds = confine.Bounds(limits["total_cpu_seconds"], limits["memory_mb"], limits["output_bytes"])
+        bounds = confine.Bounds(
+            limits["total_cpu_seconds"], limits["memory_mb"], limits["output_bytes"]
+        )
         confine.confine(plan, bounds, server)
     except (OSError, ValueError) as error:
         channel.write({"failed": f"{type(error).__name__}: {error}"})
@@ -144,12 +156,19 @@ def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, ser
 
 
 def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
-    """Place the descriptors, and close all others. 0, 1, 2: input, output, nothing; 3: the channel; 4: the landlock
-    rules, until they are applied."""
+    """Place the descriptors, and close all others. 0, 1, 2: input, output, nothing; 3: the channel;
+    4: the landlock rules, until they are applied."""
     nothing = os.open(os.devnull, os.O_RDWR)
     channel, stdin, stdout = (*fds, nothing, nothing)[:3]
-    wanted = [stdin, stdout, nothing, channel, *([plan.landlock_fd] if plan.landlock_fd is not None else [])]
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]  # moved up, out of each other's way
+    wanted = [
+        stdin,
+        stdout,
+        nothing,
+        channel,
+        *([plan.landlock_fd] if plan.landlock_fd is not None else []),
+    ]
+    # moved up, out of each other's way
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(len(wanted), TABLE_FDS)
@@ -168,7 +187,9 @@ def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[st
     alive = time.monotonic() + TICK
     while why == "exit":
         ready = {fd for fd, _ in poll.poll(1000 * clock.patience() + 1 if exited >= 0 else 5)}
-        if exited in ready or (exited < 0 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+        if exited in ready or (
+            exited < 0 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ):
             break
         if control.fileno() in ready:
             said = control.recv(4096)
@@ -213,13 +234,19 @@ class Clock:
         self.time = time.monotonic()
 
     def patience(self) -> float:
-        """Return the seconds until the next look, when a limit may be reached or waiting must be told from queueing."""
-        cpu_left = min(self.limits["cpu_seconds"] + self.renewed, self.limits["total_cpu_seconds"]) - self.cpu
+        """Return the seconds until the next look, when a limit may be reached or waiting must be
+        told from queueing.
+        """
+        cpu_left = (
+            min(self.limits["cpu_seconds"] + self.renewed, self.limits["total_cpu_seconds"])
+            - self.cpu
+        )
         return max(0.001, min(TICK / 4, self.limits["wall_seconds"] / 8, cpu_left))
 
     def hear(self, said: bytes) -> None:
         """Note that the harness begins or ends exchanges."""
-        if b"r" in said:  # the queue is read at the next look; older time in it only makes that look more lenient
+        # the queue is read at the next look; older time in it only makes that look more lenient
+        if b"r" in said:
             self.time, self.cpu = time.monotonic(), self.cpu_now()
             self.renewed, self.waited = self.cpu, 0.0
         if b"r" in said or b"p" in said:
@@ -228,19 +255,29 @@ class Clock:
     def measure(self) -> None:
         """Bring cpu, waited and time up to date."""
         now, cpu, queued = time.monotonic(), self.cpu_now(), self.queue_times()
-        delay = max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0) / 1e9
+        delay = (
+            max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0)
+            / 1e9
+        )
         if self.active:
-            # Time in the queue is booked only when it is over; until then it looks like waiting, and is afterwards
-            # taken back.
+            # Time in the queue is booked only when it is over; until then it looks like waiting,
+            # and is afterwards taken back.
             self.waited = max(0.0, self.waited + now - self.time - (cpu - self.cpu) - delay)
         self.time, self.cpu, self.queued = now, cpu, queued
 
     def check(self) -> str:
         """Return "exit" while no limit is passed, else "timeout" or "waited"."""
         self.measure()
-        if self.cpu - self.renewed >= self.limits["cpu_seconds"] or self.cpu >= self.limits["total_cpu_seconds"]:
+        if (
+            self.cpu - self.renewed >= self.limits["cpu_seconds"]
+            or self.cpu >= self.limits["total_cpu_seconds"]
+        ):
             return "timeout"
-        return "waited" if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run() else "exit"
+        return (
+            "waited"
+            if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run()
+            else "exit"
+        )
 
     def ready_to_run(self) -> bool:
         """Return whether a thread runs or stands in the queue just now."""
@@ -262,7 +299,10 @@ class Clock:
         times = {}
         with contextlib.suppress(OSError):  # raised where the system is not Linux
             for task in os.listdir(self.tasks):
-                with contextlib.suppress(OSError), open(f"{self.tasks}/{task}/schedstat", encoding="utf-8") as file:
+                with (
+                    contextlib.suppress(OSError),
+                    open(f"{self.tasks}/{task}/schedstat", encoding="utf-8") as file,
+                ):
                     times[task] = int(file.read().split()[1])  # fails if the thread has just ended
         return times
 

@@ -19,13 +19,14 @@ from gspo.verifiers.sandbox.stdin import MEMORY_SIGNAL
 
 REPORTS = ("exit", "timeout", "killed")
 SHARED = 0.02  # exchanges in a row may share allowances up to this share of cpu_seconds
-END_SECONDS = 30.0  # most seconds for a server to report the end of a child that it was told to kill
+# most seconds for a server to report the end of a child that it was told to kill
+END_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. The allowances of CPU time and waiting are per exchange (a test case); CPU time is also
-    limited in all."""
+    """What one program may use. The allowances of CPU time and waiting are per exchange (a test
+    case); CPU time is also limited in all."""
 
     cpu_seconds: float = 2.0  # CPU time, so that the load of the machine does not matter
     total_cpu_seconds: float = 30.0
@@ -47,7 +48,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. why: exit | timeout | memory | output-limit | sandbox-error | protocol | compile-error."""
+    """How a program ended. why: exit | timeout | memory | output-limit | sandbox-error | protocol |
+    compile-error.
+    """
 
     why: str
     code: int = 0  # the exit status, or minus the signal
@@ -82,16 +85,24 @@ class Session:
         """Queue a message; it goes out with the next exchange."""
         self._out += encode(message)
 
-    def exchange(self, message: dict[str, Any] | None, pause: bool = True) -> dict[str, Any] | Ended:
-        """Renew the allowances, send the message (if any), and wait for one message or the program's end.
+    def exchange(
+        self, message: dict[str, Any] | None, pause: bool = True
+    ) -> dict[str, Any] | Ended:
+        """Renew the allowances, send the message (if any), and wait for one message or the
+        program's end.
 
-        A message that came before it was asked for breaks the protocol. `pause` says that we have something else to do
-        before the next exchange, so the program's waiting does not count until then. Without it, exchanges that follow
-        within a fiftieth of the CPU allowance share it, which spares the server two wake-ups each.
+        A message that came before it was asked for breaks the protocol. `pause` says that we have
+        something else to do before the next exchange, so the program's waiting does not count until
+        then. Without it, exchanges that follow within a fiftieth of the CPU allowance share it,
+        which spares the server two wake-ups each.
         """
         if self.ended is not None:
             return self.ended
-        if self._ready and message is not None and (self._decoder.buffer or readable(self._channel, 0)):
+        if (
+            self._ready
+            and message is not None
+            and (self._decoder.buffer or readable(self._channel, 0))
+        ):
             return self._unasked()
         if message is not None:
             self.send(message)
@@ -158,7 +169,9 @@ class Session:
             open_still = channel not in events or self._transfer(events[channel])
             if not open_still and self.ended is None:
                 return None
-            if self.ended is not None and not (open_still and events.get(channel, 0) & select.POLLIN):
+            if self.ended is not None and not (
+                open_still and events.get(channel, 0) & select.POLLIN
+            ):
                 return self._decoder.message() if self._ready else None
 
     def _transfer(self, event: int) -> bool:
@@ -193,20 +206,35 @@ class Session:
         """Return the server's report in the words of Ended."""
         code = os.waitstatus_to_exitcode(report["status"])
         why, cpu, memory = report["why"], report["cpu"], report["memory_mb"]
-        if why == "exit" and not self._ready and not self._decoder.buffer and not readable(self._channel, 0):
-            return Ended("sandbox-error", code, cpu, memory, detail="the child ended before the program had its turn")
+        if (
+            why == "exit"
+            and not self._ready
+            and not self._decoder.buffer
+            and not readable(self._channel, 0)
+        ):
+            return Ended(
+                "sandbox-error",
+                code,
+                cpu,
+                memory,
+                detail="the child ended before the program had its turn",
+            )
         if why == "exit":
-            if code == -MEMORY_SIGNAL or (code == -signal.SIGKILL and memory >= 0.9 * self.limits.memory_mb):
+            if code == -MEMORY_SIGNAL or (
+                code == -signal.SIGKILL and memory >= 0.9 * self.limits.memory_mb
+            ):
                 why = "memory"
             elif code == -signal.SIGXFSZ:
                 why = "output-limit"
-            elif code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu >= self.limits.total_cpu_seconds:
+            elif (
+                code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu >= self.limits.total_cpu_seconds
+            ):
                 why = "timeout"
         return Ended(why, code, cpu, memory, waited=report["waited"])
 
     def _unasked(self) -> Ended:
-        """Handle data that came before the question: either the program has ended (and there is no data), or it breaks
-        the protocol."""
+        """Handle data that came before the question: either the program has ended (and there is no
+        data), or it breaks the protocol."""
         try:
             data = bool(self._decoder.buffer) or self._channel.recv(1) != b""
         except OSError:
@@ -235,8 +263,8 @@ class Session:
 
 @contextlib.contextmanager
 def memory_file(content: bytes | None) -> Iterator[int]:
-    """Yield a file in memory to read `content` from or, with None, an empty one to write; a temporary file where there
-    is no such."""
+    """Yield a file in memory to read `content` from or, with None, an empty one to write; a
+    temporary file where there is no such."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
@@ -259,7 +287,9 @@ def _seal(fd: int) -> None:
     if hasattr(os, "memfd_create"):
         import fcntl  # not available on every system
 
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        )
 
 
 def read_bounded(fd: int, limit: int) -> bytes:

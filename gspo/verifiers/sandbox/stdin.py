@@ -1,7 +1,9 @@
-"""Runs a whole program, in the confined child, as `python program.py` would; its input and output are files.
+"""Runs a whole program, in the confined child, as `python program.py` would; its input and output
+are files.
 
-The channel is used only before the program: {"code"} comes in, {"compiled": true | false} goes out, and it is closed.
-The exit status follows Python's rules; a MemoryError that nobody catches ends the process by MEMORY_SIGNAL.
+The channel is used only before the program: {"code"} comes in, {"compiled": true | false} goes out,
+and it is closed. The exit status follows Python's rules; a MemoryError that nobody catches ends the
+process by MEMORY_SIGNAL.
 """
 
 from __future__ import annotations
@@ -63,7 +65,12 @@ def open_streams() -> None:
 
 def text_file(fd: int, mode: str) -> io.TextIOWrapper:
     return open(
-        fd, mode, encoding="utf-8", errors="surrogateescape", newline=None if mode == "r" else "\n", closefd=False
+        fd,
+        mode,
+        encoding="utf-8",
+        errors="surrogateescape",
+        newline=None if mode == "r" else "\n",
+        closefd=False,
     )
 
 
@@ -88,8 +95,8 @@ def execute(program: types.CodeType, main: types.ModuleType) -> int:
 
 
 def finish(status: int) -> int:
-    """Wait for threads, run exit handlers and write what is buffered. Returns the exit status, or 120 where that fails,
-    as Python does."""
+    """Wait for threads, run exit handlers and write what is buffered. Returns the exit status, or
+    120 where that fails, as Python does."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

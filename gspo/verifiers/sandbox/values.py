@@ -1,13 +1,16 @@
-"""Plain Python values as JSON and back, and the rules by which a program's result equals the expected one.
+"""Plain Python values as JSON and back, and the rules by which a program's result equals the
+expected one.
 
-Plain values have exactly one of the types None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and
-dict: an object of a subclass can redefine what `==` means and is not plain. The standard library's Counter, OrderedDict
-and defaultdict travel as the dicts that they equal; the plain types themselves (int, list, ...) by their names.
+Plain values have exactly one of the types None, bool, int, float, complex, str, bytes, list, tuple,
+set, frozenset and dict: an object of a subclass can redefine what `==` means and is not plain. The
+standard library's Counter, OrderedDict and defaultdict travel as the dicts that they equal; the
+plain types themselves (int, list, ...) by their names.
 
-JSON form: null, true, 5 (below 2^63), 1.5, "text"; everything else is a list that starts with a tag:
-["l", items...] list, ["t", ...] tuple, ["s", ...] set, ["z", ...] frozenset, ["d", key, value, key, value, ...] dict,
-["i", hexadecimal] int, ["f", "inf" | "-inf" | "nan"], ["c", "1.0", "nan"] complex, ["b", hexadecimal] bytes,
-["u", hexadecimal UTF-8] text with lone surrogates, ["y", "int"] type, ["h", 0] an object that stays where it is.
+JSON form: null, true, 5 (below 2^63), 1.5, "text"; everything else is a list that starts with a
+tag: ["l", items...] list, ["t", ...] tuple, ["s", ...] set, ["z", ...] frozenset, ["d", key, value,
+key, value, ...] dict, ["i", hexadecimal] int, ["f", "inf" | "-inf" | "nan"], ["c", "1.0", "nan"]
+complex, ["b", hexadecimal] bytes, ["u", hexadecimal UTF-8] text with lone surrogates, ["y", "int"]
+type, ["h", 0] an object that stays where it is.
 
 This module uses the standard library only, since the confined programs import it too.
 """
@@ -28,15 +31,21 @@ TOLERANCE = 1e-6
 TAGS = {list: "l", tuple: "t", set: "s", frozenset: "z"}
 KINDS = {bool: "bool", int: "number", float: "number", str: "text"}
 SEQUENCES, SETS = ("l", "t"), ("s", "z")
-TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
+TYPES = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
+}
 DICTS = (dict, Counter, OrderedDict, defaultdict)
 SURROGATE = re.compile("[\ud800-\udfff]")
-# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts; here these are words.
+# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts; here
+# these are words.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 
 
 class Unserialisable(ValueError):
-    """Raised for a value that is not plain, too deep or too large (a value that contains itself is too deep)."""
+    """Raised for a value that is not plain, too deep or too large (a value that contains itself is
+    too deep).
+    """
 
 
 class Malformed(ValueError):
@@ -44,10 +53,12 @@ class Malformed(ValueError):
 
 
 def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None = None) -> Any:
-    """Return the JSON form of a value. `other` gives that of an object that is not plain, instead of Unserialisable.
+    """Return the JSON form of a value. `other` gives that of an object that is not plain, instead
+    of Unserialisable.
 
-    More than `limit` characters of JSON raise Unserialisable, in time proportional to the limit (not to the value: a
-    list of the same list 10^8 times is refused early). The JSON text may still be longer, because of escapes.
+    More than `limit` characters of JSON raise Unserialisable, in time proportional to the limit
+    (not to the value: a list of the same list 10^8 times is refused early). The JSON text may still
+    be longer, because of escapes.
     """
     return _Encoder(limit, other).encode(value, DEPTH)
 
@@ -76,7 +87,10 @@ class _Encoder:
         if kind in TAGS:
             return [TAGS[kind], *self._each(value, depth - 1)]
         if kind in DICTS:
-            return ["d", *self._each((part for item in dict.items(value) for part in item), depth - 1)]
+            return [
+                "d",
+                *self._each((part for item in dict.items(value) for part in item), depth - 1),
+            ]
         if kind is bytes:
             self._spend(2 * len(value))
             return ["b", value.hex()]
@@ -91,7 +105,8 @@ class _Encoder:
     def _each(self, values: Any, depth: int) -> list[Any]:
         encoded = []
         for value in values:
-            if type(value) is int and -EXACT_ABOVE < value < EXACT_ABOVE:  # a shortcut for most values
+            # a shortcut for most values
+            if type(value) is int and -EXACT_ABOVE < value < EXACT_ABOVE:
                 self._spend(2)
                 encoded.append(value)
             else:
@@ -105,7 +120,9 @@ class _Encoder:
 
 
 def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = DEPTH) -> Any:
-    """Return the value, with everything in it new. `handle` gives the object behind ["h", number]. Raises Malformed."""
+    """Return the value, with everything in it new. `handle` gives the object behind ["h", number].
+    Raises Malformed.
+    """
     if type(form) is not list:
         return unpack(form)[1]
     kind, content = unpack(form)
@@ -128,9 +145,11 @@ def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = D
 
 
 def unpack(form: Any) -> tuple[str, Any]:
-    """Return (kind, content) of a JSON form, one level deep, in time proportional to its length. Raises Malformed.
+    """Return (kind, content) of a JSON form, one level deep, in time proportional to its length.
+    Raises Malformed.
 
-    Kinds: none, bool, number, text, bytes, complex, type, sequence, set, dict (keys and values in turn), handle.
+    Kinds: none, bool, number, text, bytes, complex, type, sequence, set, dict (keys and values in
+    turn), handle.
     """
     kind = type(form)
     if kind is not list:
@@ -172,8 +191,8 @@ def _from_texts(tag: Any, *texts: str) -> tuple[str, Any]:
 
 
 def require_shallow(form: Any) -> None:
-    """Raise Malformed for what is nested too deeply for recursion, and for what `encode` never makes: JSON objects, and
-    numbers such as 1e999 that cannot be written again."""
+    """Raise Malformed for what is nested too deeply for recursion, and for what `encode` never
+    makes: JSON objects, and numbers such as 1e999 that cannot be written again."""
     level = [form]
     for _ in range(DEPTH + 2):
         for part in level:
@@ -186,14 +205,19 @@ def require_shallow(form: Any) -> None:
 
 
 def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
-    """Return whether a result equals the expected one; both as JSON forms. Raises Malformed. The rules:
+    """Return whether a result equals the expected one; both as JSON forms. Raises Malformed. The
+    rules:
 
-    - a tuple equals a list, a frozenset a set; otherwise kinds differ: True is not 1, b"a" is not "a", (1+0j) is not 1;
+    - a tuple equals a list, a frozenset a set; otherwise kinds differ: True is not 1, b"a" is not
+      "a", (1+0j) is not 1;
     - numbers: `close`; complex numbers: both parts; text and bytes exactly; None only None;
-    - lists by order; dicts by keys, which are exact (1 and 1.0 are the same key), values by these rules;
-    - sets: numbers are put in order and compared pair by pair by `close`; all other elements are exact.
+    - lists by order; dicts by keys, which are exact (1 and 1.0 are the same key), values by these
+      rules;
+    - sets: numbers are put in order and compared pair by pair by `close`; all other elements are
+      exact.
 
-    Time proportional to length (x log): elements are ordered by digests, so that keys chosen to collide do no harm.
+    Time proportional to length (x log): elements are ordered by digests, so that keys chosen to
+    collide do no harm.
     """
     (kind, a), (other, b) = unpack(expected), unpack(actual)
     if kind != other:
@@ -211,13 +235,17 @@ def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
     if kind == "set":
         return _equal_sets(a, b)
     wanted, given = _by_key(a), _by_key(b)
-    return wanted.keys() == given.keys() and all(equal(wanted[key], given[key], depth - 1) for key in wanted)
+    return wanted.keys() == given.keys() and all(
+        equal(wanted[key], given[key], depth - 1) for key in wanted
+    )
 
 
 def close(expected: float, actual: float) -> bool:
-    """Return |actual - expected| <= 1e-6 max(1, |expected|) where at least one is a float, and equality for two ints.
+    """Return |actual - expected| <= 1e-6 max(1, |expected|) where at least one is a float, and
+    equality for two ints.
 
-    Equality is also required where one exceeds 2^53 in size. Infinity equals the same infinity, and NaN equals NaN.
+    Equality is also required where one exceeds 2^53 in size. Infinity equals the same infinity, and
+    NaN equals NaN.
     """
     if type(expected) is int and type(actual) is int:
         return expected == actual
@@ -255,8 +283,8 @@ def _by_key(parts: list[Any]) -> dict[bytes, Any]:
 
 
 def _digest(form: Any, depth: int) -> bytes:
-    """Return a digest that is the same for equal values and for no others: numbers by value, tuple as list, sets in any
-    order."""
+    """Return a digest that is the same for equal values and for no others: numbers by value, tuple
+    as list, sets in any order."""
     kind, content = unpack(form)
     if kind in ("sequence", "set", "dict"):
         if depth == 0:
@@ -276,15 +304,19 @@ def _digest(form: Any, depth: int) -> bytes:
     return hashlib.blake2b(kind.encode() + b":" + data, digest_size=16).digest()
 
 
-def same_output(expected: str, printed: str, tolerance: float = 0.0, ignores_case: bool = False) -> bool:
+def same_output(
+    expected: str, printed: str, tolerance: float = 0.0, ignores_case: bool = False
+) -> bool:
     """Return whether two outputs agree by LiveCodeBench's rule for standard output.
 
-    With a tolerance, relative or absolute, numbers that the expected output writes with a point or an exponent may be
-    off by so much, also beside words. With `ignores_case` letter case does not count.
+    With a tolerance, relative or absolute, numbers that the expected output writes with a point or
+    an exponent may be off by so much, also beside words. With `ignores_case` letter case does not
+    count.
 
-    Both are stripped, cut into lines, each line stripped. As many lines in both; two lines are alike if they are equal,
-    or have as many words, all of them decimal numbers (ASCII digits, sign, point, exponent), that are equal in pairs as
-    exact decimals: "1.0 2" and "1 2e0" are alike, "0.3333" and "0.33333" are not, "nan" is a word.
+    Both are stripped, cut into lines, each line stripped. As many lines in both; two lines are
+    alike if they are equal, or have as many words, all of them decimal numbers (ASCII digits, sign,
+    point, exponent), that are equal in pairs as exact decimals: "1.0 2" and "1 2e0" are alike,
+    "0.3333" and "0.33333" are not, "nan" is a word.
     """
     if ignores_case:
         expected, printed = expected.lower(), printed.lower()
@@ -311,7 +343,9 @@ def _same_line(expected: str, printed: str, tolerance: float) -> bool:
 
 
 def _near(expected: str, printed: str, tolerance: float) -> bool:
-    """Return whether two words are numbers that are equal or, unless the expected one is an integer, near."""
+    """Return whether two words are numbers that are equal or, unless the expected one is an
+    integer, near.
+    """
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
@@ -319,6 +353,8 @@ def _near(expected: str, printed: str, tolerance: float) -> bool:
         if wanted == given:
             return True
         is_integer = re.fullmatch(r"[+-]?\d+", expected) is not None
-        return not is_integer and abs(wanted - given) <= Decimal(tolerance) * max(Decimal(1), abs(wanted))
+        return not is_integer and abs(wanted - given) <= Decimal(tolerance) * max(
+            Decimal(1), abs(wanted)
+        )
     except ArithmeticError:  # an exponent is beyond any decimal's
         return False

@@ -1,4 +1,6 @@
-"""Advantages: a naive restatement (naive_credit.py), hand-worked numbers, equivalences, edges, refusals."""
+"""Advantages: a naive restatement (naive_credit.py), hand-worked numbers, equivalences, edges,
+refusals.
+"""
 
 import math
 from dataclasses import asdict, replace
@@ -22,12 +24,19 @@ from gspo.algorithm.advantages import (
 )
 
 SEEDS = range(4)
-# An estimator, and what it gives for (token rewards, mask, groups, values) according to the naive restatement.
+# An estimator, and what it gives for (token rewards, mask, groups, values) according to the naive
+# restatement.
 CASES = [
     (GroupNormalized(), lambda r, m, g, v: naive.group_normalized(r, m, g)),
     (GroupNormalized(eps=0.1), lambda r, m, g, v: naive.group_normalized(r, m, g, eps=0.1)),
-    (GroupNormalized(std="batch"), lambda r, m, g, v: naive.group_normalized(r, m, g, over="batch")),
-    (GroupNormalized(group_of_one="reward"), lambda r, m, g, v: naive.group_normalized(r, m, g, group_of_one="reward")),
+    (
+        GroupNormalized(std="batch"),
+        lambda r, m, g, v: naive.group_normalized(r, m, g, over="batch"),
+    ),
+    (
+        GroupNormalized(group_of_one="reward"),
+        lambda r, m, g, v: naive.group_normalized(r, m, g, group_of_one="reward"),
+    ),
     (GroupMean(), lambda r, m, g, v: naive.group_mean(r, m, g)),
     (GroupMean(group_of_one="reward"), lambda r, m, g, v: naive.group_mean(r, m, g, "reward")),
     (LeaveOneOut(), lambda r, m, g, v: naive.rloo(r, m, g)),
@@ -36,13 +45,23 @@ CASES = [
     (Returns(gamma=0.9), lambda r, m, g, v: naive.returns(r, m, 0.9)),
     (ReinforcePP(), lambda r, m, g, v: naive.reinforce_pp(r, m, g)),
     (ReinforcePP(gamma=0.8), lambda r, m, g, v: naive.reinforce_pp(r, m, g, 0.8)),
-    (ReinforcePP(baseline="group"), lambda r, m, g, v: naive.reinforce_pp(r, m, g, baseline="group")),
+    (
+        ReinforcePP(baseline="group"),
+        lambda r, m, g, v: naive.reinforce_pp(r, m, g, baseline="group"),
+    ),
     (GAE(whiten="none"), lambda r, m, g, v: naive.gae(r, m, v)),
-    (GAE(gamma=0.9, lam=0.7), lambda r, m, g, v: naive.whiten_tokens(naive.gae(r, m, v, 0.9, 0.7), m)),
+    (
+        GAE(gamma=0.9, lam=0.7),
+        lambda r, m, g, v: naive.whiten_tokens(naive.gae(r, m, v, 0.9, 0.7), m),
+    ),
     (GAE(whiten="none", lam=0.0), lambda r, m, g, v: naive.gae(r, m, v, lam=0.0)),
 ]
 PLAIN = [  # every estimator without whitening; ReinforcePP has none
-    *(kind(group_of_one=alone) for kind in (GroupNormalized, GroupMean, LeaveOneOut) for alone in ("zero", "reward")),
+    *(
+        kind(group_of_one=alone)
+        for kind in (GroupNormalized, GroupMean, LeaveOneOut)
+        for alone in ("zero", "reward")
+    ),
     GroupNormalized(std="batch"),
     Returns(),
     Returns(gamma=0.9),
@@ -56,7 +75,9 @@ def name(estimator) -> str:
     return "-".join(str(value) for value in asdict(estimator).values())
 
 
-cases = pytest.mark.parametrize("estimator, expected", CASES, ids=[name(estimator) for estimator, _ in CASES])
+cases = pytest.mark.parametrize(
+    "estimator, expected", CASES, ids=[name(estimator) for estimator, _ in CASES]
+)
 every = pytest.mark.parametrize("estimator", ALL, ids=name)
 grouped = pytest.mark.parametrize("estimator", GROUPED, ids=name)
 
@@ -65,7 +86,9 @@ def credit(rewards, mask, groups=None, values=None) -> Credit:
     mask_BT = torch.tensor(np.asarray(mask), dtype=torch.bool)
     groups_B = torch.arange(len(mask_BT)) if groups is None else torch.tensor(np.asarray(groups))
     values_BT = None if values is None else torch.tensor(values, dtype=torch.float64)
-    return Credit(torch.tensor(np.asarray(rewards), dtype=torch.float64), mask_BT, groups_B, values_BT)
+    return Credit(
+        torch.tensor(np.asarray(rewards), dtype=torch.float64), mask_BT, groups_B, values_BT
+    )
 
 
 def of(batch: naive.Batch) -> Credit:
@@ -75,7 +98,12 @@ def of(batch: naive.Batch) -> Credit:
 def one_token(rewards, groups=None) -> Credit:
     """Responses of one token, with these rewards; one group unless told otherwise. Values are 0."""
     rewards = np.reshape(rewards, (-1, 1))
-    return credit(rewards, np.ones_like(rewards), [0] * len(rewards) if groups is None else groups, 0.0 * rewards)
+    return credit(
+        rewards,
+        np.ones_like(rewards),
+        [0] * len(rewards) if groups is None else groups,
+        0.0 * rewards,
+    )
 
 
 def close(tensor, expected, tolerance=1e-11) -> None:
@@ -93,11 +121,15 @@ def test_agrees_with_the_naive_restatement(estimator, expected, last_only, seed)
     assert np.abs(raw).max() > 0.3  # or the clip would have had nothing to do
     if estimator.whiten == "none":
         close(replace(estimator, whiten="tokens")(of(batch)), naive.whiten_tokens(raw, batch.mask))
-        close(replace(estimator, whiten="responses")(of(batch)), naive.whiten_responses(raw, batch.mask))
+        close(
+            replace(estimator, whiten="responses")(of(batch)),
+            naive.whiten_responses(raw, batch.mask),
+        )
 
 
-# Rewards 1 0 0 1 and 1 0 0 0 of two problems; mean 1/2 and 1/4, variance (ddof 1) 4 (1/4) / 3 = 1/3 and
-# (9/16 + 3/16) / 3 = 1/4. Over the eight: mean 3/8, variance (3 (25/64) + 5 (9/64)) / 7 = 120/448 = 15/56.
+# Rewards 1 0 0 1 and 1 0 0 0 of two problems; mean 1/2 and 1/4, variance (ddof 1) 4 (1/4) / 3 = 1/3
+# and (9/16 + 3/16) / 3 = 1/4. Over the eight: mean 3/8, variance (3 (25/64) + 5 (9/64)) / 7 =
+# 120/448 = 15/56.
 REWARDS, TWO_GROUPS = [1, 0, 0, 1, 1, 0, 0, 0], [5, 5, 5, 5, 2, 2, 2, 2]
 A, B = 0.5 / (math.sqrt(1 / 3) + 1e-6), 0.25 / (0.5 + 1e-6)
 C = 0.5 / (math.sqrt(15 / 56) + 1e-6)
@@ -109,7 +141,8 @@ C = 0.5 / (math.sqrt(15 / 56) + 1e-6)
         (GroupNormalized(), [A, -A, -A, A, 3 * B, -B, -B, -B]),
         (GroupNormalized(std="batch"), [C, -C, -C, C, 1.5 * C, -C / 2, -C / 2, -C / 2]),
         (GroupMean(), [0.5, -0.5, -0.5, 0.5, 0.75, -0.25, -0.25, -0.25]),
-        # 1 - (0 + 0 + 1) / 3 = 2/3;  0 - (1 + 0 + 1) / 3 = -2/3;  1 - 0 = 1;  0 - (1 + 0 + 0) / 3 = -1/3
+        # 1 - (0 + 0 + 1) / 3 = 2/3;  0 - (1 + 0 + 1) / 3 = -2/3;  1 - 0 = 1;  0 - (1 + 0 + 0) / 3 =
+        #                             -1/3
         (LeaveOneOut(), [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1, -1 / 3, -1 / 3, -1 / 3]),
         (Returns(), REWARDS),
         # (r - 3/8) / sqrt(15/56 + 1e-8)
@@ -117,7 +150,10 @@ C = 0.5 / (math.sqrt(15 / 56) + 1e-6)
         # r - group mean has mean 0 and variance (4 (1/4) + 9/16 + 3/16) / 7 = 1/4
         (
             ReinforcePP(baseline="group"),
-            [x / math.sqrt(1 / 4 + 1e-8) for x in (0.5, -0.5, -0.5, 0.5, 0.75, -0.25, -0.25, -0.25)],
+            [
+                x / math.sqrt(1 / 4 + 1e-8)
+                for x in (0.5, -0.5, -0.5, 0.5, 0.75, -0.25, -0.25, -0.25)
+            ],
         ),
     ],
     ids=lambda x: name(x) if isinstance(x, Advantage) else "",
@@ -127,14 +163,18 @@ def test_by_hand(estimator, expected):
 
 
 def test_group_normalized_by_hand_in_digits():
-    """Rewards 1 0 0 1: mean 0.5, std 0.577350, so 0.866024; with peers' other epsilons 0.865875 and 0.866025."""
+    """Rewards 1 0 0 1: mean 0.5, std 0.577350, so 0.866024; with peers' other epsilons 0.865875 and
+    0.866025.
+    """
     for eps, expected in ((1e-6, 0.8660239), (1e-4, 0.8658754), (1e-9, 0.8660254)):
         adv = GroupNormalized(eps=eps)(one_token([1, 0, 0, 1])).squeeze(-1)
         close(adv, [expected, -expected, -expected, expected], 1e-7)
 
 
 def test_returns_by_hand():
-    """Rewards 1 2 _ 4, the third token not the policy's. gamma 1/2: 4; 2 + 4/2 = 4; 1 + 4/2 = 3. gamma 1: 4, 6, 7."""
+    """Rewards 1 2 _ 4, the third token not the policy's. gamma 1/2: 4; 2 + 4/2 = 4; 1 + 4/2 = 3.
+    gamma 1: 4, 6, 7.
+    """
     seen = credit([[1, 2, 9, 4]], [[1, 1, 0, 1]])
     close(Returns(gamma=0.5)(seen), [[3, 4, 0, 4]])
     close(Returns()(seen), [[7, 6, 0, 4]])
@@ -168,15 +208,16 @@ def test_gae_by_hand_with_a_hole():
 def test_whitening_by_hand():
     """Responses of 3 and 1 tokens with returns 1 and 0.
 
-    tokens: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4, so 1/2 and -3/2 (the long response weighs more)
-    responses: mean 1/2, std sqrt(1/2), so +-0.707 (up to the 1e-4)
+    tokens: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4, so 1/2 and -3/2 (the long response weighs
+    more) responses: mean 1/2, std sqrt(1/2), so +-0.707 (up to the 1e-4)
     """
     seen = credit([[0, 0, 1], [0, 0, 0]], [[1, 1, 1], [1, 0, 0]])
     high, low = (x / math.sqrt(1 / 4 + 1e-8) for x in (1 / 4, -3 / 4))
     close(Returns(whiten="tokens")(seen), [[high] * 3, [low, 0, 0]])
     each = 0.5 / (math.sqrt(1 / 2) + 1e-4)
     close(Returns(whiten="responses")(seen), [[each] * 3, [-each, 0, 0]])
-    close(Returns(whiten="tokens", clip=0.4)(seen), [[0.4] * 3, [-0.4, 0, 0]])  # after whitening: 1 would not be cut
+    # after whitening: 1 would not be cut
+    close(Returns(whiten="tokens", clip=0.4)(seen), [[0.4] * 3, [-0.4, 0, 0]])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -192,10 +233,13 @@ def test_equivalences_over_tokens(seed, gamma):
     seen = of(naive.ragged(seed))
     blind = replace(seen, values_BT=torch.zeros_like(seen.values_BT))
     close(GAE(whiten="none", lam=1.0, gamma=gamma)(blind), Returns(gamma=gamma)(seen))
-    # lam = 1: the values cancel but for the token's own, A_t = R_t - V_t, so the critic's target is the return
+    # lam = 1: the values cancel but for the token's own, A_t = R_t - V_t, so the critic's target is
+    # the return
     close(GAE(lam=1.0, gamma=gamma).returns(seen), Returns(gamma=gamma)(seen))
     close(ReinforcePP(gamma=gamma)(seen), Returns(gamma=gamma, whiten="tokens")(seen))
-    close(ReinforcePP(baseline="group", whiten="responses")(seen), GroupMean(whiten="responses")(seen))
+    close(
+        ReinforcePP(baseline="group", whiten="responses")(seen), GroupMean(whiten="responses")(seen)
+    )
 
 
 @every
@@ -220,7 +264,9 @@ def test_order_and_labels_of_groups_do_not_matter(estimator, whiten):
     order = rng.permutation(len(batch.groups))
     shuffled = naive.Batch(*(getattr(batch, field)[order] for field in asdict(batch)))
     close(estimator(of(shuffled)), estimator(of(batch))[torch.tensor(order)].numpy())
-    labels = {old: new for old, new in zip(np.unique(batch.groups), (2**40, -3, 0, 17), strict=True)}
+    labels = {
+        old: new for old, new in zip(np.unique(batch.groups), (2**40, -3, 0, 17), strict=True)
+    }
     renamed = replace(batch, groups=np.array([labels[g] for g in batch.groups]))
     close(estimator(of(renamed)), estimator(of(batch)))
 
@@ -242,7 +288,9 @@ def test_a_group_of_one(estimator):
     assert adv[1] > 0 > adv[2]
     for rewards in ([0.7], [0.7, 0.2]):  # a batch of nothing else: no deviation exists
         adv = estimator(one_token(rewards, range(len(rewards)))).squeeze(-1)
-        kept = [reward / divisor if estimator.group_of_one == "reward" else 0.0 for reward in rewards]
+        kept = [
+            reward / divisor if estimator.group_of_one == "reward" else 0.0 for reward in rewards
+        ]
         close(adv, kept, 0.0)
 
 
@@ -291,8 +339,15 @@ def test_responses_without_tokens_take_no_part_in_whitening(whiten, rows):
 
 
 REFUSED = [
-    *((kind, "whiten", "token") for kind in (GroupNormalized, GroupMean, LeaveOneOut, Returns, ReinforcePP, GAE)),
-    *((kind, "clip", value) for kind in (GroupNormalized, Returns, GAE) for value in (0.0, -1.0, math.nan)),
+    *(
+        (kind, "whiten", "token")
+        for kind in (GroupNormalized, GroupMean, LeaveOneOut, Returns, ReinforcePP, GAE)
+    ),
+    *(
+        (kind, "clip", value)
+        for kind in (GroupNormalized, Returns, GAE)
+        for value in (0.0, -1.0, math.nan)
+    ),
     *((kind, "group_of_one", "one") for kind in (GroupNormalized, GroupMean, LeaveOneOut)),
     (GroupNormalized, "std", "none"),
     *((kind, "gamma", value) for kind in (Returns, ReinforcePP) for value in (0.0, 1.1, math.nan)),

@@ -1,5 +1,6 @@
-"""Aggregations; and what the loss must not depend on, for every objective under every aggregation: how a batch is
-cut, its padding, its order, what stands in masked places, precision, and hostile numbers."""
+"""Aggregations; and what the loss must not depend on, for every objective under every aggregation:
+how a batch is cut, its padding, its order, what stands in masked places, precision, and hostile
+numbers."""
 
 import math
 from dataclasses import replace
@@ -15,10 +16,16 @@ from loss_cases import MEAN, cases, close, inputs, run, settings
 
 ALL = [
     Aggregation("token-mean"),
-    *(Aggregation(mode, rows) for mode in ("seq-mean-token-mean", "seq-mean-token-sum") for rows in ROWS),
+    *(
+        Aggregation(mode, rows)
+        for mode in ("seq-mean-token-mean", "seq-mean-token-sum")
+        for rows in ROWS
+    ),
     *(Aggregation("seq-mean-token-sum-norm", rows, length) for rows in ROWS for length in (7, 0)),
 ]
-aggregations = pytest.mark.parametrize("aggregation", ALL, ids=lambda a: f"{a.mode}-{a.rows}-{a.length}")
+aggregations = pytest.mark.parametrize(
+    "aggregation", ALL, ids=lambda a: f"{a.mode}-{a.rows}-{a.length}"
+)
 NO_BOUND = (Reinforce, CISPO)  # they keep their gradient whatever the ratio
 
 
@@ -28,11 +35,14 @@ def with_an_empty_row(seed: int, scale: float) -> naive.Batch:
     return batch
 
 
-# ---- the formulas ------------------------------------------------------------------------------------------------
+# ---- the formulas
+# ------------------------------------------------------------------------------------------------
 
 
 def test_all_modes_are_tried():
-    assert {a.mode for a in ALL} == set(MODES) and set(LENGTH_WEIGHTED) == set(MODES) - {"seq-mean-token-mean"}
+    assert {a.mode for a in ALL} == set(MODES) and set(LENGTH_WEIGHTED) == set(MODES) - {
+        "seq-mean-token-mean"
+    }
 
 
 @aggregations
@@ -45,16 +55,20 @@ def test_equals_the_formula_written_naively_with_its_gradient(aggregation, seed)
     ours = aggregation(loss_BT, mask_BT, Totals.of(mask_BT))
     ours.backward()
     assert ours.item() == pytest.approx(naive.aggregate(loss, mask, *given), abs=1e-13)
-    for i, t in np.ndindex(mask.shape):  # linear: the gradient is what a loss of 1 at one token gives
+    # linear: the gradient is what a loss of 1 at one token gives
+    for i, t in np.ndindex(mask.shape):
         alone = np.zeros(mask.shape)
         alone[i, t] = 1.0
-        assert loss_BT.grad[i, t].item() == pytest.approx(naive.aggregate(alone, mask, *given), abs=1e-15)
+        assert loss_BT.grad[i, t].item() == pytest.approx(
+            naive.aggregate(alone, mask, *given), abs=1e-15
+        )
 
 
 @pytest.mark.parametrize(
     "aggregation, expected",
     [
-        (Aggregation("seq-mean-token-mean"), (2 + 8) / 2),  # the means of (1, 3) and (8); the third row is empty
+        # the means of (1, 3) and (8); the third row is empty
+        (Aggregation("seq-mean-token-mean"), (2 + 8) / 2),
         (Aggregation("seq-mean-token-mean", "all"), (2 + 8) / 3),
         (Aggregation("seq-mean-token-mean", "one"), 2 + 8),
         (Aggregation("token-mean"), (1 + 3 + 8) / 3),
@@ -67,7 +81,9 @@ def test_equals_the_formula_written_naively_with_its_gradient(aggregation, seed)
     ],
 )
 def test_three_responses_by_hand(aggregation, expected):
-    loss_BT = torch.tensor([[1.0, math.nan, 3.0, 9.0], [8.0, 9.0, 9.0, math.inf], [9.0, 9.0, 9.0, math.nan]])
+    loss_BT = torch.tensor(
+        [[1.0, math.nan, 3.0, 9.0], [8.0, 9.0, 9.0, math.inf], [9.0, 9.0, 9.0, math.nan]]
+    )
     mask_BT = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     assert Totals.of(mask_BT) == Totals(sequences=2, rows=3, tokens=3, width=4)
     assert aggregation(loss_BT, mask_BT, Totals.of(mask_BT)).item() == pytest.approx(expected)
@@ -75,7 +91,10 @@ def test_three_responses_by_hand(aggregation, expected):
 
 @aggregations
 def test_a_batch_without_any_token_gives_0(aggregation):
-    loss_BT, mask_BT = torch.full((2, 3), math.nan, requires_grad=True), torch.zeros(2, 3, dtype=torch.bool)
+    loss_BT, mask_BT = (
+        torch.full((2, 3), math.nan, requires_grad=True),
+        torch.zeros(2, 3, dtype=torch.bool),
+    )
     loss = aggregation(loss_BT, mask_BT, Totals.of(mask_BT))
     loss.backward()
     assert loss.item() == 0 and loss_BT.grad.abs().max() == 0
@@ -85,9 +104,18 @@ def test_a_batch_without_any_token_gives_0(aggregation):
     "given, message",
     [
         ({"mode": "mean"}, r"aggregation\.mode='mean': choose auto or one of seq-mean-token-mean"),
-        ({"mode": "token-mean", "rows": "valid"}, r"aggregation\.rows='valid': choose one of nonempty, all, one"),
-        ({"mode": "token-mean", "rows": "all"}, r"aggregation\.rows=all is not read by aggregation\.mode=token-mean"),
-        ({"mode": "token-mean", "length": 5}, r"aggregation\.length=5 is not read by aggregation\.mode=token-mean"),
+        (
+            {"mode": "token-mean", "rows": "valid"},
+            r"aggregation\.rows='valid': choose one of nonempty, all, one",
+        ),
+        (
+            {"mode": "token-mean", "rows": "all"},
+            r"aggregation\.rows=all is not read by aggregation\.mode=token-mean",
+        ),
+        (
+            {"mode": "token-mean", "length": 5},
+            r"aggregation\.length=5 is not read by aggregation\.mode=token-mean",
+        ),
         ({"mode": "seq-mean-token-mean", "length": 0}, r"aggregation\.length=0 is not read"),
         (
             {"mode": "seq-mean-token-sum-norm", "length": -1},
@@ -102,11 +130,14 @@ def test_what_makes_no_sense_or_cannot_act_is_refused(given, message):
 
 @pytest.mark.parametrize("unsettled", [Aggregation(), Aggregation("seq-mean-token-sum-norm")])
 def test_an_unsettled_aggregation_does_not_guess(unsettled):
-    with pytest.raises(ValueError, match=f"mode={unsettled.mode} with length=None does not say what to divide by"):
+    with pytest.raises(
+        ValueError, match=f"mode={unsettled.mode} with length=None does not say what to divide by"
+    ):
         unsettled(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), Totals(1, 1, 1, 1))
 
 
-# ---- every objective under every aggregation ---------------------------------------------------------------------
+# ---- every objective under every aggregation
+# ---------------------------------------------------------------------
 
 
 @aggregations
@@ -115,8 +146,13 @@ def test_nothing_depends_on_the_cut_the_padding_or_the_order(kind, aggregation):
     objective, batch = kind(), with_an_empty_row(3, 0.3)
     loss, gradient, _ = run(objective, batch, aggregation)
     assert gradient.abs().max() > 0
-    # micro-batches of 5, each as wide as its longest response, normalised by the counts of the whole
-    totals, cut_loss, cut_gradient = Totals.of(torch.tensor(batch.mask)), 0.0, torch.zeros_like(gradient)
+    # micro-batches of 5, each as wide as its longest response, normalised by the counts of the
+    # whole
+    totals, cut_loss, cut_gradient = (
+        Totals.of(torch.tensor(batch.mask)),
+        0.0,
+        torch.zeros_like(gradient),
+    )
     for rows in np.split(np.arange(len(batch.mask)), [5, 10]):
         width = 1 + np.flatnonzero(batch.mask[rows].any(0)).max()
         given = inputs(batch.map(lambda x, rows=rows, width=width: x[rows, :width]))
@@ -129,7 +165,9 @@ def test_nothing_depends_on_the_cut_the_padding_or_the_order(kind, aggregation):
     # three more columns: nothing changes, but for a loss that is divided by their number
     width = batch.mask.shape[1]
     change = width / (width + 3) if aggregation.length == 0 else 1.0
-    wide_loss, wide_gradient, _ = run(objective, batch.map(lambda x: np.pad(x, ((0, 0), (0, 3)))), aggregation)
+    wide_loss, wide_gradient, _ = run(
+        objective, batch.map(lambda x: np.pad(x, ((0, 0), (0, 3)))), aggregation
+    )
     assert wide_loss == pytest.approx(change * loss, abs=1e-13)
     close(wide_gradient[:, :-3], change * gradient)
     # another order of rows
@@ -148,11 +186,16 @@ def test_what_stands_in_masked_places_changes_nothing_bitwise(objective, scale):
         assert gradient[~mask].abs().max() == 0
         for poison in (math.nan, math.inf, -math.inf, 1e300):
             for names in (["logp"], ["old"], ["mu"], ["adv"], ["logp", "old", "mu", "adv"]):
-                bad = replace(batch, **{name: np.where(batch.mask, getattr(batch, name), poison) for name in names})
+                bad = replace(
+                    batch,
+                    **{name: np.where(batch.mask, getattr(batch, name), poison) for name in names},
+                )
                 bad_loss, bad_gradient, bad_outputs = run(objective, bad, aggregation)
                 assert bad_loss == loss and torch.equal(bad_gradient, gradient)
                 for name in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
-                    assert torch.equal(getattr(bad_outputs, name)[mask], getattr(outputs, name)[mask])
+                    assert torch.equal(
+                        getattr(bad_outputs, name)[mask], getattr(outputs, name)[mask]
+                    )
 
 
 @cases
@@ -166,11 +209,14 @@ def test_old_and_behaviour_log_probs_get_no_gradient_and_empty_rows_count_nowher
     assert given.old_logp_BT.grad is None and given.engine_logp_BT.grad is None
     keep = [i for i in range(len(batch.mask)) if i != 4]
     smaller, gradient, _ = run(objective, batch.map(lambda x: x[keep]))
-    assert loss.item() == pytest.approx(smaller, abs=1e-13) and given.logp_BT.grad[4].abs().max() == 0
+    assert (
+        loss.item() == pytest.approx(smaller, abs=1e-13) and given.logp_BT.grad[4].abs().max() == 0
+    )
     close(given.logp_BT.grad[keep], gradient)
 
 
-# ---- hostile numbers ---------------------------------------------------------------------------------------------
+# ---- hostile numbers
+# ---------------------------------------------------------------------------------------------
 
 
 @cases
@@ -184,16 +230,22 @@ def test_huge_ratios_stay_finite_carry_no_gradient_and_are_counted(objective, sc
     if not isinstance(objective, NO_BOUND):
         assert gradient.abs().max() == 0 and (outputs.weight_BT * adv)[mask].abs().max() == 0
         # GMPO clips before it exponentiates: on that side its tokens count as active
-        counted = outputs.bounded_BT | (outputs.active_BT | (adv == 0) if isinstance(objective, GMPO) else False)
+        counted = outputs.bounded_BT | (
+            outputs.active_BT | (adv == 0) if isinstance(objective, GMPO) else False
+        )
         assert counted[mask].all()
         return
-    # REINFORCE has no ratio; CISPO's weight is the edge of its band, or e^-20 where there is no lower one
+    # REINFORCE has no ratio; CISPO's weight is the edge of its band, or e^-20 where there is no
+    # lower one
     edge = 1.0
     if isinstance(objective, CISPO):
         assert outputs.bounded_BT[mask].all()
         edge = 1 + objective.clip_high if shift > 0 else max(1 - objective.clip_low, math.exp(-20))
     weight = torch.where(outputs.active_BT, 0.0, torch.full_like(adv, edge))
-    close(gradient, torch.where(mask, -weight * adv / mask.sum(-1, keepdim=True) / (len(mask) - 1), 0.0))
+    close(
+        gradient,
+        torch.where(mask, -weight * adv / mask.sum(-1, keepdim=True) / (len(mask) - 1), 0.0),
+    )
     assert gradient.abs().max() > 0
 
 
@@ -203,7 +255,12 @@ def test_huge_ratios_stay_finite_carry_no_gradient_and_are_counted(objective, sc
 def test_exact_up_to_the_bound_also_in_float32_and_no_gradient_beyond(kind, bound, dtype):
     objective = kind(log_ratio_bound=bound)
     # below, a smaller bound than 20 does not act: nothing can overflow there
-    for log, inside in [(bound - 0.5, True), (bound + 0.5, False), (-19.5, True), (-max(bound, 20) - 0.5, False)]:
+    for log, inside in [
+        (bound - 0.5, True),
+        (bound + 0.5, False),
+        (-19.5, True),
+        (-max(bound, 20) - 0.5, False),
+    ]:
         for adv in (1.5, -1.5):
             logp, old = np.full((1, 2), log - 90.0), np.full((1, 2), -90.0)
             batch = naive.Batch(logp, old, old, np.full((1, 2), adv), np.ones((1, 2), bool))
@@ -212,7 +269,9 @@ def test_exact_up_to_the_bound_also_in_float32_and_no_gradient_beyond(kind, boun
                 assert outputs.bounded_BT.all() == (not inside)
             if inside:
                 told = naive.objective(objective.name, batch, **settings(objective))
-                assert loss == pytest.approx(naive.aggregate(told.loss, batch.mask, MEAN.mode), rel=1e-4)
+                assert loss == pytest.approx(
+                    naive.aggregate(told.loss, batch.mask, MEAN.mode), rel=1e-4
+                )
                 close(gradient.double(), -told.weight * adv / 2, rtol=1e-4, atol=1e-30)
             elif kind is not CISPO:
                 assert math.isfinite(loss) and gradient.abs().max() == 0
@@ -226,4 +285,6 @@ def test_float32_is_close_to_float64(objective, scale):
     assert gradient_32.dtype == torch.float32 and loss_32 == pytest.approx(loss, rel=1e-4, abs=1e-6)
     close(gradient_32.double(), gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
     for name in ("active_BT", "outside_BT", "bounded_BT"):
-        assert torch.equal(getattr(outputs_32, name)[torch.tensor(batch.mask)], getattr(outputs, name)[batch.mask])
+        assert torch.equal(
+            getattr(outputs_32, name)[torch.tensor(batch.mask)], getattr(outputs, name)[batch.mask]
+        )

@@ -1,4 +1,6 @@
-"""Corrections for the engine's mismatch: a naive restatement (naive_credit.py), numbers by hand, refusals."""
+"""Corrections for the engine's mismatch: a naive restatement (naive_credit.py), numbers by hand,
+refusals.
+"""
 
 import math
 from dataclasses import asdict, replace
@@ -9,19 +11,37 @@ import pytest
 import torch
 
 import naive_credit as naive
-from gspo.algorithm.corrections import LEVELS, MIS, TIS, Correction, IcePop, Rejection, importance_weight
+from gspo.algorithm.corrections import (
+    LEVELS,
+    MIS,
+    TIS,
+    Correction,
+    IcePop,
+    Rejection,
+    importance_weight,
+)
 
 SEEDS = range(4)
 RS_LEVELS = (*LEVELS, "largest")
 reject = partial(Rejection, "rejection")
-# A correction, and its weights for (old, mu, mask) according to the naive restatement. Bands that cut on both sides.
+# A correction, and its weights for (old, mu, mask) according to the naive restatement. Bands that
+# cut on both sides.
 CASES = [
     (Correction(), lambda o, b, m: np.asarray(m, float)),
     *((TIS(level=x), lambda o, b, m, x=x: naive.tis(o, b, m, x)) for x in LEVELS),
-    *((TIS(level=x, low=0.8, high=1.2), lambda o, b, m, x=x: naive.tis(o, b, m, x, 0.8, 1.2)) for x in LEVELS),
-    *((MIS(level=x, low=0.7, high=1.5), lambda o, b, m, x=x: naive.mis(o, b, m, x, "", 0.7, 1.5)) for x in LEVELS),
     *(
-        (MIS(level=x, judged_by=y, low=0.7, high=1.5), lambda o, b, m, x=x, y=y: naive.mis(o, b, m, x, y, 0.7, 1.5))
+        (TIS(level=x, low=0.8, high=1.2), lambda o, b, m, x=x: naive.tis(o, b, m, x, 0.8, 1.2))
+        for x in LEVELS
+    ),
+    *(
+        (MIS(level=x, low=0.7, high=1.5), lambda o, b, m, x=x: naive.mis(o, b, m, x, "", 0.7, 1.5))
+        for x in LEVELS
+    ),
+    *(
+        (
+            MIS(level=x, judged_by=y, low=0.7, high=1.5),
+            lambda o, b, m, x=x, y=y: naive.mis(o, b, m, x, y, 0.7, 1.5),
+        )
         for x in LEVELS
         for y in LEVELS
     ),
@@ -39,9 +59,13 @@ def name(correction) -> str:
     return "-".join(str(value) for value in asdict(correction).values())
 
 
-cases = pytest.mark.parametrize("correction, expected", CASES, ids=[name(correction) for correction, _ in CASES])
+cases = pytest.mark.parametrize(
+    "correction, expected", CASES, ids=[name(correction) for correction, _ in CASES]
+)
 every = pytest.mark.parametrize("correction", [correction for correction, _ in CASES], ids=name)
-normalizing = pytest.mark.parametrize("correction", [replace(one, normalize=True) for one in BOTH], ids=name)
+normalizing = pytest.mark.parametrize(
+    "correction", [replace(one, normalize=True) for one in BOTH], ids=name
+)
 
 
 def tensor(x) -> torch.Tensor:
@@ -91,7 +115,9 @@ def test_the_random_batches_have_tokens_on_both_sides_of_every_band(correction, 
 def test_importance_weight_before_any_truncation(level, seed):
     """What the metrics of the mismatch are made from."""
     batch = naive.ragged(seed, spread=2.0)
-    weight = importance_weight(tensor(batch.logp), tensor(batch.other), torch.tensor(batch.mask), level)
+    weight = importance_weight(
+        tensor(batch.logp), tensor(batch.other), torch.tensor(batch.mask), level
+    )
     expected = naive.weights(batch.logp, batch.other, batch.mask, level)
     close(weight[torch.tensor(batch.mask)], expected[batch.mask], 1e-9)
     assert expected.max() > 2.0  # more than TIS would leave
@@ -116,7 +142,8 @@ RATIOS, MASK = [[2, 0.125, 77], [4, 4, 77]], [[1, 1, 0], [1, 1, 0]]
         (MIS(low=0.2, high=3.0), [2, 0], [0, 0]),
         (MIS(low=0.2, high=4.5, level="sequence"), [0.25, 0.25], [0, 0]),
         (MIS(low=0.2, high=4.5, level="geometric"), [0.5, 0.5], [4, 4]),
-        (MIS(low=0.4, high=3.0, judged_by="geometric"), [2, 0.125], [0, 0]),  # token weights, as ms-swift
+        # token weights, as ms-swift
+        (MIS(low=0.4, high=3.0, judged_by="geometric"), [2, 0.125], [0, 0]),
         (MIS(low=0.4, high=5.0, judged_by="sequence"), [0, 0], [0, 0]),
         (IcePop(), [2, 0], [4, 4]),
         (Rejection(high=3.0), [1, 1], [0, 0]),
@@ -124,14 +151,16 @@ RATIOS, MASK = [[2, 0.125, 77], [4, 4, 77]], [[1, 1, 0], [1, 1, 0]]
         (Rejection(level="sequence", low=0.2, high=3.0), [1, 1], [0, 0]),
         (Rejection(level="geometric", low=0.6, high=4.5), [0, 0], [1, 1]),
         (Rejection(level="largest", high=3.0), [1, 1], [0, 0]),
-        # k2 = ln^2 / 2: 0.240227 and 2.161999 (sum 2.402, mean 1.201); of 4: 0.960906 twice (sum 1.922)
+        # k2 = ln^2 / 2: 0.240227 and 2.161999 (sum 2.402, mean 1.201); of 4: 0.960906 twice (sum
+        # 1.922)
         (reject("k2", high=1.0), [1, 0], [1, 1]),
         (reject("k2", "sequence", high=2.0), [0, 0], [1, 1]),
         (reject("k2", "geometric", high=1.0), [0, 0], [1, 1]),
         (reject("k2", "geometric", low=1.0, high=1.21), [1, 1], [0, 0]),
         (reject("k2", "largest", high=2.2), [1, 1], [1, 1]),
         (reject("k2", "largest", high=2.1), [0, 0], [1, 1]),
-        # k3 = r - 1 - ln r: 0.306853 and 1.204442 (sum 1.511, mean 0.756); of 4: 1.613706 twice (sum 3.227)
+        # k3 = r - 1 - ln r: 0.306853 and 1.204442 (sum 1.511, mean 0.756); of 4: 1.613706 twice
+        # (sum 3.227)
         (reject("k3", high=1.3), [1, 1], [0, 0]),
         (reject("k3", high=1.0), [1, 0], [0, 0]),
         (reject("k3", "sequence", high=1.52), [1, 1], [0, 0]),
@@ -147,16 +176,26 @@ def test_by_hand(correction, first, second):
 
 
 def test_normalize_by_hand():
-    """TIS: 2 1/8 2 2, mean 49/32. MIS up to 3: 2 1/8 0 0, over all four tokens 17/32. The mean is then 1."""
-    close(of_ratios(TIS(normalize=True), RATIOS, MASK), np.array([[2, 1 / 8, 0], [2, 2, 0]]) * 32 / 49)
-    close(of_ratios(MIS(high=3.0, normalize=True), RATIOS, MASK), np.array([[2, 1 / 8, 0], [0, 0, 0]]) * 32 / 17)
+    """TIS: 2 1/8 2 2, mean 49/32. MIS up to 3: 2 1/8 0 0, over all four tokens 17/32. The mean is
+    then 1.
+    """
+    close(
+        of_ratios(TIS(normalize=True), RATIOS, MASK), np.array([[2, 1 / 8, 0], [2, 2, 0]]) * 32 / 49
+    )
+    close(
+        of_ratios(MIS(high=3.0, normalize=True), RATIOS, MASK),
+        np.array([[2, 1 / 8, 0], [0, 0, 0]]) * 32 / 17,
+    )
 
 
 @normalizing
 @pytest.mark.parametrize("seed", SEEDS)
 def test_normalized_weights_have_mean_one(correction, seed):
     batch = naive.ragged(seed)
-    weight, mask = weights(correction, batch.logp, batch.other, batch.mask), torch.tensor(batch.mask)
+    weight, mask = (
+        weights(correction, batch.logp, batch.other, batch.mask),
+        torch.tensor(batch.mask),
+    )
     rows = [w[m].mean() for w, m in zip(weight, mask, strict=True) if m.any()]
     mean = weight[mask].mean() if correction.level == "token" else torch.stack(rows).mean()
     assert float(mean) == pytest.approx(1, rel=1e-12)
@@ -174,7 +213,10 @@ def test_normalizing_nothing_gives_zeros(correction):
 def test_the_band_includes_its_ends(level):
     for ratio, kept in ((1.0, 1), (0.999, 0), (2.0, 1), (2.001, 0)):
         old, mu = [[math.log(ratio)]], [[0.0]]  # log 2 and its exp are exact enough for these ends
-        assert float(weights(MIS(level=level, low=1.0, high=2.0), old, mu, [[1]]).ceil().clamp(max=1)) == kept
+        assert (
+            float(weights(MIS(level=level, low=1.0, high=2.0), old, mu, [[1]]).ceil().clamp(max=1))
+            == kept
+        )
         assert float(weights(Rejection(level=level, low=1.0, high=2.0), old, mu, [[1]])) == kept
 
 
@@ -186,11 +228,19 @@ def test_equivalences(level, seed):
     band = {"level": level, "low": 0.7, "high": 1.5}
     mis, rejected = weights(MIS(**band), *sides), weights(Rejection(**band), *sides)
     assert torch.equal((mis > 0).double(), rejected)  # the same tokens, with weight and without
-    assert torch.equal(mis, torch.where(rejected > 0, weights(TIS(**band), *sides), 0.0))  # inside, nothing is cut
+    # inside, nothing is cut
+    assert torch.equal(mis, torch.where(rejected > 0, weights(TIS(**band), *sides), 0.0))
     assert torch.equal(mis, weights(MIS(**band, judged_by=level), *sides))
-    assert torch.equal(weights(IcePop(level=level), *sides), weights(MIS(level=level, low=0.5, high=5.0), *sides))
+    assert torch.equal(
+        weights(IcePop(level=level), *sides), weights(MIS(level=level, low=0.5, high=5.0), *sides)
+    )
     same = (batch.other, *sides[1:])  # engine and trainer agree: every ratio is 1
-    for correction in (TIS(level=level), MIS(level=level), IcePop(level=level), Rejection(level=level)):
+    for correction in (
+        TIS(level=level),
+        MIS(level=level),
+        IcePop(level=level),
+        Rejection(level=level),
+    ):
         assert torch.equal(weights(correction, *same), weights(Correction(), *same))
 
 
@@ -207,7 +257,9 @@ def test_levels_are_one_for_responses_of_one_token():
 def test_what_is_masked_does_not_matter_and_gets_exactly_zero(correction, junk):
     batch = naive.ragged(3)
     for one in (
-        (correction, replace(correction, normalize=True)) if isinstance(correction, TIS | MIS) else (correction,)
+        (correction, replace(correction, normalize=True))
+        if isinstance(correction, TIS | MIS)
+        else (correction,)
     ):
         clean = weights(one, batch.logp, batch.other, batch.mask)
         for old, mu in ((junk, junk), (junk, -1.0), (-1.0, junk)):
@@ -236,10 +288,14 @@ def test_importance_weights_have_no_gradient(level):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("m", [800.0, -800.0, math.inf, -math.inf])
 def test_a_huge_mismatch_stays_finite(correction, dtype, m):
-    """Also where the engine reports a probability of 0 (m infinite), and beside a token without mismatch."""
+    """Also where the engine reports a probability of 0 (m infinite), and beside a token without
+    mismatch.
+    """
     old, mu = torch.tensor([[m, -1.0]], dtype=dtype), torch.tensor([[0.0, -1.0]], dtype=dtype)
     for one in (
-        (correction, replace(correction, normalize=True)) if isinstance(correction, TIS | MIS) else (correction,)
+        (correction, replace(correction, normalize=True))
+        if isinstance(correction, TIS | MIS)
+        else (correction,)
     ):
         assert one(old, mu, torch.ones(1, 2, dtype=torch.bool)).isfinite().all()
     for level in LEVELS:
@@ -253,7 +309,9 @@ def test_the_bound_acts_on_the_ratio_of_the_response_not_on_its_tokens(level, ra
     old, mu, mask = [[-30.0, -1.0]], [[0.0, -21.0]], [[1, 1]]
     close(weights(MIS(level=level), old, mu, mask), [[ratio, ratio]])
     for low, kept in ((ratio * 0.9, 1.0), (ratio * 1.1, 0.0)):
-        assert (weights(MIS(level=level, low=low), old, mu, mask) > 0).double().tolist() == [[kept, kept]]
+        assert (weights(MIS(level=level, low=low), old, mu, mask) > 0).double().tolist() == [
+            [kept, kept]
+        ]
         assert weights(Rejection(level=level, low=low), old, mu, mask).tolist() == [[kept, kept]]
 
 
@@ -262,13 +320,27 @@ def test_order_of_rows_does_not_matter(correction):
     batch = naive.ragged(2)
     order = np.random.default_rng(0).permutation(len(batch.mask))
     sides = batch.logp, batch.other, batch.mask
-    close(weights(correction, *(x[order] for x in sides)), weights(correction, *sides)[torch.tensor(order)].numpy())
+    close(
+        weights(correction, *(x[order] for x in sides)),
+        weights(correction, *sides)[torch.tensor(order)].numpy(),
+    )
 
 
 def test_defaults():
     assert (TIS().level, TIS().low, TIS().high, TIS().normalize) == ("token", 0.0, 2.0, False)
-    assert (MIS().level, MIS().judged_by, MIS().low, MIS().high, MIS().normalize) == ("token", "", 0.0, 2.0, False)
-    assert (IcePop().level, IcePop().judged_by, IcePop().low, IcePop().high) == ("token", "", 0.5, 5.0)
+    assert (MIS().level, MIS().judged_by, MIS().low, MIS().high, MIS().normalize) == (
+        "token",
+        "",
+        0.0,
+        2.0,
+        False,
+    )
+    assert (IcePop().level, IcePop().judged_by, IcePop().low, IcePop().high) == (
+        "token",
+        "",
+        0.5,
+        5.0,
+    )
     assert (Rejection().measure, Rejection().level) == ("ratio", "token")
 
 
@@ -281,8 +353,16 @@ KINDS = (TIS, MIS, IcePop, Rejection)
         *((kind, {"level": value}, "level") for kind in KINDS for value in ("response", "")),
         *((kind, {"level": "largest"}, "level") for kind in (TIS, MIS, IcePop)),
         *((kind, {"low": value}, "low") for kind in KINDS for value in (-0.1, 7.0, math.nan)),
-        *((kind, {"low": 1.0, "high": value}, "high") for kind in KINDS for value in (1.0, 0.5, -2.0, math.nan)),
-        *((kind, {"judged_by": value}, "judged_by") for kind in (MIS, IcePop) for value in ("largest", "k2")),
+        *(
+            (kind, {"low": 1.0, "high": value}, "high")
+            for kind in KINDS
+            for value in (1.0, 0.5, -2.0, math.nan)
+        ),
+        *(
+            (kind, {"judged_by": value}, "judged_by")
+            for kind in (MIS, IcePop)
+            for value in ("largest", "k2")
+        ),
         *((Rejection, {"measure": value}, "measure") for value in ("k1", "")),
     ],
 )

@@ -1,4 +1,6 @@
-"""The invariances of objectives: all of ours pass, and each check refuses an objective that breaks it."""
+"""The invariances of objectives: all of ours pass, and each check refuses an objective that breaks
+it.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -82,7 +84,9 @@ class ByNeighbours(GRPO):
     def __call__(self, inputs):
         outputs = super().__call__(inputs)
         largest = inputs.advantage_BT.abs().max()
-        return replace(outputs, loss_BT=outputs.loss_BT / largest, weight_BT=outputs.weight_BT / largest)
+        return replace(
+            outputs, loss_BT=outputs.loss_BT / largest, weight_BT=outputs.weight_BT / largest
+        )
 
 
 @dataclass
@@ -91,7 +95,10 @@ class Entropic(GRPO):
 
     def __call__(self, inputs):
         outputs = super().__call__(inputs)
-        return replace(outputs, loss_BT=outputs.loss_BT + 0.01 * torch.where(inputs.mask_BT, inputs.logp_BT, 0.0))
+        return replace(
+            outputs,
+            loss_BT=outputs.loss_BT + 0.01 * torch.where(inputs.mask_BT, inputs.logp_BT, 0.0),
+        )
 
 
 @dataclass
@@ -120,7 +127,9 @@ class HalfGradient(torch.autograd.Function):
 class WrongGradient(GRPO):
     def __call__(self, inputs):
         outputs = super().__call__(inputs)
-        return replace(outputs, loss_BT=HalfGradient.apply(outputs.loss_BT), weight_BT=outputs.weight_BT / 2)
+        return replace(
+            outputs, loss_BT=HalfGradient.apply(outputs.loss_BT), weight_BT=outputs.weight_BT / 2
+        )
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""KL estimators and coefficient: a naive restatement, numbers by hand, exact expectations by enumeration, refusals."""
+"""KL estimators and coefficient: a naive restatement, numbers by hand, exact expectations by
+enumeration, refusals.
+"""
 
 import math
 from itertools import product
@@ -25,7 +27,9 @@ def tensor(x) -> torch.Tensor:
 def value_and_gradient(settings, logp, ref, mask) -> tuple[np.ndarray, np.ndarray]:
     """The estimate of every token, and its derivative by that token's log-prob."""
     logp_BT = tensor(logp).requires_grad_()
-    value_BT = settings.estimate(logp_BT, tensor(ref), torch.tensor(np.asarray(mask), dtype=torch.bool))
+    value_BT = settings.estimate(
+        logp_BT, tensor(ref), torch.tensor(np.asarray(mask), dtype=torch.bool)
+    )
     (gradient_BT,) = torch.autograd.grad(value_BT.sum(), logp_BT)
     return value_BT.detach().numpy(), gradient_BT.numpy()
 
@@ -53,7 +57,9 @@ def test_agrees_with_the_naive_restatement(kind, estimator, bounds, seed):
     settings = kind(estimator=estimator, log_ratio_bound=bounds[0], value_bound=bound)
     value, gradient = value_and_gradient(settings, batch.logp, batch.other, batch.mask)
     expected = of_tokens(batch, lambda p, q: naive.kl_gradient(p, q, estimator, *bounds))
-    np.testing.assert_allclose(value, of_tokens(batch, lambda p, q: naive.kl(p, q, estimator, *bounds)), atol=1e-12)
+    np.testing.assert_allclose(
+        value, of_tokens(batch, lambda p, q: naive.kl(p, q, estimator, *bounds)), atol=1e-12
+    )
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
     cut = (expected[batch.mask] == 0).mean()
     assert cut == 0 if bounds == (20.0, math.inf) else 0 < cut < 1
@@ -66,7 +72,9 @@ def test_straight_through_has_the_estimators_value_and_the_gradient_of_k2(estima
     value, gradient = value_and_gradient(
         KLInLoss(estimator=estimator, gradient="k2"), batch.logp, batch.other, batch.mask
     )
-    np.testing.assert_allclose(value, of_tokens(batch, lambda p, q: naive.kl(p, q, estimator)), atol=1e-12)
+    np.testing.assert_allclose(
+        value, of_tokens(batch, lambda p, q: naive.kl(p, q, estimator)), atol=1e-12
+    )
     np.testing.assert_allclose(gradient, of_tokens(batch, lambda p, q: math.log(p / q)), atol=1e-12)
 
 
@@ -78,13 +86,20 @@ def test_straight_through_has_the_estimators_value_and_the_gradient_of_k2(estima
 ])  # fmt: skip
 def test_by_hand(p, q, k1, k2, k3):
     for estimator, expected in (("k1", k1), ("k2", k2), ("k3", k3), ("abs", abs(k1))):
-        assert at(Penalized(estimator=estimator), math.log(p / q))[0] == pytest.approx(expected, abs=1e-6), estimator
+        assert at(Penalized(estimator=estimator), math.log(p / q))[0] == pytest.approx(
+            expected, abs=1e-6
+        ), estimator
 
 
 def test_bounds_by_hand():
-    """d = 3 within +-2: 2, 2, e^-2 + 1, 2; k3 of d = -3, e^3 - 4 = 16.1, within +-10. No gradient in any of them."""
+    """d = 3 within +-2: 2, 2, e^-2 + 1, 2; k3 of d = -3, e^3 - 4 = 16.1, within +-10. No gradient
+    in any of them.
+    """
     for estimator, expected in (("k1", 2), ("k2", 2), ("k3", 1.135335), ("abs", 2)):
-        assert at(Penalized(estimator=estimator, log_ratio_bound=2.0), 3.0) == (pytest.approx(expected, abs=1e-6), 0.0)
+        assert at(Penalized(estimator=estimator, log_ratio_bound=2.0), 3.0) == (
+            pytest.approx(expected, abs=1e-6),
+            0.0,
+        )
     assert at(Penalized(estimator="k1", log_ratio_bound=2.0), -3.0) == (-2.0, 0.0)
     assert at(Penalized(), -3.0)[0] == pytest.approx(16.085537, abs=1e-6)
     assert at(Penalized(value_bound=10.0), -3.0) == (10.0, 0.0)
@@ -97,7 +112,9 @@ def test_beyond_the_log_ratio_bound_the_estimate_is_finite_and_has_no_gradient(e
     settings = KLInLoss(estimator=estimator, gradient=gradient)
     for d in (-800.0, -20.5, 20.5, 800.0):
         value, slope = at(settings, d)
-        assert value == pytest.approx(at(Penalized(estimator=estimator), math.copysign(20.0, d))[0], rel=1e-9)
+        assert value == pytest.approx(
+            at(Penalized(estimator=estimator), math.copysign(20.0, d))[0], rel=1e-9
+        )
         assert slope == 0, d
     assert at(settings, 19.5)[1] != 0
 
@@ -111,10 +128,17 @@ def test_what_is_masked_does_not_matter_and_gets_exactly_zero(kind, estimator, j
         clean = value_and_gradient(settings, batch.logp, batch.other, batch.mask)
         for logp, ref in ((junk, junk), (junk, -1.0), (-1.0, junk)):
             dirty = value_and_gradient(
-                settings, np.where(batch.mask, batch.logp, logp), np.where(batch.mask, batch.other, ref), batch.mask
+                settings,
+                np.where(batch.mask, batch.logp, logp),
+                np.where(batch.mask, batch.other, ref),
+                batch.mask,
             )
             for before, after in zip(clean, dirty, strict=True):
-                assert np.array_equal(before, after) and (after[~batch.mask] == 0).all() and np.isfinite(after).all()
+                assert (
+                    np.array_equal(before, after)
+                    and (after[~batch.mask] == 0).all()
+                    and np.isfinite(after).all()
+                )
 
 
 def test_the_reference_gets_no_gradient():
@@ -125,7 +149,9 @@ def test_the_reference_gets_no_gradient():
 
 
 def test_k3_of_close_policies_keeps_its_digits():
-    """d = 1e-4 in float32: d^2/2 = 5e-9 up to 2e-13; exp(-d) + d - 1 would give 0 or 6e-8. Never negative."""
+    """d = 1e-4 in float32: d^2/2 = 5e-9 up to 2e-13; exp(-d) + d - 1 would give 0 or 6e-8. Never
+    negative.
+    """
     d = torch.tensor([[1e-4, -1e-4, 3e-6, 1e-8]])
     value = KLInLoss().estimate(d, torch.zeros_like(d), torch.ones(1, 4, dtype=torch.bool))
     assert value[0, :2].tolist() == pytest.approx([5e-9, 5e-9], rel=5e-3)
@@ -146,7 +172,9 @@ BACKWARD = P - Q  # d/dlogits KL(ref || pi)
 
 
 def expectation(settings, sampler=None) -> tuple[float, torch.Tensor]:
-    """sum_y sampler(y) term(y), of responses of one token, and its gradient by the logits. On policy by default."""
+    """sum_y sampler(y) term(y), of responses of one token, and its gradient by the logits. On
+    policy by default.
+    """
     logits, sampler = LOGITS.clone().requires_grad_(), LOGITS if sampler is None else sampler
     logp, old, ref = (torch.log_softmax(x, 0) for x in (logits, sampler, REF))
     total = sum(old[y].exp() * term(settings, logp[y], old[y], ref[y]) for y in range(4))
@@ -158,11 +186,15 @@ def term(settings, logp, old, ref) -> torch.Tensor:
     logp, old, ref = (x.reshape(1, -1) for x in (logp, old, ref))
     mask = torch.ones_like(logp, dtype=torch.bool)
     inputs = LossInputs(logp, old, torch.zeros_like(logp), mask, ref_logp_BT=ref)
-    return KLTerm(settings, KLCoefficient(settings))(inputs, Totals.of(mask), 1, MetricAccumulator())
+    return KLTerm(settings, KLCoefficient(settings))(
+        inputs, Totals.of(mask), 1, MetricAccumulator()
+    )
 
 
 def in_loss(estimator: str, **settings) -> KLInLoss:
-    return KLInLoss(estimator=estimator, coef=1.0, aggregation=Aggregation("seq-mean-token-sum"), **settings)
+    return KLInLoss(
+        estimator=estimator, coef=1.0, aggregation=Aggregation("seq-mean-token-sum"), **settings
+    )
 
 
 def test_expected_values_on_policy():
@@ -176,12 +208,15 @@ def test_expected_values_on_policy():
 
 
 def test_expected_gradients_on_policy():
-    """Of k1 zero; of k2 that of KL(pi || ref); of k3 that of KL(ref || pi); of abs that of sum |pi - ref|."""
+    """Of k1 zero; of k2 that of KL(pi || ref); of k3 that of KL(ref || pi); of abs that of sum |pi
+    - ref|.
+    """
     gradients = {estimator: expectation(in_loss(estimator))[1] for estimator in ESTIMATORS}
     assert gradients["k1"].abs().max() < 1e-15 < 0.05 < FORWARD.abs().max()
     torch.testing.assert_close(gradients["k2"], FORWARD)
     torch.testing.assert_close(gradients["k3"], BACKWARD)
-    assert (FORWARD - BACKWARD).abs().max() > 0.02  # so k3's is not that of the divergence which it estimates
+    # so k3's is not that of the divergence which it estimates
+    assert (FORWARD - BACKWARD).abs().max() > 0.02
     sign = (P - Q).sign()
     torch.testing.assert_close(gradients["abs"], P * (sign - (P * sign).sum()))
 
@@ -190,7 +225,9 @@ def test_the_two_directions_are_those_of_autograd():
     """The two closed forms above, from the divergences themselves."""
     logits = LOGITS.clone().requires_grad_()
     logp, logq = torch.log_softmax(logits, 0), torch.log_softmax(REF, 0)
-    torch.testing.assert_close(torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits)[0], FORWARD)
+    torch.testing.assert_close(
+        torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits)[0], FORWARD
+    )
     logp = torch.log_softmax(logits, 0)
     torch.testing.assert_close(torch.autograd.grad((Q * (logq - logp)).sum(), logits)[0], BACKWARD)
 
@@ -205,7 +242,9 @@ def test_straight_through_gives_every_estimator_the_gradient_of_the_divergence(e
 @pytest.mark.parametrize("level", ["token", "sequence"])  # the same for a response of one token
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_times_ratio_makes_value_and_gradient_those_of_the_policy_whoever_sampled(estimator, level):
-    """E_old[ pi/old k ] = E_pi[ k ], as a function of pi; so k1 and k3 give KL(pi || ref) and its gradient."""
+    """E_old[ pi/old k ] = E_pi[ k ], as a function of pi; so k1 and k3 give KL(pi || ref) and its
+    gradient.
+    """
     for sampler in (OLD, REF, LOGITS):
         value, gradient = expectation(in_loss(estimator, times_ratio=level), sampler)
         assert value == pytest.approx(expectation(in_loss(estimator))[0], rel=1e-12)
@@ -223,13 +262,18 @@ def test_without_the_ratio_both_are_biased_off_policy(estimator):
 def test_times_ratio_over_two_tokens():
     """All nine responses of two tokens out of three, sampled by old.
 
-    The token's ratio gives the divergence of every token exactly, after the prefixes that old wrote. The sequence's
-    (a geometric mean, as in GSPO) gives neither this nor the divergence of responses: it is unbiased for one token.
+    The token's ratio gives the divergence of every token exactly, after the prefixes that old
+    wrote. The sequence's (a geometric mean, as in GSPO) gives neither this nor the divergence of
+    responses: it is unbiased for one token.
     """
     rng = np.random.default_rng(0)
     pi, old, ref = (torch.log_softmax(tensor(rng.standard_normal((4, 3))), -1) for _ in range(3))
-    local = (pi.exp() * (pi - ref)).sum(-1)  # KL(pi || ref) of the first token; of the second, by what the first was
-    by_prefix = {who: float(local[0] + (p[0].exp() * local[1:]).sum()) for who, p in (("old", old), ("pi", pi))}
+    # KL(pi || ref) of the first token; of the second, by what the first was
+    local = (pi.exp() * (pi - ref)).sum(-1)
+    by_prefix = {
+        who: float(local[0] + (p[0].exp() * local[1:]).sum())
+        for who, p in (("old", old), ("pi", pi))
+    }
     values = {}
     for level in ("token", "sequence"):
         values[level] = 0.0
@@ -248,22 +292,35 @@ def test_times_ratio_over_two_tokens():
 
 
 def test_kl_in_the_reward_by_hand():
-    """beta 0.1, d = 0.2 -0.1, verifier's reward 1: token rewards -0.02 and 1 + 0.01; returns 0.99 and 1.01."""
+    """beta 0.1, d = 0.2 -0.1, verifier's reward 1: token rewards -0.02 and 1 + 0.01; returns 0.99
+    and 1.01.
+    """
     mask = torch.ones(1, 2, dtype=torch.bool)
     kl = KLInReward().estimate(tensor([[-1.0, -2.0]]), tensor([[-1.2, -1.9]]), mask)
-    adv = Returns()(Credit(tensor([[0.0, 1.0]]) - 0.1 * kl, mask, torch.zeros(1, dtype=torch.int64)))
+    adv = Returns()(
+        Credit(tensor([[0.0, 1.0]]) - 0.1 * kl, mask, torch.zeros(1, dtype=torch.int64))
+    )
     torch.testing.assert_close(adv, tensor([[0.99, 1.01]]))
 
 
 def updated(kl: float, responses: int, coef=0.2, **settings) -> float:
-    coefficient = KLCoefficient(KLInReward(coef=coef, **{"target": 0.1, "horizon": 10000, **settings}))
+    coefficient = KLCoefficient(
+        KLInReward(coef=coef, **{"target": 0.1, "horizon": 10000, **settings})
+    )
     coefficient.update(kl, responses)
     return coefficient.value
 
 
 def test_adaptive_coefficient_by_hand():
     """KL / target - 1 = 0.1, -0.1, 0; 4 (cut to 0.2), -0.8 (to -0.2); times 1000 / 10000."""
-    for kl, expected in ((0.11, 0.202), (0.09, 0.198), (0.1, 0.2), (0.5, 0.204), (0.02, 0.196), (-3.0, 0.196)):
+    for kl, expected in (
+        (0.11, 0.202),
+        (0.09, 0.198),
+        (0.1, 0.2),
+        (0.5, 0.204),
+        (0.02, 0.196),
+        (-3.0, 0.196),
+    ):
         assert updated(kl, 1000) == pytest.approx(expected, rel=1e-12)
         assert updated(kl, 1000, target=None) == 0.2  # fixed
 
@@ -294,9 +351,21 @@ def test_adaptive_coefficient_stays_positive_far_beyond_the_horizon():
 @pytest.mark.parametrize(
     "kind, key, value",
     [
-        *((kind, "estimator", value) for kind in (KLInLoss, KLInReward) for value in ("k4", "", "mse")),
-        *((kind, "coef", value) for kind in (KLInLoss, KLInReward) for value in (0.0, -1e-3, math.nan)),
-        *((KLInLoss, key, value) for key in ("horizon", "log_ratio_bound", "value_bound") for value in (0.0, -1.0)),
+        *(
+            (kind, "estimator", value)
+            for kind in (KLInLoss, KLInReward)
+            for value in ("k4", "", "mse")
+        ),
+        *(
+            (kind, "coef", value)
+            for kind in (KLInLoss, KLInReward)
+            for value in (0.0, -1e-3, math.nan)
+        ),
+        *(
+            (KLInLoss, key, value)
+            for key in ("horizon", "log_ratio_bound", "value_bound")
+            for value in (0.0, -1.0)
+        ),
         *((KLInReward, "target", value) for value in (0.0, -0.1, math.nan)),
         (KLInLoss, "refresh_every", -1),
         (KLInLoss, "gradient", "k3"),

@@ -1,4 +1,6 @@
-"""Objectives: a naive restatement (tests/oracles/naive.py), hand-worked numbers, equivalences, refusals, defaults."""
+"""Objectives: a naive restatement (tests/oracles/naive.py), hand-worked numbers, equivalences,
+refusals, defaults.
+"""
 
 import math
 from dataclasses import fields, replace
@@ -30,10 +32,12 @@ from gspo.algorithm.objectives import (
 )
 from loss_cases import BAND, CASES, DUAL, DUAL_KINDS, cases, close, inputs, run, settings
 
-NEVER_CUTS = (Reinforce, SAPO)  # no token ever loses its gradient; CISPO's does with mask_harmful only
+# no token ever loses its gradient; CISPO's does with mask_harmful only
+NEVER_CUTS = (Reinforce, SAPO)
 
 
-# ---- the papers' formulas, written naively -----------------------------------------------------------------------
+# ---- the papers' formulas, written naively
+# -----------------------------------------------------------------------
 
 
 def test_every_objective_is_tried():
@@ -47,8 +51,13 @@ def test_every_objective_is_tried():
 def test_equals_the_papers_formula_written_naively(objective, scale, seed):
     batch = naive.ragged(seed, scale)
     loss, gradient, outputs = run(objective, batch)
-    told, mask = naive.objective(objective.name, batch, **settings(objective)), torch.tensor(batch.mask)
-    assert loss == pytest.approx(naive.aggregate(told.loss, batch.mask, "seq-mean-token-mean"), abs=1e-12)
+    told, mask = (
+        naive.objective(objective.name, batch, **settings(objective)),
+        torch.tensor(batch.mask),
+    )
+    assert loss == pytest.approx(
+        naive.aggregate(told.loss, batch.mask, "seq-mean-token-mean"), abs=1e-12
+    )
     for name in ("loss", "weight", "active", "outside"):
         close(getattr(outputs, f"{name}_BT")[mask].detach(), getattr(told, name)[batch.mask])
     close(gradient, -told.weight * batch.adv / batch.mask.sum(-1, keepdims=True) / len(batch.mask))
@@ -56,18 +65,25 @@ def test_equals_the_papers_formula_written_naively(objective, scale, seed):
     # the batch is not trivial: each mask has both values
     cuts = not isinstance(objective, NEVER_CUTS) and getattr(objective, "mask_harmful", True)
     assert told.active.any() == cuts and not told.active[batch.mask].all()
-    assert told.outside.any() != isinstance(objective, NEVER_CUTS) and not told.outside[batch.mask].all()
+    assert (
+        told.outside.any() != isinstance(objective, NEVER_CUTS)
+        and not told.outside[batch.mask].all()
+    )
 
 
 @cases
 def test_gradient_equals_difference_quotients(objective, scale):
     batch = naive.ragged(7, scale)
     _, gradient, _ = run(objective, batch)
-    close(gradient, naive.slopes(objective.name, batch, **settings(objective)), rtol=1e-6, atol=1e-8)
+    close(
+        gradient, naive.slopes(objective.name, batch, **settings(objective)), rtol=1e-6, atol=1e-8
+    )
     assert gradient.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", [GSPOToken, GRPO, DAPO, PPO, DrGRPO, Reinforce, CISPO, MiniRL, DPPO, SAPO])
+@pytest.mark.parametrize(
+    "kind", [GSPOToken, GRPO, DAPO, PPO, DrGRPO, Reinforce, CISPO, MiniRL, DPPO, SAPO]
+)
 def test_advantages_may_differ_by_token(kind):
     objective, batch = kind(), naive.ragged(2, 0.3, by_token=True)
     _, gradient, _ = run(objective, batch)
@@ -79,20 +95,29 @@ def test_advantages_may_differ_by_token(kind):
 def test_dual_clip_acts_on_high_ratios_of_negative_advantages_alone_and_tells_where(kind):
     batch = naive.ragged(3, 1.0)
     mask, negative = torch.tensor(batch.mask), torch.tensor(batch.adv) < 0
-    (_, gradient, outputs), (_, plain_gradient, plain) = run(kind(**DUAL), batch), run(kind(**BAND), batch)
+    (_, gradient, outputs), (_, plain_gradient, plain) = (
+        run(kind(**DUAL), batch),
+        run(kind(**BAND), batch),
+    )
     dual = outputs.dual_BT
     assert plain.dual_BT is None and dual[mask].any() and not dual[mask & ~negative].any()
     assert torch.equal(outputs.active_BT[mask], (plain.active_BT | dual)[mask])
-    assert not (plain.active_BT & dual)[mask].any() and plain.weight_BT[dual & mask].min() > DUAL["dual_clip"]
+    assert (
+        not (plain.active_BT & dual)[mask].any()
+        and plain.weight_BT[dual & mask].min() > DUAL["dual_clip"]
+    )
     close(gradient, torch.where(dual & mask, 0.0, plain_gradient), rtol=0, atol=0)
 
 
-# ---- by hand: ratios 1/2, 1, 3/2, old probabilities 0.4, 0.5, 0.2 ------------------------------------------------
+# ---- by hand: ratios 1/2, 1, 3/2, old probabilities 0.4, 0.5, 0.2
+# ------------------------------------------------
 
 S = 0.75 ** (1 / 3)  # (1/2 * 1 * 3/2)^(1/3) = 0.90856: GSPO's ratio
 G = math.exp((-math.log(2) + 0 + 0.4) / 3)  # 0.90691: ln 3/2 = 0.40547 is cut to 0.4 where A > 0
-H = math.exp((-0.4 + 0 + math.log(1.5)) / 3)  # 1.00182: ln 1/2 = -0.69315 is cut to -0.4 where A < 0
-P = 4 / (1 + math.exp(-0.5)) / (1 + math.exp(0.5))  # 0.94001: 4 sigmoid(1/2) sigmoid(-1/2), SAPO's f'(1/2) = f'(3/2)
+# 1.00182: ln 1/2 = -0.69315 is cut to -0.4 where A < 0
+H = math.exp((-0.4 + 0 + math.log(1.5)) / 3)
+# 0.94001: 4 sigmoid(1/2) sigmoid(-1/2), SAPO's f'(1/2) = f'(3/2)
+P = 4 / (1 + math.exp(-0.5)) / (1 + math.exp(0.5))
 Q = 1 / math.cosh(0.5) ** 2  # 0.78645
 
 
@@ -125,9 +150,11 @@ Q = 1 / math.cosh(0.5) ** 2  # 0.78645
         (DPPO(), 2, -(1 + 2 + 3) / 3, [-1 / 3, -2 / 3, -1], [0, 0, 0], [1, 0, 0]),
         (DPPO(), -2, (0 + 2 + 3) / 3, [0, 2 / 3, 1], [1, 0, 0], [1, 0, 0]),
         (DPPO(delta=0.05), 2, -(1 + 2 + 0) / 3, [-1 / 3, -2 / 3, 0], [0, 0, 1], [1, 0, 1]),
-        # sigmoids at -1/2, 0, 1/2 add up to 3/2, so J = 4 * 3/2 / 3 * 2; the weights are P/2, 1, 3P/2
+        # sigmoids at -1/2, 0, 1/2 add up to 3/2, so J = 4 * 3/2 / 3 * 2; the weights are P/2, 1,
+        # 3P/2
         (SAPO(), 2, -4.0, [-P / 3, -2 / 3, -P], [0, 0, 0], [0, 0, 0]),
-        # tau = 2 where A < 0: J = -4/2 / 3 * 2 * 3/2; weights r / cosh^2(r - 1), with Q = 1 / cosh^2(1/2)
+        # tau = 2 where A < 0: J = -4/2 / 3 * 2 * 3/2; weights r / cosh^2(r - 1), with Q = 1 /
+        # cosh^2(1/2)
         (SAPO(tau_negative=2.0), -2, 2.0, [Q / 3, 2 / 3, Q], [0, 0, 0], [0, 0, 0]),
         (Reinforce(), 2, -2 / 3 * math.log(0.2 * 0.5 * 0.3), [-2 / 3] * 3, [0, 0, 0], [0, 0, 0]),
     ],
@@ -141,7 +168,8 @@ def test_three_tokens_by_hand(objective, adv, loss, gradient, active, outside):
     assert outputs.active_BT[0].tolist() == active and outputs.outside_BT[0].tolist() == outside
 
 
-# ---- equivalences ------------------------------------------------------------------------------------------------
+# ---- equivalences
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
@@ -175,7 +203,13 @@ WIDE = {"clip_low": 0.999, "clip_high": 1e3}  # nothing is clipped
         (GRPO(**WIDE), CISPO(**WIDE), 0.5, "gradient", 1e-12),
         (GRPO(**WIDE), DPPO(delta=0.999), 0.5, "sampled by the old policy", 1e-12),
         (GSPO(**WIDE), GMPO(clip_low=9.0, clip_high=9.0), 0.5, "", 1e-12),
-        (GMPO(), MiniRL(clip_low=1 - math.exp(-0.4), clip_high=math.exp(0.4) - 1), 0.5, "gradient, one token", 1e-12),
+        (
+            GMPO(),
+            MiniRL(clip_low=1 - math.exp(-0.4), clip_high=math.exp(0.4) - 1),
+            0.5,
+            "gradient, one token",
+            1e-12,
+        ),
         # SAPO's weight is r (1 - (tau/2)^2 (r - 1)^2 + ...): PPO's up to second order in the step
         (GRPO(**WIDE), SAPO(), 1e-4, "gradient", 1e-6),
         (GSPO(**WIDE), SAPO(level="sequence"), 1e-4, "gradient", 1e-6),
@@ -204,7 +238,8 @@ def test_luspo_is_gspo_under_another_aggregation():
     close(gradient_a, gradient_b)
 
 
-# ---- settings ----------------------------------------------------------------------------------------------------
+# ---- settings
+# ----------------------------------------------------------------------------------------------------
 
 NONSENSE = {
     "clip_low": (0.0, -0.1, math.nan), "clip_high": (0.0, -0.1, math.nan), "dual_clip": (1.0, 0.5, math.nan),
@@ -218,7 +253,8 @@ def test_a_setting_that_makes_no_sense_is_refused_by_key_and_value(kind):
     keys = {field.name for field in fields(kind)} - {"name", "mask_harmful"}
     assert keys <= set(NONSENSE)
     refused = [(key, value) for key in keys for value in NONSENSE[key]]
-    if "clip_low" in keys and kind is not GMPO:  # GMPO's bounds a log-ratio, the others' must leave the ratio positive
+    # GMPO's bounds a log-ratio, the others' must leave the ratio positive
+    if "clip_low" in keys and kind is not GMPO:
         refused += [("clip_low", 1.5)] + [("clip_low", 1.0)] * (kind not in (CISPO, MiniRL))
     for key, value in refused:
         with pytest.raises(ValueError, match=rf"objective\.{key}={value!r}"):
@@ -228,7 +264,10 @@ def test_a_setting_that_makes_no_sense_is_refused_by_key_and_value(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"])
 def test_log_probs_in_half_precision_are_refused_by_name(name, dtype):
-    given = {key: torch.zeros(1, 2) for key in ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")}
+    given = {
+        key: torch.zeros(1, 2)
+        for key in ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")
+    }
     given[name] = given[name].to(dtype)
     with pytest.raises(ValueError, match=f"{name} is {dtype}.*float32 or better"):
         LossInputs(**given, mask_BT=torch.ones(1, 2, dtype=torch.bool))
@@ -245,24 +284,36 @@ def test_an_objective_without_formula_and_dppo_without_the_sampler_are_refused()
 @pytest.mark.parametrize(
     "kind, default, auto",
     [
-        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4}, "seq-mean-token-mean"),  # arXiv:2507.18071, section 5.1
+        # arXiv:2507.18071, section 5.1
+        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4}, "seq-mean-token-mean"),
         (GSPOToken, {"clip_low": 3e-4, "clip_high": 4e-4}, "seq-mean-token-mean"),  # the same
-        (GRPO, {"clip_low": 0.2, "clip_high": 0.27}, "seq-mean-token-mean"),  # the same section, and Eq 2
+        # the same section, and Eq 2
+        (GRPO, {"clip_low": 0.2, "clip_high": 0.27}, "seq-mean-token-mean"),
         (LUSPO, {"clip_low": 2e-3, "clip_high": 2.5e-3}, "seq-mean-token-mean"),  # arXiv:2602.05261
-        (GMPO, {"clip_low": 0.4, "clip_high": 0.4}, "seq-mean-token-mean"),  # arXiv:2507.20673: (e^-0.4, e^0.4)
-        (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2}, "seq-mean-token-sum-norm"),  # arXiv:2503.20783: a constant
-        (DAPO, {"clip_low": 0.2, "clip_high": 0.28}, "token-mean"),  # arXiv:2503.14476: clip-higher, token loss
+        # arXiv:2507.20673: (e^-0.4, e^0.4)
+        (GMPO, {"clip_low": 0.4, "clip_high": 0.4}, "seq-mean-token-mean"),
+        # arXiv:2503.20783: a constant
+        (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2}, "seq-mean-token-sum-norm"),
+        # arXiv:2503.14476: clip-higher, token loss
+        (DAPO, {"clip_low": 0.2, "clip_high": 0.28}, "token-mean"),
         (PPO, {"clip_low": 0.2, "clip_high": 0.2}, "token-mean"),  # arXiv:1707.06347: epsilon 0.2
         (Reinforce, {}, "token-mean"),
-        # arXiv:2506.13585: no lower bound; the cap of 5 is among ScaleRL's equals (arXiv:2510.13786) and TRL's
+        # arXiv:2506.13585: no lower bound; the cap of 5 is among ScaleRL's equals
+        # (arXiv:2510.13786) and TRL's
         (CISPO, {"clip_low": 1.0, "clip_high": 4.0, "mask_harmful": False}, "token-mean"),
-        (MiniRL, {"clip_low": 0.2, "clip_high": 0.27}, "seq-mean-token-sum"),  # arXiv:2512.01374: no length norm
+        # arXiv:2512.01374: no length norm
+        (MiniRL, {"clip_low": 0.2, "clip_high": 0.27}, "seq-mean-token-sum"),
         (DPPO, {"delta": 0.15}, "token-mean"),  # arXiv:2602.04879
         # arXiv:2511.20347
-        (SAPO, {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"}, "seq-mean-token-mean"),
+        (
+            SAPO,
+            {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"},
+            "seq-mean-token-mean",
+        ),
     ],
 )
 def test_defaults_are_the_papers(kind, default, auto):
-    dual = {"dual_clip": None} if "dual_clip" in settings(kind()) else {}  # off: no paper of these has it
+    # off: no paper of these has it
+    dual = {"dual_clip": None} if "dual_clip" in settings(kind()) else {}
     assert settings(kind()) == {**default, **dual} and kind.aggregation == auto
     assert kind().log_ratio_bound == 20

@@ -1,7 +1,8 @@
-"""Our losses, advantages and weights against golden vectors of nine other frameworks (tests/data/parity), in float64.
+"""Our losses, advantages and weights against golden vectors of nine other frameworks
+(tests/data/parity), in float64.
 
-The vectors are what the peers' own functions returned; experiments/peers/compare.py has the tolerances and why they
-differ.
+The vectors are what the peers' own functions returned; experiments/peers/compare.py has the
+tolerances and why they differ.
 """
 
 import importlib.util
@@ -35,7 +36,9 @@ def compared():
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("parity_script", ROOT / "experiments" / "parity.py")
+    spec = importlib.util.spec_from_file_location(
+        "parity_script", ROOT / "experiments" / "parity.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -46,7 +49,9 @@ def find(case: str, key: str):
     return found
 
 
-@pytest.mark.parametrize("index", range(len(ENTRIES)), ids=[f"{e.case[:3]}-{e.key}" for e in ENTRIES])
+@pytest.mark.parametrize(
+    "index", range(len(ENTRIES)), ids=[f"{e.case[:3]}-{e.key}" for e in ENTRIES]
+)
 def test_within_the_tolerance(index):
     c, entry = compared()[index], ENTRIES[index]
     assert c.verdict == OK, (c.remarks, c.loss, c.grad, c.outputs, c.metrics)
@@ -75,7 +80,11 @@ def test_the_kept_page_is_what_the_command_prints_now():
 
 def without_rounding(text: str) -> str:
     """Numbers below 1e-12 are rounding, which differs between machines."""
-    return re.sub(r"(?<![\w.])(\d\.\de[-+]\d+|0)(?= [|/†]|†)", lambda m: "~0" if float(m[1]) < 1e-12 else m[1], text)
+    return re.sub(
+        r"(?<![\w.])(\d\.\de[-+]\d+|0)(?= [|/†]|†)",
+        lambda m: "~0" if float(m[1]) < 1e-12 else m[1],
+        text,
+    )
 
 
 # -- a wrong translation is seen
@@ -122,7 +131,10 @@ def test_a_wrong_translation_is_out_of_tolerance(wrong, monkeypatch):
 
 def test_a_wrong_counter_is_out_of_tolerance():
     entry = find("v05", "PolicyLoss")
-    assert compare(replace(entry, metrics={"clip_ratio": entry.metrics["clip_ratio"] + 1e-6})).verdict == OUT
+    assert (
+        compare(replace(entry, metrics={"clip_ratio": entry.metrics["clip_ratio"] + 1e-6})).verdict
+        == OUT
+    )
 
 
 def test_a_wrong_kl_bound_is_out_of_tolerance(monkeypatch):
@@ -135,7 +147,9 @@ def test_a_wrong_kl_bound_is_out_of_tolerance(monkeypatch):
 
 
 def against(entry, options: dict, loss_of, **inputs):
-    """(our loss and gradient) - (those of loss_of(logp, old_logp, mask, advantages [B, T])), largest absolute value."""
+    """(our loss and gradient) - (those of loss_of(logp, old_logp, mask, advantages [B, T])),
+    largest absolute value.
+    """
     entry = replace(entry, config={**entry.config, **options}, inputs={**entry.inputs, **inputs})
     logp_BT = entry.inputs["logp"].clone().requires_grad_()
     adv = entry.inputs["advantages"]
@@ -150,10 +164,19 @@ def against(entry, options: dict, loss_of, **inputs):
 def test_delta_inside_and_outside_the_band(delta):
     def trl(logp_BT, old_BT, mask_BT, adv_BT):
         ratio_BT = (logp_BT - old_BT).exp()
-        loss_BT = -torch.minimum(ratio_BT.clamp(max=delta) * adv_BT, ratio_BT.clamp(0.8, 1.27) * adv_BT)
+        loss_BT = -torch.minimum(
+            ratio_BT.clamp(max=delta) * adv_BT, ratio_BT.clamp(0.8, 1.27) * adv_BT
+        )
         return ((loss_BT * mask_BT).sum(-1) / mask_BT.sum(-1)).mean()
 
-    assert against(find("v07", "TRL@1.10.0.dev0/_compute_loss[level=token,delta=4.0]"), {"delta": delta}, trl) < 1e-15
+    assert (
+        against(
+            find("v07", "TRL@1.10.0.dev0/_compute_loss[level=token,delta=4.0]"),
+            {"delta": delta},
+            trl,
+        )
+        < 1e-15
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "seq"])
@@ -169,7 +192,9 @@ def test_roll_token_mean_with_unmasked_advantages(level):
     entry = find("v04", "ROLL@0.3.0/ActorWorker.loss_func[level=token,loss_agg_mode=token-mean]")
     options = {"importance_sampling": level, "advantages_masked": False}
     assert against(entry, options, roll) < 1e-14
-    adv_BT = torch.linspace(-1, 1, entry.mask_BT.numel(), dtype=torch.float64).view(entry.mask_BT.shape)
+    adv_BT = torch.linspace(-1, 1, entry.mask_BT.numel(), dtype=torch.float64).view(
+        entry.mask_BT.shape
+    )
     assert against(entry, options, roll, advantages=adv_BT) < 1e-14
 
 
@@ -201,7 +226,8 @@ def test_a_log_ratio_beyond_our_bound_is_stated():
     c = compare(moved(find("v02", "_compute_loss[loss_type=grpo]"), 300.0))
     assert c.verdict == STATED
     assert any("beyond our bound of 80" in remark for remark in c.remarks)
-    assert compare(moved(find("v02", "compute_policy_loss_gspo"), 5.0)).verdict == OUT  # inside: no excuse
+    # inside: no excuse
+    assert compare(moved(find("v02", "compute_policy_loss_gspo"), 5.0)).verdict == OUT
 
 
 def test_a_peer_that_is_not_finite_is_stated_and_ours_must_be_finite():
@@ -210,7 +236,12 @@ def test_a_peer_that_is_not_finite_is_stated_and_ours_must_be_finite():
     assert nothing.verdict == STATED
     assert nothing.grad < 1e-15  # what is finite has been compared
     advantages = entry.inputs["advantages"] * math.nan
-    assert compare(replace(entry, loss=math.nan, inputs={**entry.inputs, "advantages": advantages})).verdict == OUT
+    assert (
+        compare(
+            replace(entry, loss=math.nan, inputs={**entry.inputs, "advantages": advantages})
+        ).verdict
+        == OUT
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +304,11 @@ def test_exit_code_1_if_an_entry_is_out_of_tolerance(tmp_path, capsys):
 def test_a_mistyped_option_is_one_line(word, capsys):
     assert script().main([word]) == 2
     said = capsys.readouterr().err
-    assert ("give a value, vectors=..." if word == "vectors=" else "there is no such option; the nearest is") in said
+    assert (
+        "give a value, vectors=..."
+        if word == "vectors="
+        else "there is no such option; the nearest is"
+    ) in said
     assert said.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""Reward shaping: a naive restatement (naive_credit.py), hand-worked numbers, running moments, refusals."""
+"""Reward shaping: a naive restatement (naive_credit.py), hand-worked numbers, running moments,
+refusals.
+"""
 
 import json
 import math
@@ -34,15 +36,23 @@ def close(tensor, expected, tolerance=1e-11) -> None:
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_agrees_with_the_naive_restatement(shift, scale, clip):
     """Over three batches of a run, so that `running` has a past."""
-    shaping, running, seen, cut = RewardShaping(shift, scale, clip, eps=0.01), RunningMoments(), [], False
+    shaping, running, seen, cut = (
+        RewardShaping(shift, scale, clip, eps=0.01),
+        RunningMoments(),
+        [],
+        False,
+    )
     for seed in range(3):
         rewards, groups = rewards_and_groups(seed)
         seen += list(rewards)
-        expected = naive.shape(rewards, groups, seen, shift, scale, math.inf if clip is None else clip, eps=0.01)
+        expected = naive.shape(
+            rewards, groups, seen, shift, scale, math.inf if clip is None else clip, eps=0.01
+        )
         close(shaped(shaping, rewards, groups, running), expected)
         cut |= clip is not None and max(map(abs, expected)) == clip
     assert cut == (clip is not None)
-    assert running.count == (30 if "running" in (shift, scale) else 0)  # it counts only where something reads it
+    # it counts only where something reads it
+    assert running.count == (30 if "running" in (shift, scale) else 0)
 
 
 D, E = math.sqrt(5 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6
@@ -51,8 +61,8 @@ D, E = math.sqrt(5 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        # Rewards 0 1 of one problem and 2 3 of another: means 0.5 and 2.5, of all 1.5; variances (ddof 1) 1/2 and 1/2,
-        # of all (2.25 + 0.25 + 0.25 + 2.25) / 3 = 5/3
+        # Rewards 0 1 of one problem and 2 3 of another: means 0.5 and 2.5, of all 1.5; variances
+        # (ddof 1) 1/2 and 1/2, of all (2.25 + 0.25 + 0.25 + 2.25) / 3 = 5/3
         ({}, [0, 1, 2, 3]),
         ({"shift": "batch"}, [-1.5, -0.5, 0.5, 1.5]),
         ({"shift": "group"}, [-0.5, 0.5, -0.5, 0.5]),
@@ -62,10 +72,14 @@ D, E = math.sqrt(5 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6
         ({"shift": "batch", "scale": "group"}, [-1.5 / E, -0.5 / E, 0.5 / E, 1.5 / E]),
         ({"shift": "batch", "clip": 1.0}, [-1, -0.5, 0.5, 1]),
         ({"clip": 1.0}, [0, 1, 1, 1]),
-        # The run has seen -3 and 3 before: mean (0 + 6) / 6 = 1, variance (16 + 4 + 1 + 0 + 1 + 4) / 5 = 5.2
+        # The run has seen -3 and 3 before: mean (0 + 6) / 6 = 1, variance (16 + 4 + 1 + 0 + 1 + 4)
+        # / 5 = 5.2
         ({"shift": "running"}, [-1, 0, 1, 2]),
         ({"scale": "running"}, [r / (math.sqrt(5.2) + 1e-6) for r in (0, 1, 2, 3)]),
-        ({"shift": "running", "scale": "running"}, [r / (math.sqrt(5.2) + 1e-6) for r in (-1, 0, 1, 2)]),
+        (
+            {"shift": "running", "scale": "running"},
+            [r / (math.sqrt(5.2) + 1e-6) for r in (-1, 0, 1, 2)],
+        ),
     ],
 )
 def test_by_hand(settings, expected):
@@ -75,7 +89,9 @@ def test_by_hand(settings, expected):
 
 
 def test_float64_rewards_are_scaled_in_float64():
-    """Every scale to the last digits, also the running one: 1 / (std + eps) with std^2 = 1/3 of 1 0 0."""
+    """Every scale to the last digits, also the running one: 1 / (std + eps) with std^2 = 1/3 of 1 0
+    0.
+    """
     for scale in ("batch", "group", "running"):
         first = float(shaped(RewardShaping(scale=scale), [1.0, 0.0, 0.0])[0])
         assert first == pytest.approx(1 / (math.sqrt(1 / 3) + 1e-6), rel=1e-13), scale
@@ -123,7 +139,9 @@ def test_order_and_labels_of_groups_do_not_matter(shift, scale):
 
 def test_shaping_leaves_its_input_alone():
     rewards_B = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
-    RewardShaping("batch", "batch", clip=0.1)(rewards_B, torch.zeros(3, dtype=torch.int64), RunningMoments())
+    RewardShaping("batch", "batch", clip=0.1)(
+        rewards_B, torch.zeros(3, dtype=torch.int64), RunningMoments()
+    )
     assert rewards_B.tolist() == [0.0, 1.0, 5.0]
 
 
@@ -135,14 +153,20 @@ def test_overlong_by_hand():
     lengths = torch.tensor([0, 1, 79, 80, 81, 85, 90, 99, 100, 120])
     expected = [0, 0, 0, 0, -0.05, -0.25, -0.5, -0.95, -1, -1]
     close(RewardShaping(overlong_cache=20).overlong(lengths, 100), expected, 1e-6)
-    close(RewardShaping(overlong_cache=20, overlong_penalty=3.0).overlong(lengths, 100), 3 * np.array(expected), 1e-6)
+    close(
+        RewardShaping(overlong_cache=20, overlong_penalty=3.0).overlong(lengths, 100),
+        3 * np.array(expected),
+        1e-6,
+    )
     assert not RewardShaping().overlong(lengths, 100).any()
 
 
 @pytest.mark.parametrize("cache, limit", [(1, 6), (4, 12), (12, 12), (7, 4096)])
 def test_overlong_agrees_with_the_naive_restatement(cache, limit):
     lengths = list(range(limit + 5))
-    penalty = RewardShaping(overlong_cache=cache, overlong_penalty=0.4).overlong(torch.tensor(lengths), limit)
+    penalty = RewardShaping(overlong_cache=cache, overlong_penalty=0.4).overlong(
+        torch.tensor(lengths), limit
+    )
     close(penalty, [naive.overlong(length, limit, cache, 0.4) for length in lengths], 1e-6)
     assert (penalty.diff() <= 0).all() and penalty.max() <= 0
 
@@ -150,7 +174,8 @@ def test_overlong_agrees_with_the_naive_restatement(cache, limit):
 # Running moments
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e6])  # far from 0, sums of squares would have lost the deviation
+# far from 0, sums of squares would have lost the deviation
+@pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_running_moments_are_those_of_everything_seen(offset):
     rng, running, seen = np.random.default_rng(3), RunningMoments(), []
     for size in (1, 5, 1, 64, 2, 300):
@@ -184,7 +209,9 @@ def test_running_moments_do_not_depend_on_how_the_stream_is_cut():
 
 
 def test_running_moments_keep_float64_from_float32_rewards():
-    """In float32 the sum of 0.1 over many batches drifts by 1e-6; here 0.1 of float32 stays exactly that."""
+    """In float32 the sum of 0.1 over many batches drifts by 1e-6; here 0.1 of float32 stays exactly
+    that.
+    """
     running = RunningMoments()
     for _ in range(2000):
         running.update(torch.full((64,), 0.1))
@@ -200,7 +227,10 @@ def test_running_moments_survive_json_exactly():
     resumed = RunningMoments(**json.loads(json.dumps(asdict(straight))))
     assert resumed == straight
     rewards, groups = rewards_and_groups(6)
-    both = [shaped(RewardShaping("running", "running"), rewards, groups, running) for running in (straight, resumed)]
+    both = [
+        shaped(RewardShaping("running", "running"), rewards, groups, running)
+        for running in (straight, resumed)
+    ]
     assert torch.equal(*both)
     assert resumed == straight and straight.count == 45
 

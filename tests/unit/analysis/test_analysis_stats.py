@@ -18,7 +18,9 @@ def test_smoothing():
 
 def test_t_interval():
     interval = stats.t_interval([1, 2, 3])  # sd 1, t_2 = 4.303
-    assert (interval.mean, interval.high - 2, 2 - interval.low) == pytest.approx((2, 2.4843, 2.4843), abs=1e-4)
+    assert (interval.mean, interval.high - 2, 2 - interval.low) == pytest.approx(
+        (2, 2.4843, 2.4843), abs=1e-4
+    )
     assert math.isnan(stats.t_interval([1.0]).low)
     assert stats.t_quantile(1) == 12.706
     assert stats.t_quantile(31) == pytest.approx(2.0395, abs=5e-4)
@@ -27,7 +29,8 @@ def test_t_interval():
 
 def test_paired_difference_is_over_seeds_and_removes_what_the_arms_share():
     shared, effect = np.array([[5.0, -3.0], [1.0, 7.0]]), np.array([[1, 2], [2, 3]])
-    interval = stats.paired_difference(shared + effect, shared)  # means 1.5 and 2.5, sd / sqrt(2) = 0.5
+    # means 1.5 and 2.5, sd / sqrt(2) = 0.5
+    interval = stats.paired_difference(shared + effect, shared)
     assert (interval.mean, interval.high, interval.seeds) == pytest.approx((2, 2 + 12.706 * 0.5, 2))
 
 
@@ -53,7 +56,8 @@ def test_the_bootstrap_draws_what_single_calls_would(monkeypatch, length):
 
 
 def test_ratio():
-    two = stats.ratio([[4, 9], [4, 9]], [[1, 1], [1, 1]])  # geometric mean 6; log 1.5 is half the logs' distance
+    # geometric mean 6; log 1.5 is half the logs' distance
+    two = stats.ratio([[4, 9], [4, 9]], [[1, 1], [1, 1]])
     assert (two.mean, two.high) == pytest.approx((6, 6 * 1.5**12.706))
     one = stats.ratio([[2], [4]], [[1], [2]])
     assert (one.mean, one.low, one.high) == pytest.approx((2, 2, 2))
@@ -66,29 +70,40 @@ def test_decline_and_sign_flip():
     assert math.isnan(stats.decline([-1.0] * 20))
     assert stats.sign_flip_p([1, 1, 1]) == 0.25  # 2 of 8 patterns
     assert stats.sign_flip_p([1, 2, -3]) == 1
-    assert stats.sign_flip_p([1, 2, 3, -1]) == 4 / 16 + 2 / 16  # |sum| >= 5 of 7, 5 (twice), and their mirrors
+    # |sum| >= 5 of 7, 5 (twice), and their mirrors
+    assert stats.sign_flip_p([1, 2, 3, -1]) == 4 / 16 + 2 / 16
 
 
 def test_efficiency_by_hand():
     t = np.arange(40.0)
     rival, flops = t, 3 * (t + 1)
-    # level 34.5; 2t has trailing mean 2 (t - 4.5), which passes it at t = 22 of 0..39: 23 of 40 batches
+    # level 34.5; 2t has trailing mean 2 (t - 4.5), which passes it at t = 22 of 0..39: 23 of 40
+    # batches
     assert efficiency.needs(2 * t, flops, rival, flops) == (34.5, 69, 120)
     assert efficiency.ratios(2 * t, flops, rival, flops) == pytest.approx(np.full((2, 2), 40 / 23))
     early = np.minimum(t, 20)  # reaches its level of 20 with the window over 20..29: batch 30 of 40
     # equal arms: only `like` is 1
     assert efficiency.ratios(early, flops, early, flops)[0] == pytest.approx([40 / 30, 1])
-    assert efficiency.ratios(0 * t, flops, early, flops) == pytest.approx(np.array([[0, 0], [1, 0.75]]))  # censored
+    # censored
+    assert efficiency.ratios(0 * t, flops, early, flops) == pytest.approx(
+        np.array([[0, 0], [1, 0.75]])
+    )
     never = efficiency.efficiency(*(x[:, None] for x in (0 * t, flops, early, flops)))
     assert never.need == math.inf and never.like.bound == pytest.approx(0.75)
     # the same brackets as where it is reached, so that "the interval includes 1" can be read off
-    assert efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text() == "not reached (below 0.95; 95 %: below 1.00)"
+    assert (
+        efficiency.Ratio(0, 0, 1.004, 3, bound=0.95).text()
+        == "not reached (below 0.95; 95 %: below 1.00)"
+    )
     assert efficiency.Ratio(1.5, 0, 2.0, 3).text() == "1.50 [not reached, 2.00]"
     assert efficiency.Ratio(1.1, 0, 1.5, 3, bound=1.1).text() == "1.10 [not reached, 1.50]"
 
 
 def test_paper_points():
-    assert len(paper.series("fig1_reward", GSPO)) == 50 and len(paper.series("fig1_reward", GRPO_R2)) == 80
+    assert (
+        len(paper.series("fig1_reward", GSPO)) == 50
+        and len(paper.series("fig1_reward", GRPO_R2)) == 80
+    )
     assert paper.series("fig1_reward", GRPO_R2).isna().sum() == 5
     assert paper.series("fig1_reward", GSPO).tail(10).mean() == pytest.approx(0.721, abs=5e-4)
     assert paper.series("fig3_reward", GRPO).min() == 0.2347
@@ -98,8 +113,11 @@ def test_paper_points():
 
 
 def test_a_lucky_first_batch_is_no_peak():
-    """The rule is that of the collapse: the peak counts from the tenth batch of the smoothed reward on."""
+    """The rule is that of the collapse: the peak counts from the tenth batch of the smoothed reward
+    on.
+    """
     lucky = [1.0] + [0.5] * 89
-    assert stats.decline(lucky) == pytest.approx(1 - 0.5 / 0.52974, abs=1e-4)  # .5 + .5 x .9^9 / (1 + ... + .9^9)
+    # .5 + .5 x .9^9 / (1 + ... + .9^9)
+    assert stats.decline(lucky) == pytest.approx(1 - 0.5 / 0.52974, abs=1e-4)
     assert stats.decline([0.5] * 60 + [0.25] * 30) == pytest.approx(0.5, abs=1e-6)
     assert math.isnan(stats.decline([0.0] * 30))

@@ -19,14 +19,31 @@ def test_settings_that_differ_and_what_the_runs_did(tmp_path):
     (collapsed / "status.json").write_text('{"how": "stopped"}')
     done = compare(healthy, collapsed)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:2] == [f"[1] {healthy}", f"[2] {collapsed}"], "as they were given"
-    rows = {line.split("  ")[0]: line.split("  ", 1)[1] for line in done.stdout.splitlines()[4:] if "  " in line}
-    cells = {name: [cell.strip() for cell in row.split("  ") if cell.strip()] for name, row in rows.items()}
+    assert done.stdout.splitlines()[:2] == [f"[1] {healthy}", f"[2] {collapsed}"], (
+        "as they were given"
+    )
+    rows = {
+        line.split("  ")[0]: line.split("  ", 1)[1]
+        for line in done.stdout.splitlines()[4:]
+        if "  " in line
+    }
+    cells = {
+        name: [cell.strip() for cell in row.split("  ") if cell.strip()]
+        for name, row in rows.items()
+    }
     assert cells["optim.lr"] == ["0.0001", "0.5"] and cells["objective.name"] == ["gspo", "grpo"]
-    assert not {"seed", "rollout.staleness", "trainer.minibatches"} & set(cells), "what is equal is left out"
-    assert cells["ended"][1].startswith("stopped; collapsed at step 3") and cells["ended"][0] == "finished"
+    assert not {"seed", "rollout.staleness", "trainer.minibatches"} & set(cells), (
+        "what is equal is left out"
+    )
+    assert (
+        cells["ended"][1].startswith("stopped; collapsed at step 3")
+        and cells["ended"][0] == "finished"
+    )
     assert cells["reward, last 10"] == ["0.500 [0.500, 0.500]", "0.100 [0.100, 0.100]"]
-    assert cells["clipped tokens"] == ["0.2", "0.001"] and cells["tokens of a response"] == ["14.0", "14.0"]
+    assert cells["clipped tokens"] == ["0.2", "0.001"] and cells["tokens of a response"] == [
+        "14.0",
+        "14.0",
+    ]
     assert "entropy" not in cells, "nobody reported it"
 
 
@@ -36,7 +53,8 @@ def test_a_score_stands_with_its_95_percent_interval(tmp_path):
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}\n')
     assert (
-        "eval/math/avg@2, last ± 95 % (best)  0.700 ± 0.098 (0.700)  0.700 ± 0.098 (0.700)\n" in compare(*runs).stdout
+        "eval/math/avg@2, last ± 95 % (best)  0.700 ± 0.098 (0.700)  0.700 ± 0.098 (0.700)\n"
+        in compare(*runs).stdout
     )
 
 
@@ -44,7 +62,11 @@ def test_one_run_or_none_is_one_line(tmp_path):
     run = write(tmp_path, "gspo", HEALTHY)
     for paths in ([run], [tmp_path / "nowhere", run]):
         done = compare(*paths)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert (
+            done.returncode == 2
+            and done.stderr.startswith("error: ")
+            and done.stderr.count("\n") == 1
+        )
     assert compare("--help").returncode == 0 and compare().returncode == 2
 
 
@@ -53,8 +75,12 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
     lines = compare(*runs).stdout.splitlines()
     assert lines[0] == "13 runs in 2 groups that differ in more than the seed (--all: every run)"
-    names, best, worst = ([cell.strip() for cell in row.split("  ") if cell.strip()] for row in lines[2:5])
-    assert names == ["objective", "runs", "reward, last 10", "ended"], "lr varies with the objective and tells no more"
+    names, best, worst = (
+        [cell.strip() for cell in row.split("  ") if cell.strip()] for row in lines[2:5]
+    )
+    assert names == ["objective", "runs", "reward, last 10", "ended"], (
+        "lr varies with the objective and tells no more"
+    )
     assert best == ["gspo", "7", "0.500 [0.500, 0.500]", "7 finished"]
     assert worst == ["grpo", "6", "0.100 [0.100, 0.100]", "6 collapsed"]
     assert len(lines) == 5
@@ -67,14 +93,23 @@ def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
             write(tmp_path, "gspo", HEALTHY, seed=seed, optim__lr=lr)
     lines = compare(tmp_path).stdout.splitlines()
     assert lines[0] == "6 runs in 2 groups that differ in more than the seed (--all: every run)"
-    assert lines[6] == "6 runs (--all: everything of every run)" and lines[8].split()[:2] == ["lr", "seed"]
+    assert lines[6] == "6 runs (--all: everything of every run)" and lines[8].split()[:2] == [
+        "lr",
+        "seed",
+    ]
     assert len(lines) == 15
     assert max(map(len, lines)) <= 100
     chosen = compare(tmp_path, "--where", "optim.lr=.5").stdout.splitlines()
     assert len([line for line in chosen if line.startswith("[")]) == 3
     none = compare(tmp_path, "--where", "optim.lr=7")
-    assert none.returncode == 2 and none.stderr == "error: --where optim.lr=7: no run has it; there are 0.0001, 0.5\n"
-    assert compare(tmp_path, "--where").stderr == "error: --where needs settings, such as --where optim.lr=2e-4\n"
+    assert (
+        none.returncode == 2
+        and none.stderr == "error: --where optim.lr=7: no run has it; there are 0.0001, 0.5\n"
+    )
+    assert (
+        compare(tmp_path, "--where").stderr
+        == "error: --where needs settings, such as --where optim.lr=2e-4\n"
+    )
 
 
 def test_a_run_that_was_killed_is_not_running(tmp_path):

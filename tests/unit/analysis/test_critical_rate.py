@@ -1,4 +1,6 @@
-"""The fit of critical rates: hand-worked cases, known truths, arms that are the same, arms that never collapse."""
+"""The fit of critical rates: hand-worked cases, known truths, arms that are the same, arms that
+never collapse.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from analysis.critical_rate import Counts, fit, probability, ratio
 RATES = 1e-4 * 2.0 ** np.arange(8)
 
 
-def drawn(critical: tuple[float, ...], slope: float, seeds: int, rng: np.random.Generator) -> Counts:
+def drawn(
+    critical: tuple[float, ...], slope: float, seeds: int, rng: np.random.Generator
+) -> Counts:
     """Runs of a known truth, one at each of RATES for each seed and arm."""
     chance_AR = probability(RATES, slope, np.array(critical)[:, None])
     collapsed_SAR = rng.random((seeds, *chance_AR.shape)) < chance_AR
@@ -27,7 +31,9 @@ def test_the_known_rates_come_out():
 
 
 def test_half_collapse_at_the_critical_rate_by_hand():
-    """One of four at r, three of four at 4 r: so c = 2 r, and the logit goes from -log 3 to log 3 over log 4."""
+    """One of four at r, three of four at 4 r: so c = 2 r, and the logit goes from -log 3 to log 3
+    over log 4.
+    """
     slope, critical = fit(np.array([1e-4, 4e-4]), np.array([[4, 4]]), np.array([[1, 3]]))
     assert critical[0] == pytest.approx(2e-4, rel=1e-6)
     assert slope == pytest.approx(2 * np.log(3) / np.log(4), rel=0.01)
@@ -48,7 +54,10 @@ def test_many_fits_at_once_are_those_of_each():
     rng = np.random.default_rng(5)
     counts = drawn((8e-4, 3e-4), 4.0, 6, rng)
     slopes, critical = fit(RATES, counts.runs_SAR, counts.collapsed_SAR)
-    alone = [fit(RATES, runs, down) for runs, down in zip(counts.runs_SAR, counts.collapsed_SAR, strict=True)]
+    alone = [
+        fit(RATES, runs, down)
+        for runs, down in zip(counts.runs_SAR, counts.collapsed_SAR, strict=True)
+    ]
     np.testing.assert_allclose(slopes, [slope for slope, _ in alone], rtol=1e-6)
     np.testing.assert_allclose(critical, [rates for _, rates in alone], rtol=1e-6)
 
@@ -59,16 +68,22 @@ def test_where_less_collapses_at_higher_rates_there_is_no_critical_rate():
 
 
 def test_the_fit_is_the_highest_point_where_plain_newton_steps_overshoot():
-    """Of five seeds, k collapse below a rate and the others above it: the slope falls with k and changes its sign."""
+    """Of five seeds, k collapse below a rate and the others above it: the slope falls with k and
+    changes its sign.
+    """
     counts = [(5 - k) * (RATES > 5e-4).astype(int) + k * (RATES < 5e-4) for k in range(6)]
     slopes = [fit(RATES, np.full((1, 8), 5), np.array([down]))[0] for down in counts]
     assert (np.diff(slopes) < 0).all() and slopes[2] > 0 > slopes[3]
     for down, slope in zip(counts, slopes, strict=True):
         share = down / 5
         u = np.log(RATES / np.exp(np.log(RATES).mean()))
-        grid = np.stack(np.meshgrid(np.linspace(-20, 20, 401), np.linspace(-20, 20, 401), indexing="ij"))
+        grid = np.stack(
+            np.meshgrid(np.linspace(-20, 20, 401), np.linspace(-20, 20, 401), indexing="ij")
+        )
         logits = grid[0, ..., None] * u - grid[1, ..., None]
-        posterior = 5 * (share * logits - np.logaddexp(0, logits)).sum(-1) - (grid**2).sum(0) / (2 * 20.0**2)
+        posterior = 5 * (share * logits - np.logaddexp(0, logits)).sum(-1) - (grid**2).sum(0) / (
+            2 * 20.0**2
+        )
         best = np.unravel_index(posterior.argmax(), posterior.shape)
         assert slope == pytest.approx(grid[0][best], abs=0.1)
 
@@ -76,16 +91,24 @@ def test_the_fit_is_the_highest_point_where_plain_newton_steps_overshoot():
 def test_a_rate_without_runs_of_an_arm_counts_nothing():
     runs, collapsed = np.array([[4, 0, 4], [4, 4, 4]]), np.array([[1, 0, 3], [0, 2, 4]])
     slope, critical = fit(np.array([1e-4, 2e-4, 4e-4]), runs, collapsed)
-    assert slope > 0 and critical == pytest.approx([2e-4, 2e-4], rel=1e-6)  # both are symmetric about 2e-4
+    # both are symmetric about 2e-4
+    assert slope > 0 and critical == pytest.approx([2e-4, 2e-4], rel=1e-6)
 
 
 def test_the_ratio_has_its_interval_and_p():
     value, p = ratio(drawn((8e-4, 4e-4), 8.0, 10, np.random.default_rng(3)), 0, 1)
-    assert 1.5 < value.mean < 2.7 and 1.2 < value.low < value.mean < value.high and p < 0.05 and value.seeds == 10
+    assert (
+        1.5 < value.mean < 2.7
+        and 1.2 < value.low < value.mean < value.high
+        and p < 0.05
+        and value.seeds == 10
+    )
 
 
 def test_draws_without_a_critical_rate_widen_the_interval():
-    """Three seeds collapse above a rate and two below it: in many draws of five runs collapse less at higher rates."""
+    """Three seeds collapse above a rate and two below it: in many draws of five runs collapse less
+    at higher rates.
+    """
     rising, falling = RATES > 5e-4, RATES < 5e-4
     collapsed = np.array([[rising, rising]] * 3 + [[falling, falling]] * 2).astype(int)
     value, p = ratio(Counts(RATES, np.ones(collapsed.shape, int), collapsed), 0, 1)
@@ -94,7 +117,9 @@ def test_draws_without_a_critical_rate_widen_the_interval():
 
 @pytest.mark.slow
 def test_same_arms_are_seldom_told_apart():
-    """Of 40 comparisons of two arms that are the same, p < .05 in about 2, and about 38 intervals hold 1."""
+    """Of 40 comparisons of two arms that are the same, p < .05 in about 2, and about 38 intervals
+    hold 1.
+    """
     rng, smallest, covered = np.random.default_rng(3), 0, 0
     for _ in range(40):
         value, p = ratio(drawn((4e-4, 4e-4), 4.0, 6, rng), 0, 1)

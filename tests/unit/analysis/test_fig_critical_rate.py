@@ -1,4 +1,6 @@
-"""The figure of critical rates on runs of a known truth: what it counts, which arms it sees, what it refuses."""
+"""The figure of critical rates on runs of a known truth: what it counts, which arms it sees, what
+it refuses.
+"""
 
 import json
 import subprocess
@@ -25,8 +27,12 @@ def study(tmp_path):
             for name, clip, scale in (("gspo", 0.2, 1.0), ("grpo", 0.2, 2.0), ("grpo", 0.05, 1.0)):
                 late = seed == 4 and rate == LAST[name]  # one seed falls a rate earlier
                 rewards = COLLAPSED if rate > LAST[name] or late else HEALTHY
-                run = write(tmp_path / "runs", name, rewards, seed, optim__lr=rate, objective__clip_low=clip)
-                rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                run = write(
+                    tmp_path / "runs", name, rewards, seed, optim__lr=rate, objective__clip_low=clip
+                )
+                rows = [
+                    json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+                ]
                 rows = [row | {"kl/old_k3": scale * rate} if row["step"] else row for row in rows]
                 (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for seed in (1, 2):
@@ -42,9 +48,17 @@ def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
     assert sorted(numbers["arm"].unique()) == ["GRPO [clip range 0.05]", PAPERS, "GSPO"]
     share = numbers.groupby(["arm", "rate"])["collapsed"].mean()
-    assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share[PAPERS].tolist() == [0, 0, 0.25, 1, 1]
+    assert share["GSPO"].tolist() == [0, 0, 0.25, 1] and share[PAPERS].tolist() == [
+        0,
+        0,
+        0.25,
+        1,
+        1,
+    ]
     cell = numbers[(numbers["arm"] == PAPERS) & (numbers["rate"] == 4e-4)]
-    assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell["end"].tolist() == pytest.approx([0.1] * 4)
+    assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell[
+        "end"
+    ].tolist() == pytest.approx([0.1] * 4)
     ratios = fig_critical_rate.compare(numbers)
     value, p = ratios["GSPO", "GRPO [clip range 0.05]"]
     assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
@@ -52,15 +66,26 @@ def test_what_is_counted(study):
     lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
     assert "GSPO / GRPO [clip range 0.05] " in lines and "e-04" not in lines
     lines = fig_critical_rate.difference_table(numbers)
-    cell = next(line for line in lines if line.startswith("| 0.0004 ") and f"GSPO - {PAPERS} " in line)
+    cell = next(
+        line for line in lines if line.startswith("| 0.0004 ") and f"GSPO - {PAPERS} " in line
+    )
     assert "+0." in cell and cell.count("|") == 6
 
 
 @pytest.mark.slow
 def test_the_script_draws_and_prints(study, tmp_path):
-    command = [sys.executable, str(ROOT / "analysis" / "fig_critical_rate.py"), "runs", "--format", "png"]
+    command = [
+        sys.executable,
+        str(ROOT / "analysis" / "fig_critical_rate.py"),
+        "runs",
+        "--format",
+        "png",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "| 4 of 4 " in done.stdout and (tmp_path / "figures" / "fig_critical_rate.png").stat().st_size > 10_000
+    assert (
+        "| 4 of 4 " in done.stdout
+        and (tmp_path / "figures" / "fig_critical_rate.png").stat().st_size > 10_000
+    )
 
 
 def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
@@ -78,7 +103,8 @@ def test_runs_that_differ_in_more_are_refused(study):
         fig_critical_rate.measure(load.load([study]))
 
 
-# ---------------------------------------------------------------------------------------------------------- contrast
+# ----------------------------------------------------------------------------------------------------------
+# contrast
 def arms_of(folder, rate: float, gain: dict[str, float]):
     for arm, more in gain.items():
         for seed in range(1, 7):
@@ -91,7 +117,9 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     edge = arms_of(tmp_path / "edge", 8e-4, dict(zip(load.ARMS[:3], (0.3, 0.2, 0.1), strict=True)))
     assert fig_contrast.titles([calm, edge]) == ["learning rate 2e-4", "learning rate 8e-4"]
     pair = load.ARMS[0], load.ARMS[2]
-    assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][1].startswith("seen")
+    assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][
+        1
+    ].startswith("seen")
     paths = fig_contrast.draw([calm, edge], tmp_path, View(formats=("png",)))
     assert [path.name for path in paths] == ["fig_contrast.png"]
     drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
@@ -101,7 +129,9 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     lines = fig_contrast.table([calm, edge])
     assert len(lines) == 2 + 6 + 3 and "learning rate 8e-4" in lines[7]
     gains = {arm: interval.mean for arm, interval in fig_contrast.between(calm, edge).items()}
-    assert gains[load.ARMS[0]] == pytest.approx(0.1 * 0.87, abs=0.02), "of a rise by .1 more, over the last half"
+    assert gains[load.ARMS[0]] == pytest.approx(0.1 * 0.87, abs=0.02), (
+        "of a rise by .1 more, over the last half"
+    )
     assert gains[load.ARMS[1]] == pytest.approx(0, abs=1e-9), "the same rewards in both"
     assert lines[-1].startswith("| learning rate 8e-4 - learning rate 2e-4 | GRPO  ")
 
@@ -123,11 +153,17 @@ def test_a_contrast_says_whose_setting_differs(tmp_path):
 
 def test_a_contrast_says_how_many_settings_it_does_not_name(tmp_path):
     for name, size in (("one", 1), ("other", 2)):
-        own = {"optim": {"lr": size * 1e-4, "beta": size}, "task": {"largest": size}, "model": {"layers": size}}
+        own = {
+            "optim": {"lr": size * 1e-4, "beta": size},
+            "task": {"largest": size},
+            "model": {"layers": size},
+        }
         for arm in load.ARMS[:2]:
             write_run(tmp_path / name, arm, 1, 0.3, 0.2, **own)
     titles = fig_contrast.titles([load.load([tmp_path / name]) for name in ("one", "other")])
-    assert titles[0].startswith("learning rate 1e-4, ") and titles[0].endswith(", and 2 more settings differ")
+    assert titles[0].startswith("learning rate 1e-4, ") and titles[0].endswith(
+        ", and 2 more settings differ"
+    )
 
 
 def test_a_step_that_a_run_lost_is_left_out_of_its_difference_alone(tmp_path):
@@ -136,7 +172,9 @@ def test_a_step_that_a_run_lost_is_left_out_of_its_difference_alone(tmp_path):
     run = next((tmp_path / "edge").iterdir())
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     for folder in (tmp_path / "edge").iterdir():
-        (folder / "metrics.jsonl").write_text("".join(row for row in rows if '"step": 70,' not in row))
+        (folder / "metrics.jsonl").write_text(
+            "".join(row for row in rows if '"step": 70,' not in row)
+        )
     again = load.load([tmp_path / "edge"])
     assert fig_contrast.between(calm, edge)[load.GSPO].mean == pytest.approx(0, abs=1e-9)
     assert fig_contrast.between(calm, again)[load.GSPO].seeds == 6

@@ -14,14 +14,25 @@ LOSS = {1.0: 0.0, 10.0: 0.1, 60.0: 0.3}  # what GRPO without replay loses at a f
 SEEDS = range(1, 7)
 
 
-def run_of(folder, name: str, factor: float, seed: int, loss: float, replay: str = "none", frozen: bool = False):
-    """Write a run of 50 batches that begins at .4, and from the tenth on has lost `loss` and what its seed is off."""
+def run_of(
+    folder,
+    name: str,
+    factor: float,
+    seed: int,
+    loss: float,
+    replay: str = "none",
+    frozen: bool = False,
+):
+    """Write a run of 50 batches that begins at .4, and from the tenth on has lost `loss` and what
+    its seed is off.
+    """
     rewards = [0.4] * 10 + [0.4 - loss + 0.001 * seed] * 40
     policy = {"policy__routing_replay": replay, "policy__freeze_router": frozen}
     run = write(folder, name, rewards, seed, optim__router_lr_factor=factor, **policy)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
-        row[METRIC] = 1 - factor / 1000 if row["step"] <= 10 else 0.5  # sunk runs change all their experts
+        # sunk runs change all their experts
+        row[METRIC] = 1 - factor / 1000 if row["step"] <= 10 else 0.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -43,16 +54,26 @@ def test_arms_doses_and_pairs(study):
     replayed, frozen = "GRPO + Routing Replay (R2)", "GRPO [frozen router]"
     assert set(numbers["arm"]) == {"GSPO", "GRPO", replayed, frozen}
     got = numbers[numbers["arm"] == "GRPO"].groupby("level")["got"].mean()
-    assert got.tolist() == pytest.approx([0.999, 0.99, 0.94]), "of the first fifth, before runs have sunk"
+    assert got.tolist() == pytest.approx([0.999, 0.99, 0.94]), (
+        "of the first fifth, before runs have sunk"
+    )
     assert set(numbers.loc[numbers["collapsed"], "level"]) == {60.0}
     objectives, remedies = fig_dose.compared(numbers)
-    assert set(objectives) == {("GSPO", "GRPO")} and set(remedies) == {(replayed, "GRPO"), (frozen, "GRPO")}
-    means = {level: interval.mean for _, level, interval in fig_dose.intervals(objectives["GSPO", "GRPO"])}
+    assert set(objectives) == {("GSPO", "GRPO")} and set(remedies) == {
+        (replayed, "GRPO"),
+        (frozen, "GRPO"),
+    }
+    means = {
+        level: interval.mean
+        for _, level, interval in fig_dose.intervals(objectives["GSPO", "GRPO"])
+    }
     assert means == pytest.approx({1.0: 0.0, 10.0: 0.05, 60.0: 0.15})
     [(_, level, interval)] = fig_dose.intervals(remedies[frozen, "GRPO"])
     assert level == 1.0 and interval.mean == pytest.approx(-0.05) and interval.seeds == 6
     lines = fig_dose.dose_table(numbers)
-    assert any(line.startswith("| GRPO ") and "60.0 - 1.0" in line and "-0.300" in line for line in lines)
+    assert any(
+        line.startswith("| GRPO ") and "60.0 - 1.0" in line and "-0.300" in line for line in lines
+    )
     assert not any(frozen in line for line in lines), "it has one dose"
     assert sum("6 of 6" in line for line in fig_dose.table(numbers, DOSE, METRIC)) == 2
 
@@ -61,7 +82,10 @@ def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study)
     numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, ["optim/lr"])
     objectives, _ = fig_dose.compared(numbers, "GSPO")
     assert set(objectives) == {("GRPO", "GSPO")}
-    means = {level: interval.mean for _, level, interval in fig_dose.intervals(objectives["GRPO", "GSPO"])}
+    means = {
+        level: interval.mean
+        for _, level, interval in fig_dose.intervals(objectives["GRPO", "GSPO"])
+    }
     assert means == pytest.approx({1.0: 0.0, 10.0: -0.05, 60.0: -0.15})
     head, _, *lines = fig_dose.table(numbers, DOSE, METRIC, ["optim/lr"])
     assert head.rstrip(" |").endswith("optim/lr") and len(lines) == 10
@@ -75,7 +99,9 @@ def test_it_draws(study, tmp_path):
     [path] = fig_dose.draw(data, numbers, DOSE, METRIC, tmp_path, View(formats=("png",)))
     assert path.name == "fig_dose_known.png" and path.stat().st_size > 10_000
     alone = numbers[numbers["arm"] == "GRPO"]
-    assert fig_dose.draw(data, alone, DOSE, METRIC, tmp_path, View(formats=("png",))) == [path], "without pairs too"
+    assert fig_dose.draw(data, alone, DOSE, METRIC, tmp_path, View(formats=("png",))) == [path], (
+        "without pairs too"
+    )
 
 
 def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
@@ -88,12 +114,23 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
 
 
 def test_runs_that_cannot_be_told_apart_are_refused(study):
-    with pytest.raises(load.Refused, match=r"two runs of GRPO at 1\.0, seed 1: name with --arms what they differ in"):
+    with pytest.raises(
+        load.Refused,
+        match=r"two runs of GRPO at 1\.0, seed 1: name with --arms what they differ in",
+    ):
         fig_dose.measure(load.load([study]), DOSE, METRIC, [])
     with pytest.raises(load.Refused, match=r"not all runs have a setting optim\.lrr"):
         fig_dose.measure(load.load([study]), ["optim.lrr"], METRIC, ARMS)
     with pytest.raises(load.Refused, match="no metric 'routing/consistenc'"):
         fig_dose.measure(load.load([study]), DOSE, "routing/consistenc", ARMS)
-    write(study, "grpo", [0.4] * 50, 77, optim__router_lr_factor=10.0, policy__freeze_router=False, optim__lr=9e-4)
+    write(
+        study,
+        "grpo",
+        [0.4] * 50,
+        77,
+        optim__router_lr_factor=10.0,
+        policy__freeze_router=False,
+        optim__lr=9e-4,
+    )
     with pytest.raises(load.Refused, match=r"the runs of GRPO at 10\.0 differ also in optim\.lr"):
         fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)

@@ -16,22 +16,46 @@ from gspo.tracking import metrics
 STEPS = 20
 RANGES = {"gspo": (0.0004, 0.0005), "grpo": (0.2, 0.27)}
 FIRST = {"gspo": 0.6, "grpo": 0.002}  # outside in the first mini-batch: bfloat16, engine
-LOSS = {"gspo": {1: -0.01, 2: -0.02, 3: -0.03}, "grpo": {1: -0.11, 2: -0.13, 3: -0.12}}  # bfloat16, engine - trainer
+# bfloat16, engine - trainer
+LOSS = {"gspo": {1: -0.01, 2: -0.02, 3: -0.03}, "grpo": {1: -0.11, 2: -0.13, 3: -0.12}}
 K3 = {"none": 4e-4, "r3": 1e-4}
 
 
-def write_run(folder: Path, seed: int, name: str, old: str, dtype: str, replay: str, loss: float = 0.0) -> Path:
-    """Reward 0.5 in the first 5 batches, 0.5 + seed / 20 + loss in the last 10, something else between; the shares'
-    means over the 20 batches are those above. Row 0 is not a batch."""
+def write_run(
+    folder: Path, seed: int, name: str, old: str, dtype: str, replay: str, loss: float = 0.0
+) -> Path:
+    """Reward 0.5 in the first 5 batches, 0.5 + seed / 20 + loss in the last 10, something else
+    between; the shares' means over the 20 batches are those above. Row 0 is not a batch."""
     coarse, gap = dtype == "bfloat16", old == "engine" and dtype == "bfloat16"
     rows: list[dict] = [{"step": 0, "reward/mean": 9.0, "mismatch/k3": 9.0}]
     for s in range(1, STEPS + 1):
-        reward = 0.5 if s <= 5 else 0.1 if s <= STEPS - 10 else 0.5 + seed / 20 + loss + (0.04 if s % 2 else -0.04)
+        reward = (
+            0.5
+            if s <= 5
+            else 0.1
+            if s <= STEPS - 10
+            else 0.5 + seed / 20 + loss + (0.04 if s % 2 else -0.04)
+        )
         first = FIRST[name] * s / 10.5 if gap else 0.0
-        row = {"step": s, "reward/mean": reward, "clip/token_outside_minibatch_1": first, "clip/token_outside": 0.3}
-        row |= {"clip/token_active_minibatch_1": first / 2, "clip/token_active": 0.1, "optim/grad_norm": 0.4}
-        row |= {"mismatch/k3": K3[replay] if coarse else 1e-13, "mismatch/sequence_log_abs": 0.0012 if coarse else 1e-7}
-        row |= {"mismatch/beyond_2": 0.01 if coarse else 0.0, "routing/engine_agreement": 0.95 if coarse else 1.0}
+        row = {
+            "step": s,
+            "reward/mean": reward,
+            "clip/token_outside_minibatch_1": first,
+            "clip/token_outside": 0.3,
+        }
+        row |= {
+            "clip/token_active_minibatch_1": first / 2,
+            "clip/token_active": 0.1,
+            "optim/grad_norm": 0.4,
+        }
+        row |= {
+            "mismatch/k3": K3[replay] if coarse else 1e-13,
+            "mismatch/sequence_log_abs": 0.0012 if coarse else 1e-7,
+        }
+        row |= {
+            "mismatch/beyond_2": 0.01 if coarse else 0.0,
+            "routing/engine_agreement": 0.95 if coarse else 1.0,
+        }
         rows.append(row)
     low, high = RANGES[name]
     settings = {
@@ -50,7 +74,9 @@ def write_run(folder: Path, seed: int, name: str, old: str, dtype: str, replay: 
 
 
 def write_all(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), losses: dict = LOSS) -> Path:
-    arms = product(("gspo", "grpo"), ("step_start", "engine"), ("float32", "bfloat16"), ("none", "r3"))
+    arms = product(
+        ("gspo", "grpo"), ("step_start", "engine"), ("float32", "bfloat16"), ("none", "r3")
+    )
     for (name, old, dtype, replay), seed in product(arms, seeds):
         lost = old == "engine" and dtype == "bfloat16"
         write_run(folder, seed, name, old, dtype, replay, losses[name][seed] if lost else 0.0)
@@ -82,7 +108,9 @@ def test_the_effect_is_paired_by_seed(whole):
     interval, seeds = fig.effect(read(whole), "bfloat16", "GSPO", "R3")
     assert seeds.to_dict() == pytest.approx(LOSS["gspo"])
     half = 4.303 * 0.01 / 3**0.5  # the seeds' own levels, 0.05 apart, cancel
-    assert (interval.mean, interval.low, interval.high) == pytest.approx((-0.02, -0.02 - half, -0.02 + half), abs=1e-6)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx(
+        (-0.02, -0.02 - half, -0.02 + half), abs=1e-6
+    )
     interval, seeds = fig.effect(read(whole), "float32", "GRPO", "no replay")
     assert interval.mean == pytest.approx(0, abs=1e-12) and seeds.abs().max() < 1e-12
 
@@ -92,7 +120,9 @@ def test_the_difference_of_differences(whole):
     assert both["GRPO"].to_dict() == pytest.approx(LOSS["grpo"])
     spread = 0.01  # of 0.10, 0.11, 0.09
     half = 4.303 * spread / 3**0.5
-    assert (interval.mean, interval.low, interval.high) == pytest.approx((0.10, 0.10 - half, 0.10 + half), abs=1e-6)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx(
+        (0.10, 0.10 - half, 0.10 + half), abs=1e-6
+    )
     assert p == 0.25
 
 
@@ -118,13 +148,19 @@ def test_the_table_has_the_known_numbers(whole):
     assert table["GSPO, bfloat16, R3, trainer"]["outside, first"] == "0"  # by construction
     assert table["GRPO, bfloat16, no replay, engine"]["active, first"] == "0.001"
     effects = cells(fig.effect_table(read(whole)))
-    assert effects["GRPO, bfloat16, R3"]["each seed"] == "1: -0.110, 2: -0.130, 3: -0.120" and len(effects) == 8
+    assert (
+        effects["GRPO, bfloat16, R3"]["each seed"] == "1: -0.110, 2: -0.130, 3: -0.120"
+        and len(effects) == 8
+    )
 
 
 def test_the_gap_in_words(whole):
     text = "\n".join(fig.verdict(read(whole)))
     assert "outside the clip range: 0.6 of GSPO's tokens (0.3 clipped), 0.002 of GRPO's" in text
-    assert "no replay, trainer's log-probs: mean |log s| 0.0012, 3 times the lower side of GSPO's clip range" in text
+    assert (
+        "no replay, trainer's log-probs: mean |log s| 0.0012, 3 times the lower side of GSPO's clip range"
+        in text
+    )
     routing = "GRPO, bfloat16, trainer's log-probs: k3 0.0004 without R3, 0.0001 with: a share of 0.75 [0.75, 0.75]"
     assert routing in text
     assert "in float32, where only rounding differs, single seeds differ by up to 0.000" in text
@@ -138,9 +174,18 @@ def test_the_gap_in_words(whole):
             {1: -0.01, 2: -0.02, 3: -0.03},
             "Points to this: GSPO loses less (or gains more) than GRPO; p is not below 0.05",
         ),
-        ({1: -0.21, 2: -0.22, 3: -0.23}, "Points to this: GSPO loses more (or gains less) than GRPO; p is not below"),
-        ({1: 0.05, 2: -0.15, 3: -0.16}, "Not told apart: the interval includes 0, and any difference within it"),
-        ({1: 0.05, 2: -0.25, 3: -0.26}, "Not told apart: the interval includes 0, and any difference within it"),
+        (
+            {1: -0.21, 2: -0.22, 3: -0.23},
+            "Points to this: GSPO loses more (or gains less) than GRPO; p is not below",
+        ),
+        (
+            {1: 0.05, 2: -0.15, 3: -0.16},
+            "Not told apart: the interval includes 0, and any difference within it",
+        ),
+        (
+            {1: 0.05, 2: -0.25, 3: -0.26},
+            "Not told apart: the interval includes 0, and any difference within it",
+        ),
     ],
 )
 def test_the_answer_of_three_seeds(tmp_path, gspo, words):
@@ -151,21 +196,32 @@ def test_the_answer_of_three_seeds(tmp_path, gspo, words):
     assert "GSPO - GRPO +0.000" in fig.answer(data, "float32", "no replay")
 
 
-@pytest.mark.parametrize(("loss", "words"), [(-0.02, "GSPO loses less"), (-0.22, "GSPO loses more")])
+@pytest.mark.parametrize(
+    ("loss", "words"), [(-0.02, "GSPO loses less"), (-0.22, "GSPO loses more")]
+)
 def test_six_seeds_are_told_apart(tmp_path, loss, words):
     for seed, old in product(range(1, 7), ("step_start", "engine")):
         engine = old == "engine"
-        write_run(tmp_path, seed, "gspo", old, "bfloat16", "none", engine * (loss + 0.01 * (seed % 2)))
+        write_run(
+            tmp_path, seed, "gspo", old, "bfloat16", "none", engine * (loss + 0.01 * (seed % 2))
+        )
         write_run(tmp_path, seed, "grpo", old, "bfloat16", "none", engine * -0.12)
     sentence = fig.answer(read(tmp_path), "bfloat16", "no replay")
-    assert f"exact sign-flip p = 0.031: 6 seeds cannot go below 0.031). Told apart: {words}" in sentence
+    assert (
+        f"exact sign-flip p = 0.031: 6 seeds cannot go below 0.031). Told apart: {words}"
+        in sentence
+    )
 
 
 def test_one_seed_is_not_judged(tmp_path):
     data = read(write_all(tmp_path, seeds=(2,)))
     sentence = fig.answer(data, "bfloat16", "R3")
     assert "GSPO - GRPO +0.110" in sentence and "within the single run, not over seeds" in sentence
-    assert "Not judged: one seed" in sentence and "old apart" not in sentence and "t interval" not in sentence
+    assert (
+        "Not judged: one seed" in sentence
+        and "old apart" not in sentence
+        and "t interval" not in sentence
+    )
     assert cells(fig.effect_table(data))["GSPO, bfloat16, R3"]["each seed"] == "2: -0.020"
 
 
@@ -175,18 +231,22 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
         shutil.rmtree(runs / f"grpo-engine-bfloat16-r3-seed{seed}")
     shutil.rmtree(runs / "gspo-step_start-bfloat16-none-seed3")
     file = runs / "grpo-engine-bfloat16-none-seed1" / "metrics.jsonl"
-    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:8]))  # 7 of 20 batches
+    # 7 of 20 batches
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:8]))
     data = read(runs)
     assert data.notes == [
         "missing or unfinished, left out: 5 of 48 runs (arm: seeds): GSPO, bfloat16, no replay, trainer: 3; "
         "GRPO, bfloat16, no replay, engine: 1; GRPO, bfloat16, R3, engine: 1, 2, 3"
     ]
     assert len(data.runs) == 43 and {run.last for run in data.runs} == {20}
-    assert list(fig.effect(data, "bfloat16", "GSPO", "no replay")[1].index) == [1, 2]  # common seeds only
+    # common seeds only
+    assert list(fig.effect(data, "bfloat16", "GSPO", "no replay")[1].index) == [1, 2]
     interval, _, both = fig.contrast(data, "bfloat16", "no replay")
     assert list(both.index) == [2] and interval.mean == pytest.approx(0.11) and interval.seeds == 1
     assert fig.effect(data, "bfloat16", "GRPO", "R3") is None
-    assert fig.answer(data, "bfloat16", "R3").endswith("not judged, its four arms have no finished seed in common.")
+    assert fig.answer(data, "bfloat16", "R3").endswith(
+        "not judged, its four arms have no finished seed in common."
+    )
     monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption, view: [caption])
     assert "43 of 48 runs, 3 seeds (1, 2, 3)" in fig.draw(data, tmp_path)[0]
 
@@ -196,7 +256,9 @@ def test_it_ends_in_one_line_without_arms_to_compare(tmp_path):
     write_run(tmp_path / "a", 2, "gspo", "engine", "bfloat16", "none")  # another seed: no pair
     with pytest.raises(load.Refused, match=r"^fig_engine_likelihoods needs finished runs") as stop:
         read(tmp_path / "a")
-    assert str(stop.value).endswith("found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer")
+    assert str(stop.value).endswith(
+        "found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer"
+    )
     write_run(tmp_path / "b", 1, "gspo", "behaviour", "bfloat16", "none")
     with pytest.raises(load.Refused, match=r"found: none$"):
         read(tmp_path / "b")
@@ -206,7 +268,9 @@ def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
     write_run(tmp_path, 1, "gspo", "engine", "bfloat16", "none")
     other = write_run(tmp_path / "again", 1, "gspo", "engine", "bfloat16", "none") / "settings.yaml"
     other.write_text(yaml.safe_dump(yaml.safe_load(other.read_text()) | {"optim": {"lr": 1.0}}))
-    with pytest.raises(load.Refused, match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)"):
+    with pytest.raises(
+        load.Refused, match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)"
+    ):
         read(tmp_path)
 
 
@@ -226,11 +290,24 @@ def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monk
     fig.draw(read(whole), tmp_path)
     figure, _, _, caption, _ = shown[0]
     reward, outside, active, _, sequences, _, _ = figure.axes
-    assert [text.get_text() for text in reward.get_yticklabels()][:2] == ["GSPO bfloat16", "GSPO bfloat16 + R3"]
-    means = {y: x for line in reward.lines if line.get_marker() == "|" for x, y in zip(*line.get_data(), strict=True)}
+    assert [text.get_text() for text in reward.get_yticklabels()][:2] == [
+        "GSPO bfloat16",
+        "GSPO bfloat16 + R3",
+    ]
+    means = {
+        y: x
+        for line in reward.lines
+        if line.get_marker() == "|"
+        for x, y in zip(*line.get_data(), strict=True)
+    }
     assert [means[row] for row in range(4)] == pytest.approx([-0.02, -0.02, -0.12, -0.12])
     for ax, half in ((outside, 1), (active, 2)):  # diamonds: the first mini-batch
-        first = {y: x for line in ax.lines if line.get_marker() == "D" for x, y in zip(*line.get_data(), strict=True)}
+        first = {
+            y: x
+            for line in ax.lines
+            if line.get_marker() == "D"
+            for x, y in zip(*line.get_data(), strict=True)
+        }
         assert [first[row - 0.24] for row in range(8)] == pytest.approx(
             [x / half for x in (0.6, 0.6, 2e-3, 2e-3, *[0] * 4)]
         )
@@ -243,9 +320,15 @@ def test_a_metric_that_is_not_reported_and_other_settings_that_differ(tmp_path):
         write_run(tmp_path, 1, "gspo", old, "bfloat16", "r3")
     file = tmp_path / "gspo-engine-bfloat16-r3-seed1" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({**row, "mismatch/k3": None, "optim/grad_norm": None}) + "\n" for row in rows))
+    file.write_text(
+        "".join(
+            json.dumps({**row, "mismatch/k3": None, "optim/grad_norm": None}) + "\n" for row in rows
+        )
+    )
     settings = file.parent / "settings.yaml"
-    settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"optim": {"lr": 1.0}}))
+    settings.write_text(
+        yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"optim": {"lr": 1.0}})
+    )
     data = read(tmp_path)
     row = cells(fig.arm_table(data))["GSPO, bfloat16, R3, engine"]
     assert (row["k3"], row["grad norm"], row["agreement"]) == ("-", "-", "0.9500")

@@ -1,4 +1,6 @@
-"""The scaling figure: exponents by hand, and that it draws what is there, also before all points are."""
+"""The scaling figure: exponents by hand, and that it draws what is there, also before all points
+are.
+"""
 
 import json
 import subprocess
@@ -30,7 +32,9 @@ def test_exponents_are_slopes_between_neighbouring_points():
     assert fig_scaling.exponent(found["response tokens", 1], "total_s") == pytest.approx(2)
     table = fig_scaling.table(POINTS)
     assert len(table) == 2 + len(POINTS)
-    assert "| experts | 1 | 8 | 0.80 | 0.40 | 0.27 | 1000 | 508 | 1.00 |" in [" ".join(line.split()) for line in table]
+    assert "| experts | 1 | 8 | 0.80 | 0.40 | 0.27 | 1000 | 508 | 1.00 |" in [
+        " ".join(line.split()) for line in table
+    ]
 
 
 @pytest.mark.slow
@@ -38,9 +42,16 @@ def test_the_script_draws_and_says_what_is_missing(tmp_path):
     (tmp_path / "scaling.json").write_text(json.dumps({"points": POINTS}))
     command = [sys.executable, str(ROOT / "analysis" / "fig_scaling.py")]
     done = subprocess.run(
-        [*command, str(tmp_path / "scaling.json"), "--out", str(tmp_path)], capture_output=True, text=True, check=False
+        [*command, str(tmp_path / "scaling.json"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "fig_scaling.png").stat().st_size > 10_000 and (tmp_path / "fig_scaling.pdf").exists()
-    missing = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True, check=False)
+    assert (tmp_path / "fig_scaling.png").stat().st_size > 10_000 and (
+        tmp_path / "fig_scaling.pdf"
+    ).exists()
+    missing = subprocess.run(
+        [*command, str(tmp_path / "none.json")], capture_output=True, text=True, check=False
+    )
     assert missing.returncode == 1 and "curves=true" in missing.stderr

@@ -1,4 +1,6 @@
-"""What figures draw and say: the options, the arms that are there, the judged difference, 95 % everywhere."""
+"""What figures draw and say: the options, the arms that are there, the judged difference, 95 %
+everywhere.
+"""
 
 import json
 import re
@@ -52,9 +54,14 @@ def dense(tmp_path_factory) -> load.Data:
     folder = tmp_path_factory.mktemp("dense")
     for arm in (GSPO, GRPO):
         for seed in (1, 2, 3):
-            file = write_run(folder, arm, seed, 0.25, 0.1, 40, model={"name": "tiny_dense"}) / "metrics.jsonl"
+            file = (
+                write_run(folder, arm, seed, 0.25, 0.1, 40, model={"name": "tiny_dense"})
+                / "metrics.jsonl"
+            )
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-            rows = [{key: v for key, v in row.items() if not key.startswith("routing/")} for row in rows]
+            rows = [
+                {key: v for key, v in row.items() if not key.startswith("routing/")} for row in rows
+            ]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load.load([folder])
 
@@ -63,7 +70,9 @@ def dense(tmp_path_factory) -> load.Data:
 def drawn(monkeypatch) -> list[tuple]:
     """What was given to `style.save`: (figure, caption) each, in place of files."""
     kept = []
-    monkeypatch.setattr(style, "save", lambda figure, out, name, caption, view: kept.append((figure, caption)) or [])
+    monkeypatch.setattr(
+        style, "save", lambda figure, out, name, caption, view: kept.append((figure, caption)) or []
+    )
     return kept
 
 
@@ -82,10 +91,18 @@ def panel(figure, title: str):
     return ax
 
 
-# ---------------------------------------------------------------------------------------------------------- options
+# ----------------------------------------------------------------------------------------------------------
+# options
 def test_the_options_are_those_of_every_figure_and_explained():
     text = script.parser("what it shows").format_help()
-    for name in ("--seeds", "--smooth N", "--log-x", "--format F[,F]", "--no-caption", "--width INCHES"):
+    for name in (
+        "--seeds",
+        "--smooth N",
+        "--log-x",
+        "--format F[,F]",
+        "--no-caption",
+        "--width INCHES",
+    ):
         assert re.search(rf"{re.escape(name)}\s+[a-z]\w+", text), name
     for file in ANALYSIS.glob("*.py"):
         source = file.read_text()
@@ -99,7 +116,11 @@ def test_the_options_are_those_of_every_figure_and_explained():
     [
         (fig2_clipping.REFUSED, "--smooth=3", "no curve"),
         (fig2_clipping.REFUSED, "--log-x", "bars start at 0"),
-        (fig_efficiency.REFUSED, "--smooth=3", "trailing means of 10 batches, as the criterion says"),
+        (
+            fig_efficiency.REFUSED,
+            "--smooth=3",
+            "trailing means of 10 batches, as the criterion says",
+        ),
         (fig_objectives.REFUSED, "--seeds", "dots already"),
         (fig_sweep.REFUSED, "--smooth=1", "no curve"),
         (fig_clip_range.REFUSED, "--log-x", "logarithmic already"),
@@ -135,7 +156,9 @@ def test_formats_width_and_caption(folder, tmp_path):
     svg, png = fig2_clipping.draw(data, tmp_path / "a", view)
     assert (svg.suffix, png.suffix) == (".svg", ".png")
     assert svg.read_bytes() == fig2_clipping.draw(data, tmp_path / "b", view)[0].read_bytes()
-    (bare,) = fig2_clipping.draw(data, tmp_path / "c", View(formats=("png",), width=7, caption=False))
+    (bare,) = fig2_clipping.draw(
+        data, tmp_path / "c", View(formats=("png",), width=7, caption=False)
+    )
     whole, alone = matplotlib.image.imread(png), matplotlib.image.imread(bare)
     assert whole.shape[1] == alone.shape[1] == 7 * 160 and whole.shape[0] > alone.shape[0] + 50
 
@@ -148,11 +171,17 @@ def test_seeds_smoothing_and_the_logarithmic_axis(folder, drawn):
     assert len(seeds.lines) == len(plain.lines) + 6, "a line more for each of 2 x 3 seeds"
     assert raw.get_xscale() == "log" and plain.get_xscale() == "linear"
     mean = data.table(GRPO_R2, "reward/mean").mean(axis=1)
-    (unsmoothed,) = (x for x in raw.lines if x.get_color() == looks.look(GRPO_R2).colour and x.get_linewidth() > 2)
+    (unsmoothed,) = (
+        x
+        for x in raw.lines
+        if x.get_color() == looks.look(GRPO_R2).colour and x.get_linewidth() > 2
+    )
     assert unsmoothed.get_ydata() == pytest.approx(mean.to_numpy())
     captions = [caption for _, caption in drawn]
     assert "single seeds" not in captions[0] and "Thin lines: single seeds." in captions[1]
-    assert "smoothed over ±5 batches" in captions[0] and "mean over seeds, not smoothed" in captions[2]
+    assert (
+        "smoothed over ±5 batches" in captions[0] and "mean over seeds, not smoothed" in captions[2]
+    )
 
 
 def test_seeds_of_single_seeds_are_refused(tmp_path, capsys):
@@ -172,24 +201,32 @@ def test_a_folder_of_two_studies_says_what_to_type(tmp_path, capsys, monkeypatch
     )
     args.runs = [str(tmp_path / "moe")]
     assert len(script.read(args).runs) == 1
-    settings = tmp_path / "dense" / "gspo-none-seed1" / "settings.yaml"  # studies are meant to be together in curves
+    # studies are meant to be together in curves
+    settings = tmp_path / "dense" / "gspo-none-seed1" / "settings.yaml"
     settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"seed": 2}))
     args.runs = [str(tmp_path)]
     assert len(script.read(args, several_studies=True).runs) == 2
 
 
-# ------------------------------------------------------------------------------------------------ the arms there are
+# ------------------------------------------------------------------------------------------------
+# the arms there are
 @pytest.mark.slow
 def test_a_dense_study_draws_the_arms_that_it_has(dense, drawn, capsys):
     for figure in (fig1_stability, fig2_clipping, fig_efficiency):
         figure.draw(dense, Path())
     for _, caption in drawn:
         assert "Arms: GSPO, GRPO." in caption and "tiny_dense" in caption
-    names = [text.get_text() for text in panel(drawn[0][0], "Training reward").texts if text.get_text()]
+    names = [
+        text.get_text() for text in panel(drawn[0][0], "Training reward").texts if text.get_text()
+    ]
     assert sorted(names) == ["GRPO", "GSPO"]
     message = said(capsys, fig3_routing_replay.draw, dense, Path())
-    assert message.startswith("error: fig3 needs arms GRPO + Routing Replay (R2) and GRPO (these runs route nothing: ")
-    assert "error: fig_routing needs routing/consistency_layer_*" in said(capsys, fig_routing.draw, dense, Path())
+    assert message.startswith(
+        "error: fig3 needs arms GRPO + Routing Replay (R2) and GRPO (these runs route nothing: "
+    )
+    assert "error: fig_routing needs routing/consistency_layer_*" in said(
+        capsys, fig_routing.draw, dense, Path()
+    )
     _, left_out = reproduce.draw_all(dense, Path(), View())
     assert [line.split(" ")[0] for line in left_out] == ["fig3_routing_replay", "fig_routing"]
 
@@ -198,7 +235,9 @@ def test_one_arm_is_drawn_alone(folder, drawn):
     data = load.load([path for path in folder.iterdir() if "gspo" in path.name])
     fig1_stability.draw(data, Path())
     fig2_clipping.draw(data, Path())
-    assert "No difference is drawn: only GSPO is there." in drawn[0][1] and "Claim" not in drawn[0][1]
+    assert (
+        "No difference is drawn: only GSPO is there." in drawn[0][1] and "Claim" not in drawn[0][1]
+    )
     assert "Arm: GSPO." in drawn[1][1]
 
 
@@ -211,7 +250,8 @@ def test_runs_without_compute_are_drawn_over_batches(folder):
     assert ax.get_xlabel() == "rollout batch"
 
 
-# --------------------------------------------------------------------------------------------------- what is judged
+# ---------------------------------------------------------------------------------------------------
+# what is judged
 def test_the_judged_difference_is_drawn(folder, drawn):
     data = load.load([folder])
     fig1_stability.draw(data, Path())
@@ -226,22 +266,39 @@ def test_the_judged_difference_is_drawn(folder, drawn):
         assert interval.get_ydata() == pytest.approx([each.mean() - half, each.mean() + half])
         assert mean.get_ydata() == pytest.approx([each.mean()])
         assert ax.get_title(loc="left") == f"Paired difference\n{each.mean():+.3f}, p = 0.25"
-        assert "paired by seed; bar: 95 % t interval over 3 seeds; p: exact sign-flip test" in caption
+        assert (
+            "paired by seed; bar: 95 % t interval over 3 seeds; p: exact sign-flip test" in caption
+        )
 
 
 def test_the_papers_benchmarks_stand_below_our_scores(folder, drawn):
     fig1_stability.draw(load.load([folder]), Path())
-    for name, first, last in (("AIME'24", 66.97, 82.68), ("LiveCodeBench", 54.51, 67.98), ("CodeForces", 1791, 2075)):
+    for name, first, last in (
+        ("AIME'24", 66.97, 82.68),
+        ("LiveCodeBench", 54.51, 67.98),
+        ("CodeForces", 1791, 2075),
+    ):
         gspo, rival = panel(drawn[0][0], f"The paper's {name}").lines
         assert [gspo.get_ydata()[0], gspo.get_ydata()[-1]] == pytest.approx([first, last], abs=0.5)
-        assert gspo.get_color() == looks.look(GSPO).colour and rival.get_color() == looks.look(GRPO_R2).colour
-    assert len(paper.series("fig1_aime24", GRPO_R2).dropna()) == len(rival.get_ydata()) + 1  # two of CodeForces hidden
+        assert (
+            gspo.get_color() == looks.look(GSPO).colour
+            and rival.get_color() == looks.look(GRPO_R2).colour
+        )
+    # two of CodeForces hidden
+    assert len(paper.series("fig1_aime24", GRPO_R2).dropna()) == len(rival.get_ydata()) + 1
 
 
 @pytest.mark.slow
 def test_bars_and_bands_are_95_percent_and_said_to_be(folder, drawn):
     data = load.load([folder])
-    for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing, fig_curves):
+    for figure in (
+        fig1_stability,
+        fig2_clipping,
+        fig3_routing_replay,
+        fig_efficiency,
+        fig_routing,
+        fig_curves,
+    ):
         figure.draw(data, Path())
     for _, caption in drawn:
         assert re.search("95 % (t )?intervals?", caption) and "1 standard error" not in caption
@@ -250,7 +307,9 @@ def test_bars_and_bands_are_95_percent_and_said_to_be(folder, drawn):
 
 
 def test_every_axis_has_a_label(folder, drawn):
-    assert not [metric.name for metric in METRICS if metric.unit in ("1", "") and metric.name != "custom/*"]
+    assert not [
+        metric.name for metric in METRICS if metric.unit in ("1", "") and metric.name != "custom/*"
+    ]
     data = load.load([folder])
     fig1_stability.draw(data, Path())
     fig3_routing_replay.draw(data, Path())

@@ -1,4 +1,6 @@
-"""analysis/foresight.py: rankings, thresholds and warnings against hand-worked numbers and the monitor itself."""
+"""analysis/foresight.py: rankings, thresholds and warnings against hand-worked numbers and the
+monitor itself.
+"""
 
 import math
 
@@ -25,9 +27,13 @@ def test_a_collapsed_run_is_compared_over_the_steps_before_its_collapse():
     sick = history([1, 5, 9, 99], collapsed=at(3))  # 99 comes with the collapse: not counted
     others = [history([0, 0, 0, 50]), history([2, 2, 9, 0]), history([7, 0, 0, 0])]
     assert foresight.wins([sick, *others], "mismatch", 1).tolist() == [[1.0, 0.5, 1.0]]
-    assert foresight.wins([sick, *others], "mismatch", 2).tolist() == [[1.0, 1.0, 0.0]], "two steps before: 1, 5"
+    assert foresight.wins([sick, *others], "mismatch", 2).tolist() == [[1.0, 1.0, 0.0]], (
+        "two steps before: 1, 5"
+    )
     area = foresight.auroc([sick, *others], "mismatch", 1)
-    assert area.value == pytest.approx(2.5 / 3) and area.count == 1 and math.isnan(area.low), "one run: no interval"
+    assert area.value == pytest.approx(2.5 / 3) and area.count == 1 and math.isnan(area.low), (
+        "one run: no interval"
+    )
 
 
 def test_at_one_learning_rate_only_its_runs_are_compared():
@@ -53,7 +59,11 @@ def test_scores_that_say_nothing_rank_as_chance():
     rng = np.random.default_rng(0)
     runs = [history(rng.random(40), at(30) if i < 60 else None) for i in range(120)]
     area = foresight.auroc(runs, "mismatch")
-    assert area.low < 0.5 < area.high and abs(area.value - 0.5) < 0.1 and 0.1 < area.high - area.low < 0.3
+    assert (
+        area.low < 0.5 < area.high
+        and abs(area.value - 0.5) < 0.1
+        and 0.1 < area.high - area.low < 0.3
+    )
 
 
 def test_a_threshold_lets_five_of_a_hundred_healthy_runs_warn():
@@ -77,7 +87,11 @@ def test_warnings_are_those_that_the_monitor_raises():
             continue
         setattr(settings.thresholds, name, threshold)
         monitor = Monitor(settings)
-        events = [e for i, value in enumerate(walk) for e in monitor.observe(i + 1, {signal.metric: value})]
+        events = [
+            e
+            for i, value in enumerate(walk)
+            for e in monitor.observe(i + 1, {signal.metric: value})
+        ]
         steps = [e.step - 1 for e in events if e.kind == "warning" and e.signal == name]
         assert foresight.warnings(scores, threshold) == steps, name
         raised += len(steps)
@@ -85,12 +99,15 @@ def test_warnings_are_those_that_the_monitor_raises():
 
 
 def test_each_stress_is_judged_by_a_threshold_of_the_others():
-    quiet = [history([0.1 * i], stress="quiet") for i in range(5)]  # thresholds: .4 from these, 7 from the loud ones
+    # thresholds: .4 from these, 7 from the loud ones
+    quiet = [history([0.1 * i], stress="quiet") for i in range(5)]
     loud = [history([3.0 + i], stress="loud") for i in range(5)]
     sick = [history([5.0, 0], at(1), stress="quiet"), history([5.0, 0], at(1), stress="loud")]
     verdicts = foresight.held_out([*quiet, *loud, *sick], "mismatch")
     healthy = [v.count for v in verdicts if v.collapsed is None]
-    assert sorted(healthy) == [0] * 5 + [1] * 5, "all of the loud ones exceed what the quiet ones never do"
+    assert sorted(healthy) == [0] * 5 + [1] * 5, (
+        "all of the loud ones exceed what the quiet ones never do"
+    )
     assert sorted(v.seen for v in verdicts if v.collapsed is not None) == [False, True]
     assert not foresight.held_out([*quiet, sick[0]], "mismatch"), "one stress alone judges nobody"
 
@@ -100,8 +117,16 @@ def test_what_a_rule_is_worth():
     well = [Verdict(None, 0, None)] * 3 + [Verdict(15, 3, None)]
     alarm = foresight.worth(sick + well)
     assert alarm.seen.value == 0.5, "a warning at the collapse or after it comes too late"
-    assert (alarm.lead.value, alarm.lead.count, alarm.false.value, alarm.false.count) == (5.5, 2, 0.75, 4)
-    for hits, expected in (([False] * 10, (0, 0, 0.27753)), ([True, False] * 5, (0.5, 0.23659, 0.76341))):
+    assert (alarm.lead.value, alarm.lead.count, alarm.false.value, alarm.false.count) == (
+        5.5,
+        2,
+        0.75,
+        4,
+    )
+    for hits, expected in (
+        ([False] * 10, (0, 0, 0.27753)),
+        ([True, False] * 5, (0.5, 0.23659, 0.76341)),
+    ):
         found = foresight.share(hits)  # Wilson's, by hand
         assert (found.value, found.low, found.high) == pytest.approx(expected, abs=1e-4)
     assert foresight.share([]).text() == foresight.worth(well).lead.text() == "-"
@@ -111,13 +136,23 @@ def test_few_or_equal_values_have_no_interval():
     assert foresight.resampled([67], np.median).text(".0f") == "67"
     assert foresight.resampled([0] * 75, np.mean).text() == "0.00"
     value = foresight.resampled([1, 2, 3, 4, 5, 6, 7, 8, 9], np.median)
-    assert value.low < value.value == 5 < value.high and value.text(".0f") == f"5 [{value.low:.0f}, {value.high:.0f}]"
+    assert (
+        value.low < value.value == 5 < value.high
+        and value.text(".0f") == f"5 [{value.low:.0f}, {value.high:.0f}]"
+    )
 
 
 def test_histories_apply_the_registered_rule():
     rewards = [0.6] * 30 + [0.1] * 60
     frame = pd.DataFrame(
-        {"run": "r", "stress": "s", "arm": "GRPO", "lr": 1e-4, "step": range(1, 91), "reward/mean": rewards}
+        {
+            "run": "r",
+            "stress": "s",
+            "arm": "GRPO",
+            "lr": 1e-4,
+            "step": range(1, 91),
+            "reward/mean": rewards,
+        }
     )
     (run,) = foresight.histories(frame.sample(frac=1, random_state=0))
     assert run.collapsed is not None and 30 < run.collapsed < 40

@@ -1,8 +1,10 @@
-"""The arms' looks: told apart by the colour-blind and in grey, measured, and one look per arm in every figure.
+"""The arms' looks: told apart by the colour-blind and in grey, measured, and one look per arm in
+every figure.
 
-Colour blindness: Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB. Difference: CIEDE2000 (Sharma, Wu
-and Dalal 2005), D65. The bounds are CIEDE2000 12 between any two of the paper's arms, 30 between those that share the
-paper's figures (a just noticeable difference is about 1; arms were once 8 apart), and 10 in lightness L* for grey.
+Colour blindness: Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB. Difference:
+CIEDE2000 (Sharma, Wu and Dalal 2005), D65. The bounds are CIEDE2000 12 between any two of the
+paper's arms, 30 between those that share the paper's figures (a just noticeable difference is about
+1; arms were once 8 apart), and 10 in lightness L* for grey.
 """
 
 import itertools
@@ -22,11 +24,29 @@ ANALYSIS = Path(__file__).parents[3] / "analysis"
 
 SIGHTS = {
     "all cones": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
-XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]])
+XYZ = np.array(
+    [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.072175],
+        [0.0193339, 0.119192, 0.9503041],
+    ]
+)
 LEAST, LEAST_TOGETHER, LEAST_GREY = 12, 30, 10
 TOGETHER = (GSPO, GRPO_R2, GRPO)  # of Figs 1 to 3
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
@@ -51,12 +71,24 @@ def ciede2000(one: np.ndarray, two: np.ndarray) -> float:
     turn = (h2 - h1 + 180) % 360 - 180 if c1 * c2 else 0.0
     big = 2 * np.sqrt(c1 * c2) * np.sin(np.radians(turn / 2))
     lightness, chroma = (l1 + l2) / 2, (c1 + c2) / 2
-    hue = h1 + h2 if not c1 * c2 else (h1 + h2) / 2 if abs(h1 - h2) <= 180 else (h1 + h2 + 360) / 2 % 360
+    hue = (
+        h1 + h2
+        if not c1 * c2
+        else (h1 + h2) / 2
+        if abs(h1 - h2) <= 180
+        else (h1 + h2 + 360) / 2 % 360
+    )
     cosines = ((0.17, 1, 30), (-0.24, 2, 0), (-0.32, 3, -6), (0.2, 4, 63))
-    t = 1 - sum(weight * np.cos(np.radians(times * hue - shift)) for weight, times, shift in cosines)
+    t = 1 - sum(
+        weight * np.cos(np.radians(times * hue - shift)) for weight, times, shift in cosines
+    )
     s_l = 1 + 0.015 * (lightness - 50) ** 2 / np.sqrt(20 + (lightness - 50) ** 2)
     s_c, s_h = 1 + 0.045 * chroma, 1 + 0.015 * chroma * t
-    r = -2 * np.sqrt(chroma**7 / (chroma**7 + 25**7)) * np.sin(np.radians(60 * np.exp(-(((hue - 275) / 25) ** 2))))
+    r = (
+        -2
+        * np.sqrt(chroma**7 / (chroma**7 + 25**7))
+        * np.sin(np.radians(60 * np.exp(-(((hue - 275) / 25) ** 2))))
+    )
     dl, dc, dh = (l2 - l1) / s_l, (c2 - c1) / s_c, big / s_h
     return float(np.sqrt(dl**2 + dc**2 + dh**2 + r * dc * dh))
 
@@ -84,13 +116,19 @@ def test_the_papers_arms_are_told_apart_by_any_eyes_and_in_grey():
     assert {looks.look(arm).colour for arm in load.ARMS} <= OKABE_ITO
     for a, b in itertools.combinations(load.ARMS, 2):
         one, two = looks.look(a), looks.look(b)
-        assert least(one.colour, two.colour) >= (LEAST_TOGETHER if {a, b} <= set(TOGETHER) else LEAST), (a, b)
+        assert least(one.colour, two.colour) >= (
+            LEAST_TOGETHER if {a, b} <= set(TOGETHER) else LEAST
+        ), (a, b)
         assert abs(lab(one.colour)[0] - lab(two.colour)[0]) >= LEAST_GREY, (a, b)
         assert one.marker != two.marker and one.line != two.line, (a, b)
 
 
 def test_every_objective_has_a_look_that_no_other_has():
-    arms = [*load.ARMS, *(arm for arm in load.OBJECTIVES.values() if arm not in load.ARMS), "an objective of one's own"]
+    arms = [
+        *load.ARMS,
+        *(arm for arm in load.OBJECTIVES.values() if arm not in load.ARMS),
+        "an objective of one's own",
+    ]
     each = [looks.look(arm) for arm in arms]
     assert len({look.marker for look in each}) == len(arms)
     assert len({(look.colour, look.line) for look in each}) == len(arms)
@@ -112,7 +150,9 @@ def test_a_look_stays_with_its_arm():
 
 def test_replays_at_several_settings_keep_their_line_and_differ_from_everything_else():
     arms = [
-        f"GSPO{replay}{setting}" for replay in ("", " + Routing Replay (R2)") for setting in ("", " [frozen router]")
+        f"GSPO{replay}{setting}"
+        for replay in ("", " + Routing Replay (R2)")
+        for setting in ("", " [frozen router]")
     ]
     found = looks.looks(arms)
     assert len(set(found.values())) == len(found)

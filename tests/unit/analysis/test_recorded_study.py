@@ -1,4 +1,6 @@
-"""A study in one Parquet file: figures and verdicts are those of its run directories; what is none is one line."""
+"""A study in one Parquet file: figures and verdicts are those of its run directories; what is none
+is one line.
+"""
 
 import json
 import subprocess
@@ -28,26 +30,34 @@ def test_the_verdicts_are_those_of_the_runs(study, tmp_path):
     data = load.load([study])
     recorded_study.write(data, tmp_path / "study.parquet", ["*"])
     again = load.load([tmp_path / "study.parquet"])
-    assert [run.settings for run in again.runs] == [run.settings for run in data.runs] and len(again.runs) == 9
+    assert [run.settings for run in again.runs] == [run.settings for run in data.runs] and len(
+        again.runs
+    ) == 9
     assert [run.path.name for run in again.runs] == [run.path.name for run in data.runs]
     for mine, theirs in zip(again.runs, data.runs, strict=True):
         recorded = theirs.rows.dropna(axis="columns", how="all")
         assert set(mine.rows) == set(recorded)
         for name in recorded:
             np.testing.assert_allclose(mine.rows[name], theirs.rows[name], rtol=1e-6)
-    assert [claim.verdict for claim in claims.all_claims(again)] == [c.verdict for c in claims.all_claims(data)]
+    assert [claim.verdict for claim in claims.all_claims(again)] == [
+        c.verdict for c in claims.all_claims(data)
+    ]
 
 
 @pytest.mark.slow
 def test_a_script_reads_it_and_writes_the_same_bytes_again(study, tmp_path):
     def script(name: str, *arguments: str) -> str:
         command = [sys.executable, str(ROOT / "analysis" / name), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
 
     said = script("recorded_study.py", "runs", "--out", "one", "--metrics", "reward/mean")
     assert said.startswith("one/synthetic.parquet: ")
     script("recorded_study.py", "one/synthetic.parquet", "--out", "two")
-    assert (tmp_path / "one/synthetic.parquet").read_bytes() == (tmp_path / "two/synthetic.parquet").read_bytes()
+    assert (tmp_path / "one/synthetic.parquet").read_bytes() == (
+        tmp_path / "two/synthetic.parquet"
+    ).read_bytes()
     columns = parquet.read_table(tmp_path / "one/synthetic.parquet").column_names
     assert columns == ["run", "step", "reward/mean"]
 
@@ -70,7 +80,9 @@ def test_a_run_that_collapsed_is_kept_and_one_that_may_go_on_is_refused(tmp_path
 
 def test_a_metric_that_no_run_has_is_refused(study, tmp_path):
     with pytest.raises(load.Refused, match=r"no run has recorded reward/meen.*reward/mean"):
-        recorded_study.write(load.load([study]), tmp_path / "study.parquet", ["reward/meen", "step"])
+        recorded_study.write(
+            load.load([study]), tmp_path / "study.parquet", ["reward/meen", "step"]
+        )
     assert not (tmp_path / "study.parquet").exists()
 
 
@@ -79,15 +91,24 @@ def strange(tmp_path):
     table = pa.table({"run": ["a"], "step": [1], "reward/mean": [0.5]})
     yield b"no Parquet at all"
     runs = ("[]", "{}", '{"b": {}}', '{"a": 3}', '{"a": ["x"]}', '{"a": {}}')
-    for about in (None, b"[]", b"{", *(f'{{"common": [], "runs": {text}}}'.encode() for text in runs)):
+    for about in (
+        None,
+        b"[]",
+        b"{",
+        *(f'{{"common": [], "runs": {text}}}'.encode() for text in runs),
+    ):
         changed = table.replace_schema_metadata({sources.STUDY_KEY: about} if about else None)
         parquet.write_table(changed, tmp_path / "made.parquet")
         yield (tmp_path / "made.parquet").read_bytes()
     nameless = table.rename_columns(["name", "step", "reward/mean"])
     about = json.dumps({"common": {}, "runs": {"a": {}}}).encode()
-    parquet.write_table(nameless.replace_schema_metadata({sources.STUDY_KEY: about}), tmp_path / "made.parquet")
+    parquet.write_table(
+        nameless.replace_schema_metadata({sources.STUDY_KEY: about}), tmp_path / "made.parquet"
+    )
     yield (tmp_path / "made.parquet").read_bytes()
-    words = pa.table({"run": ["a"], "step": ["one"]}).replace_schema_metadata({sources.STUDY_KEY: about})
+    words = pa.table({"run": ["a"], "step": ["one"]}).replace_schema_metadata(
+        {sources.STUDY_KEY: about}
+    )
     parquet.write_table(words, tmp_path / "made.parquet")
     yield (tmp_path / "made.parquet").read_bytes()
 

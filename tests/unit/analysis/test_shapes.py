@@ -1,4 +1,6 @@
-"""Figures of studies of any shape: every text can be read, or the figure says in one line why it cannot be drawn."""
+"""Figures of studies of any shape: every text can be read, or the figure says in one line why it
+cannot be drawn.
+"""
 
 import warnings
 from importlib import import_module
@@ -27,7 +29,12 @@ SHAPES = {
     "two arms of one seed": {"arms": 2, "seeds": (1,)},
     "two arms, a setting": {"arms": 2, "varied": ("optim.lr",)},
     "two arms, two settings": {"arms": 2, "varied": ("optim.lr", "trainer.minibatches")},
-    "three arms, three settings": {"arms": 3, "varied": tuple(shapes.VALUES), "seeds": (1,), "steps": 21},
+    "three arms, three settings": {
+        "arms": 3,
+        "varied": tuple(shapes.VALUES),
+        "seeds": (1,),
+        "steps": 21,
+    },
     "three arms": {"arms": 3},
     "three arms without clipping": {"arms": 3, "missing": ("clip/", "policy/entropy")},
     "four arms, one with a long name": {"arms": 4, "long_name": True},
@@ -72,7 +79,9 @@ def studies(tmp_path_factory):
 
     def study(shape: str) -> load.Data:
         if shape not in made:
-            made[shape] = load.load([shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[shape])])
+            made[shape] = load.load(
+                [shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[shape])]
+            )
         return made[shape]
 
     return study
@@ -80,13 +89,17 @@ def studies(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(studies, tmp_path, monkeypatch, shape, name):
+def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
+    studies, tmp_path, monkeypatch, shape, name
+):
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     if (shape, name) in REFUSED:
         with pytest.raises(load.Refused) as refused:
             FIGURES[name].draw(studies(shape), tmp_path, View(formats=("png",)))
-        assert str(refused.value).startswith(REFUSED[shape, name]) and "\n" not in str(refused.value)
+        assert str(refused.value).startswith(REFUSED[shape, name]) and "\n" not in str(
+            refused.value
+        )
         return
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where panels do not fit beside each other
@@ -98,13 +111,17 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(studies, 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monkeypatch, name):
-    """The pictures of README and docs/results.md are drawn from this file, which lacks some metrics."""
+    """The pictures of README and docs/results.md are drawn from this file, which lacks some
+    metrics.
+    """
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "edge_rate.parquet"])
     FIGURES[name].draw(data, tmp_path, View(formats=("png",)))
     assert overlaps(saved[0]) == []
-    assert [ax.get_title() for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts] == []
+    assert [
+        ax.get_title() for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts
+    ] == []
 
 
 def test_curves_of_a_varied_objective_beside_another_setting_are_drawn(tmp_path, monkeypatch):
@@ -129,20 +146,33 @@ def test_a_band_of_what_is_never_negative_ends_at_0(studies, tmp_path, monkeypat
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     fig_curves.draw(studies("three arms"), tmp_path, View(formats=("png",)), ["policy/entropy"])
     (ax,) = (ax for ax in saved[0].axes if ax.axison)
-    assert min(path.vertices[:, 1].min() for band in ax.collections for path in band.get_paths()) == 0.0
+    assert (
+        min(path.vertices[:, 1].min() for band in ax.collections for path in band.get_paths())
+        == 0.0
+    )
 
 
 def test_runs_are_chosen_by_any_setting(tmp_path):
-    study = shapes.write_study(tmp_path, arms=2, varied=("optim.lr", "trainer.minibatches"), seeds=(1,))
+    study = shapes.write_study(
+        tmp_path, arms=2, varied=("optim.lr", "trainer.minibatches"), seeds=(1,)
+    )
     chosen = load.load([study], {"optim.lr": "2e-4", "trainer.minibatches": 16})
     assert chosen.arms == ["GSPO", "GRPO"] and len(chosen.runs) == 2
     assert {run.settings["optim.lr"] for run in chosen.runs} == {2e-4}
-    with pytest.raises(load.Refused, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"):
+    with pytest.raises(
+        load.Refused, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"
+    ):
         load.load([study], {"optim.lr": "3"})
-    assert len(load.load([study], {"lr": "2e-4", "objective": "gspo"}).runs) == 2, "short names will do"
+    assert len(load.load([study], {"lr": "2e-4", "objective": "gspo"}).runs) == 2, (
+        "short names will do"
+    )
     with pytest.raises(load.Refused, match=r"--where rate=3: these runs have no setting rate; "):
         load.load([study], {"rate": "3"})
-    assert not load.same_value(True, "1") and load.same_value(True, "true") and not load.same_value(1, "true")
+    assert (
+        not load.same_value(True, "1")
+        and load.same_value(True, "true")
+        and not load.same_value(1, "true")
+    )
 
 
 def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):
@@ -165,17 +195,32 @@ def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
 RECORDED = Path(__file__).parents[3] / "analysis" / "data"
 COMMANDS = {  # a figure's words after its name: a shape of a study, or files of recorded studies
     "sweep over a setting": ("sweep", ["two arms, a setting", "--x", "optim.lr"]),
-    "sweep over two": ("sweep", ["two arms, two settings", "--x", "optim.lr", "--by", "trainer.minibatches"]),
-    "sweep over three": ("sweep", ["three arms, three settings", "--x", "optim.lr", "--by", "trainer.minibatches"]),
+    "sweep over two": (
+        "sweep",
+        ["two arms, two settings", "--x", "optim.lr", "--by", "trainer.minibatches"],
+    ),
+    "sweep over three": (
+        "sweep",
+        ["three arms, three settings", "--x", "optim.lr", "--by", "trainer.minibatches"],
+    ),
     "sweep of twelve arms": ("sweep", ["twelve arms", "--x", "seed"]),
     "clip range": ("clip-range", ["two arms of one seed"]),
     "clip range of a sweep": ("clip-range", ["two arms, a setting"]),
     "contrast of two": ("contrast", ["three arms", "three arms, one collapsed"]),
-    "contrast of recorded studies": ("contrast", ["comfortable.parquet", "paper_ranges.parquet", "edge_rate.parquet"]),
+    "contrast of recorded studies": (
+        "contrast",
+        ["comfortable.parquet", "paper_ranges.parquet", "edge_rate.parquet"],
+    ),
     "critical rate": ("critical-rate", ["critical_rate.parquet"]),
     "dose": (
         "dose",
-        ["routing_dose.parquet", "--dose", "optim.router_lr_factor", "--measured", "routing/changed_any_layer"],
+        [
+            "routing_dose.parquet",
+            "--dose",
+            "optim.router_lr_factor",
+            "--measured",
+            "routing/changed_any_layer",
+        ],
     ),
     "early warnings": ("early-warning", []),
 }
@@ -183,13 +228,17 @@ MAY_REFUSE = ("sweep over three", "sweep of twelve arms", "clip range of a sweep
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_the_other_figures_have_no_text_over_another_either(studies, tmp_path_factory, tmp_path, monkeypatch, case):
+def test_the_other_figures_have_no_text_over_another_either(
+    studies, tmp_path_factory, tmp_path, monkeypatch, case
+):
     figure, words = COMMANDS[case]
     (file,) = (file for name, file in figure_files().items() if name == figure)
     sources = []
     for word in words:
         if word in SHAPES:
-            sources.append(str(shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[word])))
+            sources.append(
+                str(shapes.write_study(tmp_path_factory.mktemp("shape"), **SHAPES[word]))
+            )
         else:
             sources.append(str(RECORDED / word) if word.endswith(".parquet") else word)
     saved = []

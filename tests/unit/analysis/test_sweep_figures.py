@@ -12,7 +12,17 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from analysis import early_warning, fig_clip_range, fig_curves, fig_sweep, foresight, load, looks, panels, style
+from analysis import (
+    early_warning,
+    fig_clip_range,
+    fig_curves,
+    fig_sweep,
+    foresight,
+    load,
+    looks,
+    panels,
+    style,
+)
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Thresholds
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -36,11 +46,25 @@ def learning_rates(tmp_path_factory) -> Path:
 
 
 def test_a_sweep_by_hand(learning_rates):
-    table = cells(fig_sweep.table(fig_sweep.measure(load.load([learning_rates]), "optim.lr", ""), "optim.lr", ""))
+    table = cells(
+        fig_sweep.table(
+            fig_sweep.measure(load.load([learning_rates]), "optim.lr", ""), "optim.lr", ""
+        )
+    )
     assert [row["learning rate"] for row in table] == ["0.0001", "0.0001", "0.0004", "0.0004"]
     grpo, gspo = table[2:]
-    assert (grpo["objective"], grpo["collapsed"], grpo["end"], grpo["clipped"]) == ("GRPO", "3 of 3", "0.100", "0.001")
-    assert (gspo["collapsed"], gspo["start"], gspo["end"], gspo["range"]) == ("0 of 3", "0.400", "0.520", "0.51-0.53")
+    assert (grpo["objective"], grpo["collapsed"], grpo["end"], grpo["clipped"]) == (
+        "GRPO",
+        "3 of 3",
+        "0.100",
+        "0.001",
+    )
+    assert (gspo["collapsed"], gspo["start"], gspo["end"], gspo["range"]) == (
+        "0 of 3",
+        "0.400",
+        "0.520",
+        "0.51-0.53",
+    )
     # .41, .42, .43: mean .42, t(2) = 4.303, sd .01, sqrt 3
     assert gspo["GSPO - GRPO"] == "+0.420 [+0.395, +0.445]" and not grpo["GSPO - GRPO"]
 
@@ -49,14 +73,19 @@ def test_the_end_has_as_many_batches_as_one_says(tmp_path):
     write(tmp_path, "gspo", [0.4] * 50 + [0.5] * 20 + [0.6] * 20, objective__clip_high=0.3)
     write(tmp_path, "gspo", [0.4] * 90, 2, objective__clip_low=0.1, objective__clip_high=0.2)
     data, x = load.load([tmp_path]), "objective.clip_low"
-    ends = [fig_sweep.measure(data, x, "", *end).set_index("seed")["end"][1] for end in ((), (40,), (90,))]
+    ends = [
+        fig_sweep.measure(data, x, "", *end).set_index("seed")["end"][1]
+        for end in ((), (40,), (90,))
+    ]
     assert ends == pytest.approx([0.6, 0.55, (0.4 * 50 + 0.5 * 20 + 0.6 * 20) / 90])
     with pytest.raises(load.Refused, match="at least one batch"):
         fig_sweep.measure(data, x, "", 0)
 
 
 def test_the_recorded_options_make_no_other_arm(tmp_path):
-    """A run from before they were recorded, and one that was made with objective=gspo_tiny experiment=micro_moe."""
+    """A run from before they were recorded, and one that was made with objective=gspo_tiny
+    experiment=micro_moe.
+    """
     write(tmp_path, "gspo", HEALTHY, seed=1)
     file = write(tmp_path, "gspo", HEALTHY, seed=2) / "settings.yaml"
     options = {"objective": "gspo_tiny", "experiment": "micro_moe"}
@@ -81,7 +110,9 @@ def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     for odd in ("wide", "short"):
         with pytest.raises(load.Refused):
             fig_sweep.measure(load.load([learning_rates, tmp_path / odd]), "optim.lr", "")
-    assert [p.name for p in fig_sweep.draw(data, numbers, "optim.lr", "trainer.minibatches", tmp_path)] == [
+    assert [
+        p.name for p in fig_sweep.draw(data, numbers, "optim.lr", "trainer.minibatches", tmp_path)
+    ] == [
         "fig_sweep_known.pdf",
         "fig_sweep_known.png",
     ]
@@ -94,7 +125,10 @@ def test_replay_is_a_setting_where_it_is_swept(tmp_path):
     assert set(fig_sweep.measure(data, "policy.routing_replay", "")["arm"]) == {"GRPO"}
     for run in data.runs:
         run.settings["optim.lr"] = 1e-4 if run.settings["policy.routing_replay"] == "none" else 2e-4
-    assert set(fig_sweep.measure(data, "optim.lr", "")["arm"]) == {"GRPO", "GRPO + Routing Replay (R2)"}
+    assert set(fig_sweep.measure(data, "optim.lr", "")["arm"]) == {
+        "GRPO",
+        "GRPO + Routing Replay (R2)",
+    }
 
 
 @pytest.mark.slow
@@ -102,10 +136,16 @@ def test_clip_ranges_by_hand(tmp_path):
     for seed in (1, 2):
         for low in (3e-4, 0.2):
             for name in ("gspo", "grpo"):
-                write(tmp_path, name, HEALTHY, seed, objective__clip_low=low, objective__clip_high=low)
+                write(
+                    tmp_path, name, HEALTHY, seed, objective__clip_low=low, objective__clip_high=low
+                )
     numbers = fig_clip_range.measure(load.load([tmp_path]))
     first, second = cells(fig_clip_range.table(numbers))
-    assert first["range"] == "0.0003 / 0.0003" and first["GSPO clipped"] == "0.2" and second["GRPO clipped"] == "0.001"
+    assert (
+        first["range"] == "0.0003 / 0.0003"
+        and first["GSPO clipped"] == "0.2"
+        and second["GRPO clipped"] == "0.001"
+    )
     assert first["GSPO / GRPO"].startswith("200 ") and "200 " in fig_clip_range.disparity(numbers)
     fig_clip_range.draw(load.load([tmp_path]), numbers, tmp_path)
     write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
@@ -127,10 +167,14 @@ def stressed(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path, monkeypatch, capsys):
+def test_recorded_runs_give_the_table_of_the_runs_themselves(
+    stressed, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(early_warning, "RECORDED", tmp_path / "kept")
     for arguments in ([str(stressed), "--save"], []):
-        monkeypatch.setattr(sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")])
+        monkeypatch.setattr(
+            sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")]
+        )
         early_warning.main()
     first, second = re.sub(" +", " ", capsys.readouterr().out).split("6 of 18 runs collapsed")[1:]
     assert first == second and "| rollout.staleness=8 | GRPO | - | 2 of 2 |" in first
@@ -139,7 +183,9 @@ def test_recorded_runs_give_the_table_of_the_runs_themselves(stressed, tmp_path,
     ]  # fmt: skip
     row = next(line for line in first.splitlines() if line.startswith("| mismatch"))
     assert "| 1.00 [1.00, 1.00] |" in row and "| 1.00 [0.61, 1.00] |" in row
-    assert next(line for line in first.splitlines() if line.startswith("| learning rate alone | 1.00")).count("| - |")
+    assert next(
+        line for line in first.splitlines() if line.startswith("| learning rate alone | 1.00")
+    ).count("| - |")
 
 
 def test_a_run_that_the_monitor_ended_counts_as_collapsed(tmp_path):
@@ -164,7 +210,9 @@ def test_the_recorded_runs_are_enough_and_small():
     frame = pd.read_parquet(early_warning.RECORDED)
     runs = foresight.histories(frame)
     collapsed = sum(run.collapsed is not None for run in runs)
-    assert collapsed >= 20 and len(runs) - collapsed >= 20 and len({run.stress for run in runs}) == 6
+    assert (
+        collapsed >= 20 and len(runs) - collapsed >= 20 and len({run.stress for run in runs}) == 6
+    )
     assert sum(path.stat().st_size for path in early_warning.RECORDED.iterdir()) < 2e6
     assert {s.metric for s in SIGNALS.values()} <= set(frame)
     assert early_warning.shipped(frame) == {k: v for k, v in asdict(Thresholds()).items() if v}
@@ -174,7 +222,10 @@ def test_the_recorded_runs_are_enough_and_small():
 def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     data = load.load([learning_rates])
     pdf, png = fig_curves.draw(data, tmp_path)
-    assert pdf.name == "fig_curves_known.pdf" and png.read_bytes() == fig_curves.draw(data, tmp_path)[1].read_bytes()
+    assert (
+        pdf.name == "fig_curves_known.pdf"
+        and png.read_bytes() == fig_curves.draw(data, tmp_path)[1].read_bytes()
+    )
     assert capsys.readouterr().out == ""
     fig_curves.draw(data, tmp_path, metrics=["reward/mean", "routing/consistency"])
     assert "have not recorded routing/consistency" in capsys.readouterr().out
@@ -188,20 +239,31 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
 
 def test_a_metric_of_ones_own_has_the_unit_that_a_run_directory_gives(tmp_path, monkeypatch):
     folder = write(tmp_path / "runs", "gspo", HEALTHY)
-    rows = [json.loads(line) | {"custom/answers": 0.5} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) | {"custom/answers": 0.5}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     labels = []
-    monkeypatch.setattr(style, "save", lambda figure, *_: labels.append(figure.axes[0].get_ylabel()) or [])
+    monkeypatch.setattr(
+        style, "save", lambda figure, *_: labels.append(figure.axes[0].get_ylabel()) or []
+    )
     for text in ('{"custom/answers": {"unit": "share", "meaning": "m"}}', "damaged", None):
-        (folder / "custom_metrics.json").write_text(text) if text else (folder / "custom_metrics.json").unlink()
+        (folder / "custom_metrics.json").write_text(text) if text else (
+            folder / "custom_metrics.json"
+        ).unlink()
         fig_curves.draw(load.load([tmp_path]), tmp_path, metrics=["custom/answers"])
     assert labels == ["share", "unit not recorded", "unit not recorded"]
 
 
 def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
     ax = Figure().add_subplot()
-    values = pd.DataFrame({seed: [0.1 + 0.01 * seed, 0.0, 0.2, 0.3] for seed in (1, 2, 3)}, index=[1, 2, 3, 4])
+    values = pd.DataFrame(
+        {seed: [0.1 + 0.01 * seed, 0.0, 0.2, 0.3] for seed in (1, 2, 3)}, index=[1, 2, 3, 4]
+    )
     panels.curve(ax, values, looks.look("GSPO"), style.View(smooth=0, seeds=True), least=0.1)
     thick = ax.lines[-1].get_ydata()
-    assert pd.isna(thick).tolist() == [False, True, False, False] and thick[0] == pytest.approx(0.12)
+    assert pd.isna(thick).tolist() == [False, True, False, False] and thick[0] == pytest.approx(
+        0.12
+    )
     assert all((line.get_ydata()[np.isfinite(line.get_ydata())] >= 0.1).all() for line in ax.lines)

@@ -1,4 +1,6 @@
-"""What may be said of runs: hand-made runs with unfinished, unpaired and damaged ones among them, and every verdict."""
+"""What may be said of runs: hand-made runs with unfinished, unpaired and damaged ones among them,
+and every verdict.
+"""
 
 import math
 import re
@@ -26,10 +28,12 @@ def three_pairs(folder: Path) -> Path:
     return folder
 
 
-THREE = "reward difference +0.100 [+0.075, +0.125] over batches 11 to 20"  # 4.303 x 0.01 / sqrt(3) = 0.0248
+# 4.303 x 0.01 / sqrt(3) = 0.0248
+THREE = "reward difference +0.100 [+0.075, +0.125] over batches 11 to 20"
 
 
-# ------------------------------------------------------------------------------------- what is compared with what
+# ------------------------------------------------------------------------------------- what is
+# compared with what
 @pytest.mark.parametrize("begun", [(GSPO,), (GSPO, GRPO_R2)])
 def test_a_seed_that_was_begun_does_not_cut_the_finished_ones(tmp_path, begun):
     three_pairs(tmp_path)
@@ -50,7 +54,10 @@ def test_a_finished_seed_without_a_partner_is_left_out_and_named(tmp_path):
     found = claims.reward(load.load([tmp_path])).found
     assert found.startswith(THREE)
     assert "GSPO, seed 5 (no run of that seed to compare with)" in found
-    assert "GSPO, seed 6 (its other run is unfinished); GRPO + Routing Replay (R2), seed 6 (7 of 20 batches)" in found
+    assert (
+        "GSPO, seed 6 (its other run is unfinished); GRPO + Routing Replay (R2), seed 6 (7 of 20 batches)"
+        in found
+    )
 
 
 def test_while_no_seed_has_finished_the_begun_are_compared_over_their_common_batches(tmp_path):
@@ -64,7 +71,9 @@ def test_a_run_that_ended_when_it_collapsed_is_not_silently_left_out(tmp_path):
     write(tmp_path, GSPO, 4, [0.6] * 80)
     write(tmp_path, GRPO_R2, 4, [0.6] * 15 + [0.0] * 25, steps=80)
     claim = claims.reward(load.load([tmp_path]))
-    assert claim.verdict == f"undecided (left out, for it ended when it collapsed: {GRPO_R2}, seed 4)"
+    assert (
+        claim.verdict == f"undecided (left out, for it ended when it collapsed: {GRPO_R2}, seed 4)"
+    )
     assert "collapsed at step" in claim.found
 
 
@@ -78,7 +87,9 @@ def test_lost_rows_are_left_out_of_their_seed_alone_and_arms_stay_aligned(tmp_pa
         write(tmp_path, GRPO_R2, seed, rising)
         write(tmp_path, GSPO, seed, [r + 0.1 for r in rising])
     data = load.load([tmp_path])
-    assert claims.reward(data).found.startswith("reward difference +0.100 [+0.100, +0.100] over batches 21 to 40")
+    assert claims.reward(data).found.startswith(
+        "reward difference +0.100 [+0.100, +0.100] over batches 21 to 40"
+    )
     assert [note for note in data.notes if note.startswith("lost")] == [
         f"lost: {tmp_path / 'grpo-r2-seed1'} has no row of batch 26",
         f"lost: {tmp_path / 'gspo-none-seed1'} has no row of batch 36",
@@ -92,10 +103,11 @@ def test_ratio_is_over_the_batches_that_both_arms_have():
     assert stats.ratio(a, b * np.nan).seeds == 0
 
 
-# ----------------------------------------------------------------------------------------------------- efficiency
+# -----------------------------------------------------------------------------------------------------
+# efficiency
 def test_one_lost_row_leaves_the_efficiency_as_it_was(tmp_path):
-    """Rewards on straight lines, so that what a seed lost is known: t and 2t, seed 2 higher by 5; as worked out by hand
-    in test_analysis_stats.py the ratio is 40 / 23 batches."""
+    """Rewards on straight lines, so that what a seed lost is known: t and 2t, seed 2 higher by 5;
+    as worked out by hand in test_analysis_stats.py the ratio is 40 / 23 batches."""
     flops = np.column_stack([10.0 * np.arange(1, 41)] * 2)
     rival = np.column_stack([np.arange(40.0), np.arange(40.0) + 5])
     arm = np.column_stack([2 * np.arange(40.0), 2 * np.arange(40.0) + 5])
@@ -112,7 +124,9 @@ def test_one_lost_row_leaves_the_efficiency_as_it_was(tmp_path):
 
 
 def test_seeds_that_do_not_reach_the_level_lie_below_one():
-    """Sign test: six seeds, none of which comes near its rival, p = 2 / 64; one on the other side, p = 14 / 64."""
+    """Sign test: six seeds, none of which comes near its rival, p = 2 / 64; one on the other side,
+    p = 14 / 64.
+    """
     flops, rival = (np.column_stack([x] * 6) for x in (np.arange(1.0, 41), np.arange(40.0)))
     result = efficiency.efficiency(0 * rival, flops, rival, flops).like
     assert result.values == (0,) * 6 and result.p(1) == 2 / 64
@@ -126,13 +140,20 @@ def test_an_unknown_compute_is_said_and_not_judged(tmp_path):
         write(tmp_path, arm, 1, [0.1 * t for t in range(12)], **{"compute/flops": None})
     data = load.load([tmp_path])
     claim = claims.cheaper(data)
-    assert (claim.found, claim.verdict) == ("compute/flops was not recorded", "undecided (no compute)")
+    assert (claim.found, claim.verdict) == (
+        "compute/flops was not recorded",
+        "undecided (no compute)",
+    )
     assert "nan" not in claims.reward(data).found
     clipping = claims.clipping(data)
-    assert (clipping.found, clipping.verdict) == ("clip/token_active was not recorded", "undecided (no shares)")
+    assert (clipping.found, clipping.verdict) == (
+        "clip/token_active was not recorded",
+        "undecided (no shares)",
+    )
 
 
-# ------------------------------------------------------------------------------------------------- sign-flip test
+# -------------------------------------------------------------------------------------------------
+# sign-flip test
 def test_sign_flip_p_is_the_share_of_all_patterns():
     draw = np.random.default_rng(0)
     for n in (1, 2, 3, 5, 8, 11):
@@ -156,13 +177,17 @@ def test_sign_flip_p_of_thirty_seeds_is_exact_and_takes_no_memory():
 
 @pytest.mark.parametrize("unit", [1e-13, 1.0, 1e9])
 def test_sign_flip_p_does_not_depend_on_the_unit_or_the_order(unit):
-    d = np.array([0.1, 0.2, 0.3, -0.1, 0.7, 0.4]) * unit  # the sum 1.6; -0.1 and 0.1 tie under rounding
-    assert {stats.sign_flip_p(np.roll(d, k)) for k in range(6)} == {stats.sign_flip_p([1, 2, 3, -1, 7, 4])}
+    # the sum 1.6; -0.1 and 0.1 tie under rounding
+    d = np.array([0.1, 0.2, 0.3, -0.1, 0.7, 0.4]) * unit
+    assert {stats.sign_flip_p(np.roll(d, k)) for k in range(6)} == {
+        stats.sign_flip_p([1, 2, 3, -1, 7, 4])
+    }
     assert stats.sign_flip_p(np.array([0.1, 0.2, -0.3]) * unit) == 1, "0 but for rounding"
     assert math.isnan(stats.sign_flip_p([0.1, math.nan]))
 
 
-# -------------------------------------------------------------------------------------------------------- verdicts
+# --------------------------------------------------------------------------------------------------------
+# verdicts
 def test_three_seeds_point_and_six_decide():
     narrow = t_interval([-0.0087, -0.009, -0.0093])
     assert -0.010 < narrow.low < narrow.high < -0.008
@@ -170,15 +195,23 @@ def test_three_seeds_point_and_six_decide():
         "points against it (interval over 3 seeds, below 0; exact p = 0.25: a verdict needs p < 0.05, so 6 seeds)"
     )
     six = t_interval([-0.2, -0.21, -0.19, -0.2, -0.22, -0.18])
-    assert judge(six, 0, "0") == "not seen: contradicted (interval over 6 seeds, below 0; exact p = 0.031)"
+    assert (
+        judge(six, 0, "0")
+        == "not seen: contradicted (interval over 6 seeds, below 0; exact p = 0.031)"
+    )
     up = t_interval([-x for x in six.values])
     assert judge(up, 0, "0") == "seen (interval over 6 seeds, above 0; exact p = 0.031)"
     one_astray = t_interval([-0.01] * 5 + [0.0005])  # the interval ends at -0.004; p = 4 / 64
     assert judge(one_astray, 0, "0") == (
         "points against it (interval over 6 seeds, below 0; exact p = 0.062: a verdict needs p < 0.05)"
     )
-    assert judge(t_interval([0.1, -0.1, 0.2]), 0, "0") == "undecided (interval over 3 seeds, includes 0)"
-    assert judge(stats.block_bootstrap(np.full(9, 0.1)), 0, "0").startswith("points to it (interval within the single")
+    assert (
+        judge(t_interval([0.1, -0.1, 0.2]), 0, "0")
+        == "undecided (interval over 3 seeds, includes 0)"
+    )
+    assert judge(stats.block_bootstrap(np.full(9, 0.1)), 0, "0").startswith(
+        "points to it (interval within the single"
+    )
 
 
 def test_the_same_within_a_margin():
@@ -191,37 +224,66 @@ def test_the_same_within_a_margin():
     assert judge(t_interval([x + 0.04 for x in around]), 0, "0", 0.03).startswith("seen (")
     assert judge(t_interval([4 * x for x in around]), 0, "0", 0.03).startswith("undecided")
     below = judge(t_interval([-0.01, -0.011, -0.009, -0.01, -0.01, -0.01]), 0, "0", 0.03)
-    assert below.startswith("not seen: contradicted") and below.endswith("; " + same.format(6, "0.031)"))
+    assert below.startswith("not seen: contradicted") and below.endswith(
+        "; " + same.format(6, "0.031)")
+    )
 
 
 def test_ratios_and_ranges_follow_the_same_rule():
     def shares(count: int) -> stats.Interval:
-        return stats.ratio(np.full((4, count), 0.16) * np.linspace(0.9, 1.1, count), np.full((4, count), 0.002))
+        return stats.ratio(
+            np.full((4, count), 0.16) * np.linspace(0.9, 1.1, count), np.full((4, count), 0.002)
+        )
 
     assert shares(5).p(1) == 2 / 32 and shares(6).p(1) == 2 / 64 and shares(6).p(80) > 0.5
     assert judge(shares(5), 10, "tenfold").startswith("points to it")
     assert judge(shares(6), 10, "tenfold").startswith("seen")
     tenth = [0.09, 0.1, 0.11, 0.1, 0.1, 0.1]
-    assert between(t_interval(tenth), 0.03, 0.3, "in it").startswith("seen (interval over 6 seeds, in it")
+    assert between(t_interval(tenth), 0.03, 0.3, "in it").startswith(
+        "seen (interval over 6 seeds, in it"
+    )
     assert between(t_interval(tenth[:5]), 0.03, 0.3, "in it").startswith("points to it")
-    assert between(t_interval([x / 10 for x in tenth]), 0.03, 0.3, "in it").startswith("not seen: contradicted")
+    assert between(t_interval([x / 10 for x in tenth]), 0.03, 0.3, "in it").startswith(
+        "not seen: contradicted"
+    )
     assert between(t_interval([0.02, 0.05]), 0.03, 0.3, "in it").startswith("undecided")
 
 
-# --------------------------------------------------------------------------------------------------- arms there are
+# ---------------------------------------------------------------------------------------------------
+# arms there are
 @pytest.mark.slow
 def test_dense_models_are_compared_with_grpo_and_asked_nothing_of_moe(tmp_path):
     shares = {"clip/token_active": 0.01, "clip/token_outside": 0.02}
     for seed in (1, 2):
-        write(tmp_path / "runs", GSPO, seed, [0.3 + 0.01 * t for t in range(14)], model="tiny_dense", **shares)
-        write(tmp_path / "runs", GRPO, seed, [0.25 + 0.01 * t for t in range(14)], model="tiny_dense", **shares)
+        write(
+            tmp_path / "runs",
+            GSPO,
+            seed,
+            [0.3 + 0.01 * t for t in range(14)],
+            model="tiny_dense",
+            **shares,
+        )
+        write(
+            tmp_path / "runs",
+            GRPO,
+            seed,
+            [0.25 + 0.01 * t for t in range(14)],
+            model="tiny_dense",
+            **shares,
+        )
     data = load.load([tmp_path / "runs"])
     paths, left_out = reproduce.draw_all(data, tmp_path / "figures")
     assert {path.stem for path in paths} == {"fig1_stability", "fig2_clipping", "fig_efficiency"}
     text = "\n".join(reproduce.summary(data, paths, left_out))
-    assert "GSPO trains to a higher reward than GRPO at equal compute (as in Fig. 1, top, where the rival has" in text
+    assert (
+        "GSPO trains to a higher reward than GRPO at equal compute (as in Fig. 1, top, where the rival has"
+        in text
+    )
     assert "reward difference +0.050 [+0.050, +0.050]" in text
-    assert "These models are dense: what the paper claims of MoE models and Routing Replay is not judged." in text
+    assert (
+        "These models are dense: what the paper claims of MoE models and Routing Replay is not judged."
+        in text
+    )
     assert "MoE model stably" not in text and not re.search(r"\bnan\b", text)
 
 
@@ -233,10 +295,15 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
         write(tmp_path / "broken", GRPO, seed, [r + seed / 100 for r in bad])
 
     def verdict(*others: str) -> str:
-        return claims.stable(load.load([tmp_path / "alone", *(tmp_path / other for other in others)])).verdict
+        return claims.stable(
+            load.load([tmp_path / "alone", *(tmp_path / other for other in others)])
+        ).verdict
 
     assert verdict() == "undecided (no control: GRPO without Routing Replay on the same seeds)"
-    assert verdict("healthy") == "undecided (the control does not decline either: nothing here is unstable)"
+    assert (
+        verdict("healthy")
+        == "undecided (the control does not decline either: nothing here is unstable)"
+    )
     assert verdict("broken") == "seen (interval over 6 seeds, above 0; exact p = 0.031)"
 
 
@@ -247,4 +314,7 @@ def test_a_chosen_clip_range_is_said(tmp_path):
         settings["objective"] |= {"clip_low": 3.5e-4, "clip_high": 4.7e-4}
         file.write_text(yaml.safe_dump(settings))
     found = claims.clipping(load.load([tmp_path])).found
-    assert "GSPO's share is no finding: its clip range, 0.00035 / 0.00047, is not the paper's but was chosen" in found
+    assert (
+        "GSPO's share is no finding: its clip range, 0.00035 / 0.00047, is not the paper's but was chosen"
+        in found
+    )

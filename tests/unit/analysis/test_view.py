@@ -1,4 +1,6 @@
-"""Pages in a real Chromium: the live page of running runs, reports opened from disk; and `wandb leet` in a terminal."""
+"""Pages in a real Chromium: the live page of running runs, reports opened from disk; and `wandb
+leet` in a terminal.
+"""
 
 import json
 import os
@@ -29,7 +31,8 @@ CURVE = ".vega-embed canvas, .vega-embed svg"
 def chromium():
     from playwright.sync_api import sync_playwright
 
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)  # else playwright's own
+    # else playwright's own
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
@@ -42,7 +45,10 @@ def page(chromium):
     tab = chromium.new_page(viewport={"width": 1300, "height": 900})
     tab.outside, tab.errors = [], []
     here = ("http://127.0.0.1", "file:", "data:", "blob:")
-    tab.on("request", lambda request: None if request.url.startswith(here) else tab.outside.append(request.url))
+    tab.on(
+        "request",
+        lambda request: None if request.url.startswith(here) else tab.outside.append(request.url),
+    )
     tab.on("pageerror", lambda error: tab.errors.append(str(error)))
     yield tab
     tab.close()
@@ -69,11 +75,22 @@ def test_the_page_shows_the_runs_and_their_curves(study, page):
         place = page.locator(CURVE).first.bounding_box()
         assert place["width"] > 150 and place["height"] > 100
         assert page.outside == [] and page.errors == []
-    assert viewer.process.returncode == 0 and "closed" in viewer.rest and "Traceback" not in viewer.rest
+    assert (
+        viewer.process.returncode == 0
+        and "closed" in viewer.rest
+        and "Traceback" not in viewer.rest
+    )
 
 
 def test_a_running_run_refreshes(study, page):
-    slow = [*SMALL, "objective=grpo", "study=live", "steps=400", "tracking.wandb=disabled", "evaluation.every=500"]
+    slow = [
+        *SMALL,
+        "objective=grpo",
+        "study=live",
+        "steps=400",
+        "tracking.wandb=disabled",
+        "evaluation.every=500",
+    ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     run = subprocess.Popen(command(*slow), cwd=study, env=environment(), **quiet)
     try:
@@ -135,7 +152,14 @@ def test_the_report_of_a_run_opens_from_disk_without_a_network(study, page):
     page.context.set_offline(True)
     page.goto(f"file://{run / 'report.html'}")
     assert run.name in page.title() and page.outside == [] and page.errors == []
-    for words in ("What happened", "Is it stable?", "Warnings", "Responses", "Time and cost", "Settings"):
+    for words in (
+        "What happened",
+        "Is it stable?",
+        "Warnings",
+        "Responses",
+        "Time and cost",
+        "Settings",
+    ):
         assert page.get_by_role("heading", name=words).is_visible(), words
     curves = page.locator("svg")
     assert curves.count() >= 6
@@ -190,12 +214,16 @@ logs = SQLiteStorage.get_logs(study, folder.name)
 print(json.dumps([news, [(row["step"], row["reward/mean"]) for row in logs if "reward/mean" in row]]))
 print(len(SQLiteStorage.get_alerts(study)))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     said, alerts = done.stdout.splitlines()
     (first, none, again), rows = json.loads(said)
     assert none == 0 and again == first + 1 and alerts == "2"
-    assert rows[-2:] == [[rows[-2][0], 0.1], [99, 0.1]] and len({step for step, _ in rows}) == len(rows)
+    assert rows[-2:] == [[rows[-2][0], 0.1], [99, 0.1]] and len({step for step, _ in rows}) == len(
+        rows
+    )
 
 
 def test_a_taken_port_a_damaged_run_and_a_terminated_viewer(tmp_path):
@@ -224,7 +252,9 @@ def test_a_taken_port_a_damaged_run_and_a_terminated_viewer(tmp_path):
 def logs(database: Path, run: str) -> list[sqlite3.Row]:
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         connection.row_factory = sqlite3.Row
-        return connection.execute("SELECT step FROM metrics WHERE run_name = ? ORDER BY step", (run,)).fetchall()
+        return connection.execute(
+            "SELECT step FROM metrics WHERE run_name = ? ORDER BY step", (run,)
+        ).fetchall()
 
 
 def test_it_waits_for_the_first_row(tmp_path):
@@ -243,13 +273,21 @@ def test_in_the_terminal(study):
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(study)
-        os.execvpe(program[0], program, environment() | {"TERM": "xterm-256color", "LINES": "50", "COLUMNS": "180"})
+        os.execvpe(
+            program[0],
+            program,
+            environment() | {"TERM": "xterm-256color", "LINES": "50", "COLUMNS": "180"},
+        )
     shown, end = b"", time.monotonic() + 60
     try:
-        while time.monotonic() < end and not (run.name.encode() in shown and b"advantage/abs_max" in shown):
+        while time.monotonic() < end and not (
+            run.name.encode() in shown and b"advantage/abs_max" in shown
+        ):
             if select.select([screen], [], [], 1)[0]:
                 shown += os.read(screen, 65536)
-        assert run.name.encode() in shown and b"advantage/abs_max" in shown, shown[-2000:].decode(errors="replace")
+        assert run.name.encode() in shown and b"advantage/abs_max" in shown, shown[-2000:].decode(
+            errors="replace"
+        )
         os.write(screen, b"q")
     finally:
         time.sleep(1)
@@ -272,5 +310,7 @@ def test_in_the_terminal(study):
 def test_wrong_arguments_end_in_one_line(arguments, said, tmp_path):
     (tmp_path / "empty").mkdir()
     program = [sys.executable, str(ROOT / "experiments" / "view.py"), *arguments, "open=no"]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1

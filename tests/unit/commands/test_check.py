@@ -1,4 +1,6 @@
-"""`gspo check`: what it finds, what it says of a broken kernel, of errors, of too little time, of odd hardware."""
+"""`gspo check`: what it finds, what it says of a broken kernel, of errors, of too little time, of
+odd hardware.
+"""
 
 import json
 import subprocess
@@ -42,7 +44,10 @@ def test_the_quick_checks_pass_on_this_machine():
     found = list(findings(bench(), checks(*QUICK)))
     assert [f.line() for f in found if f.status == FAIL] == []
     assert sum(f.status == OK for f in found) > 20
-    assert {f.what for f in found if f.status == SKIP} == {"waits for the GPU", "memory against `gspo plan`"}
+    assert {f.what for f in found if f.status == SKIP} == {
+        "waits for the GPU",
+        "memory against `gspo plan`",
+    }
 
 
 def test_a_kernel_that_computes_something_else_fails(monkeypatch, capsys):
@@ -76,7 +81,11 @@ def test_an_engine_with_other_weights_than_the_trainer_fails(monkeypatch):
         return responses
 
     monkeypatch.setattr(training, "sampled", later)
-    found = [f for f in training.engine_against_trainer(bench()) if "float32" in f.what and "trainer" in f.what]
+    found = [
+        f
+        for f in training.engine_against_trainer(bench())
+        if "float32" in f.what and "trainer" in f.what
+    ]
     assert [f.status for f in found] == [FAIL, FAIL]
 
 
@@ -112,8 +121,13 @@ def test_a_check_for_which_no_time_is_left_is_skipped_and_said():
 
 def test_bounds_are_kept_and_nan_is_never_right():
     assert at_most("x", 1.0, 1.0).status == OK and at_most("x", 1.1, 1.0).status == FAIL
-    assert at_least("x", 1.0, 1.0).status == OK and at_least("x", 0.9, 1.0, status=SLOW).status == SLOW
-    assert at_most("x", float("nan"), 1.0).status == FAIL and at_least("x", float("nan"), 1.0).status == FAIL
+    assert (
+        at_least("x", 1.0, 1.0).status == OK and at_least("x", 0.9, 1.0, status=SLOW).status == SLOW
+    )
+    assert (
+        at_most("x", float("nan"), 1.0).status == FAIL
+        and at_least("x", float("nan"), 1.0).status == FAIL
+    )
 
 
 def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
@@ -122,7 +136,10 @@ def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
     assert called(monkeypatch, "device=cpu", "--json", str(file)) == 1
     record = json.loads(file.read_text())
     assert [f["status"] for f in record["findings"]] == [OK, FAIL, OK]
-    assert "Traceback" in record["findings"][1]["detail"] and record["seconds_by_check"].keys() == {"a", "c"}
+    assert "Traceback" in record["findings"][1]["detail"] and record["seconds_by_check"].keys() == {
+        "a",
+        "c",
+    }
     assert {"code", "platform", "python", "torch"} <= record.keys()
 
 
@@ -146,9 +163,13 @@ def test_bad_input_is_one_line(monkeypatch, capsys, words, said):
     assert printed.err.startswith(said) and printed.err.count("\n") == 1 and printed.out == ""
 
 
-def gpus(monkeypatch, *names: str, memory: float = 80e9, capability=(9, 0), bfloat16: bool = True) -> Bench:
+def gpus(
+    monkeypatch, *names: str, memory: float = 80e9, capability=(9, 0), bfloat16: bool = True
+) -> Bench:
     """A bench that believes in GPUs with these properties, of which only their description is read."""
-    properties = SimpleNamespace(name=names[0], total_memory=memory, major=capability[0], minor=capability[1])
+    properties = SimpleNamespace(
+        name=names[0], total_memory=memory, major=capability[0], minor=capability[1]
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
@@ -164,19 +185,29 @@ def test_odd_hardware_is_said_in_one_line_each(monkeypatch):
     old = gpus(monkeypatch, "GTX 980", memory=4e9, capability=(5, 2), bfloat16=False)
     found = {f.what: f for f in machine.devices(old)}
     assert found["memory"].status == FAIL and found["compute capability"].number == "5.2"
-    assert found["compute capability"].status == FAIL and found["bfloat16"].status == SLOW and not old.bfloat16
+    assert (
+        found["compute capability"].status == FAIL
+        and found["bfloat16"].status == SLOW
+        and not old.bfloat16
+    )
     mixed = {f.what: f for f in machine.devices(gpus(monkeypatch, "H100", "A100"))}
     assert mixed["GPUs of different kinds"].number == "A100, H100"
 
 
 def test_a_driver_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/bin/false")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=9, stdout="", stderr=""))
+    monkeypatch.setattr(
+        machine.subprocess,
+        "run",
+        lambda *_, **__: SimpleNamespace(returncode=9, stdout="", stderr=""),
+    )
     assert machine.driver().status == SKIP and "NVML" in machine.driver().number
 
 
 def test_the_bytes_of_a_step_by_hand():
-    """Two layers of width 4 and four experts of width 8, two a token: 8 rows touch all of them, one row half."""
+    """Two layers of width 4 and four experts of width 8, two a token: 8 rows touch all of them, one
+    row half.
+    """
     size = Size("MoE", 4, 2, 2, 1, 2, 8, experts=4, experts_per_token=2, vocabulary=99)
     policy = bench().policy(size)
     head, norms = 99 * 4, 4 + 2 * (4 + 4 + 2 + 2)
@@ -191,8 +222,16 @@ def test_the_bytes_of_a_step_by_hand():
 def test_the_whole_check_as_a_user_runs_it(tmp_path):
     """On a machine that is busy something may be slow, and nothing may fail."""
     file = tmp_path / "check.json"
-    command = [sys.executable, str(ROOT / "experiments/check.py"), "device=cpu", "--json", str(file)]
-    done = subprocess.run([*command, "--seconds", "300"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "experiments/check.py"),
+        "device=cpu",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [*command, "--seconds", "300"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {f["what"]: f for f in json.loads(file.read_text())["findings"]}
     assert found["killed and resumed"]["status"] == OK

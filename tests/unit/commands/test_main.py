@@ -25,9 +25,14 @@ def called(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 def test_every_command_is_a_module_and_a_script_of_the_repository():
     modules = {command.module for command in main.COMMANDS.values()}
     stems = {path.stem for path in (ROOT / "gspo/commands").glob("*.py")} - NOT_COMMANDS
-    assert {module for module in modules if module.startswith("gspo.")} == {f"gspo.commands.{stem}" for stem in stems}
+    assert {module for module in modules if module.startswith("gspo.")} == {
+        f"gspo.commands.{stem}" for stem in stems
+    }
     for stem in stems:
-        assert f"from gspo.commands.{stem} import main\n" in (ROOT / "experiments" / f"{stem}.py").read_text()
+        assert (
+            f"from gspo.commands.{stem} import main\n"
+            in (ROOT / "experiments" / f"{stem}.py").read_text()
+        )
 
 
 def test_the_help_has_a_line_and_an_example_for_each(monkeypatch, capsys):
@@ -48,7 +53,9 @@ try:
 finally:
     assert not {HEAVY!r} & set(sys.modules), sorted(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and done.stderr == ""
 
 
@@ -56,8 +63,14 @@ finally:
     "words, line",
     [
         (["trian"], "error: there is no command 'trian'; the nearest is `gspo train`\n"),
-        (["sweep_status", "runs/s"], "error: there is no command 'sweep_status'; the nearest is `gspo sweep-status`\n"),
-        (["figure", "curve", "runs/s"], "error: there is no figure 'curve'; the nearest is `gspo figure curves`\n"),
+        (
+            ["sweep_status", "runs/s"],
+            "error: there is no command 'sweep_status'; the nearest is `gspo sweep-status`\n",
+        ),
+        (
+            ["figure", "curve", "runs/s"],
+            "error: there is no figure 'curve'; the nearest is `gspo figure curves`\n",
+        ),
         (["\x1b[2J"], "error: there is no command '\\x1b[2J'; the nearest is `gspo"),
     ],
 )

@@ -28,7 +28,9 @@ Plugins.instance().register(SweepFiles)
 sys.argv = {["gspo train", "-cd", str(tmp_path), "--info", "searchpath"]!r}
 composed("train", print)()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
     assert places == sorted(places)

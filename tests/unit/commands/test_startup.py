@@ -1,4 +1,6 @@
-"""What a command imports before it answers: help, refusals and dry runs need neither PyTorch nor transformers."""
+"""What a command imports before it answers: help, refusals and dry runs need neither PyTorch nor
+transformers.
+"""
 
 import subprocess
 import sys
@@ -55,7 +57,11 @@ MOST_MODULES = 1000  # with Hydra and numpy 600 to 800 are loaded; with PyTorch 
 @pytest.mark.parametrize("words", WORDS)
 def test_answers_that_need_no_tensors_import_no_tensor_library(words, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT, *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     loaded = done.stderr.splitlines()[-1].split()
     assert loaded[0] == "LOADED" and loaded[1:-2] == [], done.stderr

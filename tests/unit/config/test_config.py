@@ -1,4 +1,6 @@
-"""Settings: every option file composes, experiments do not leak into objectives, bad input is one clear line."""
+"""Settings: every option file composes, experiments do not leak into objectives, bad input is one
+clear line.
+"""
 
 import json
 import re
@@ -22,7 +24,14 @@ from gspo.config.checks import check, check_training_set
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
 from gspo.config.remarks import warnings, warnings_after
 from gspo.config.schema import to_dataclass
-from gspo.config.settings import CHOICES, Settings, of_result, run_directory, same_result, settings_hash
+from gspo.config.settings import (
+    CHOICES,
+    Settings,
+    of_result,
+    run_directory,
+    same_result,
+    settings_hash,
+)
 from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.build import check_positions, open_policy
 from gspo.run.cli import explain
@@ -46,7 +55,9 @@ def test_every_option_file_composes_and_every_class_has_one(group):
     for option in options(group):
         result = settings(f"{group}={option}", *NEEDS.get(option, []))
         if group in CHOICES:
-            assert type(getattr(result, group)) is CHOICES[group].get(option, type(getattr(result, group)))
+            assert type(getattr(result, group)) is CHOICES[group].get(
+                option, type(getattr(result, group))
+            )
     assert set(CHOICES.get(group, {})) <= set(options(group))
 
 
@@ -73,7 +84,9 @@ def test_every_experiment_keeps_an_objectives_own_values():
     for objective in ("gspo", "grpo", "sapo"):
         alone = settings(f"objective={objective}").objective
         for experiment in options("experiment"):
-            assert settings(f"experiment={experiment}", f"objective={objective}").objective == alone, experiment
+            assert (
+                settings(f"experiment={experiment}", f"objective={objective}").objective == alone
+            ), experiment
 
 
 def test_no_experiment_preset_arm_or_sweep_carries_a_block_of_a_choice():
@@ -93,20 +106,34 @@ def test_a_preset_wins_over_the_experiment_and_the_command_line_over_both():
     assert preset.objective.name == "drgrpo" and preset.advantage.name == "group_mean"
     assert preset.optim.lr == 2e-4, "the experiment's, on which the preset is silent"
     assert settings("experiment=tiny_moe", "preset=roll_current").rollout.max_new_tokens == 4096
-    mine = settings("preset=verl", "experiment=tiny_moe", "objective=grpo_verl", "trainer.minibatches=2")
-    assert (mine.objective.name, mine.trainer.minibatches, mine.trainer.aggregation.rows) == ("grpo", 2, "all")
+    mine = settings(
+        "preset=verl", "experiment=tiny_moe", "objective=grpo_verl", "trainer.minibatches=2"
+    )
+    assert (mine.objective.name, mine.trainer.minibatches, mine.trainer.aggregation.rows) == (
+        "grpo",
+        2,
+        "all",
+    )
 
 
 def test_roll_legacy_is_the_option_list_of_rolls_first_gspo_page():
     s = settings("preset=roll_legacy")
     assert (s.rollout.prompts_per_step, s.rollout.group_size) == (64, 8)  # rollout batch 64 x 8
     assert (s.rollout.max_prompt_tokens, s.rollout.max_new_tokens) == (2048, 4096)
-    assert (s.advantage.name, s.advantage.whiten, s.advantage.clip) == ("returns", "tokens", 2.0)  # reinforce
-    assert (s.objective.name, s.objective.clip_low, s.objective.clip_high) == ("gspo", 0.2, 0.2)  # seq; pg_clip
+    # reinforce
+    assert (s.advantage.name, s.advantage.whiten, s.advantage.clip) == ("returns", "tokens", 2.0)
+    # seq; pg_clip
+    assert (s.objective.name, s.objective.clip_low, s.objective.clip_high) == ("gspo", 0.2, 0.2)
     assert s.objective.dual_clip == pytest.approx(1 + 2 * 0.2)  # dual_clip_loss
-    assert (s.kl.name, s.kl.coef, s.kl.estimator) == ("loss", 0.001, "k3")  # use_kl_loss; no token-level KL
+    # use_kl_loss; no token-level KL
+    assert (s.kl.name, s.kl.coef, s.kl.estimator) == ("loss", 0.001, "k3")
     assert s.trainer.aggregation.mode == s.kl.aggregation.mode == "seq-mean-token-sum"
-    assert (s.trainer.epochs, s.reward.clip, s.reward.shift, s.reward.scale) == (1, 10, "none", "none")
+    assert (s.trainer.epochs, s.reward.clip, s.reward.shift, s.reward.scale) == (
+        1,
+        10,
+        "none",
+        "none",
+    )
 
 
 @pytest.mark.slow
@@ -141,7 +168,11 @@ def test_every_number_of_a_preset_has_its_source_beside_it():
 
 
 def test_auto_settles_to_what_the_objectives_paper_uses():
-    modes = {"dapo": "token-mean", "drgrpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
+    modes = {
+        "dapo": "token-mean",
+        "drgrpo": "seq-mean-token-sum-norm",
+        "gspo": "seq-mean-token-mean",
+    }
     for option, mode in modes.items():
         s = settings(f"objective={option}", "kl=loss", "rollout.extend={5: 120}")
         assert s.trainer.aggregation.mode == s.kl.aggregation.mode == mode
@@ -152,7 +183,9 @@ SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 
 
 def of_sweep(path: Path, *overrides: str):
-    return settings(f"hydra.searchpath=[file://{CONF}]", *overrides, name=path.stem, folder=path.parent)
+    return settings(
+        f"hydra.searchpath=[file://{CONF}]", *overrides, name=path.stem, folder=path.parent
+    )
 
 
 @pytest.mark.slow
@@ -167,18 +200,26 @@ def test_every_sweep_composes_with_each_of_its_options(path):
     swept = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
     for key, values in swept.items():
         if key.startswith("+") or (CONF / key).is_dir():
-            runs = [of_sweep(path, f"{key}={value}") for value in values.split(",") if value != "vllm"]
+            runs = [
+                of_sweep(path, f"{key}={value}") for value in values.split(",") if value != "vllm"
+            ]
             # vllm composes where vLLM is installed
-            assert len({settings_hash(run) for run in runs}) == len(runs), f"{key}: two options are the same"
+            assert len({settings_hash(run) for run in runs}) == len(runs), (
+                f"{key}: two options are the same"
+            )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local", "submitit_slurm", "two_jobs"])
+@pytest.mark.parametrize(
+    "launcher", ["basic", "joblib", "submitit_local", "submitit_slurm", "two_jobs"]
+)
 def test_a_sweep_file_leaves_the_launcher_to_the_command_line(launcher):
     overrides = [f"hydra.searchpath=[file://{CONF}]", f"hydra/launcher={launcher}"]
     with initialize_config_dir(str(ROOT / "sweeps"), version_base="1.3"):
         composed = compose("learning_rate", overrides=overrides, return_hydra_config=True)
-    assert composed.hydra.launcher._target_.endswith("Launcher") and composed.study == "learning_rate"
+    assert (
+        composed.hydra.launcher._target_.endswith("Launcher") and composed.study == "learning_rate"
+    )
 
 
 def test_precedence_is_defaults_experiment_command_line():
@@ -195,42 +236,87 @@ BAD = [
     ("trainer.minibatches=0", "trainer.minibatches=0"),
     ("trainer.aggregation.mode=sum", "aggregation.mode='sum'"),
     ("trainer.aggregation.mode=token-mean", "trainer.aggregation.mode=token-mean weighs responses"),
-    ("trainer.aggregation.mode=seq-mean-token-sum objective=gspo_token", "aggregation.mode=seq-mean-token-sum weighs"),
+    (
+        "trainer.aggregation.mode=seq-mean-token-sum objective=gspo_token",
+        "aggregation.mode=seq-mean-token-sum weighs",
+    ),
     (
         "trainer.aggregation.mode=seq-mean-token-sum objective=luspo",
         "aggregation.mode=seq-mean-token-sum with objective=l",
     ),
-    ("objective=sapo objective.level=sequence trainer.aggregation.mode=token-mean", "objective=sapo has one ratio"),
+    (
+        "objective=sapo objective.level=sequence trainer.aggregation.mode=token-mean",
+        "objective=sapo has one ratio",
+    ),
     ("trainer.aggregation.rows=some", "aggregation.rows='some'"),
-    ("objective=dapo trainer.aggregation.mode=token-mean trainer.aggregation.rows=all", "rows=all is not read"),
-    ("trainer.aggregation.length=9 trainer.aggregation.mode=seq-mean-token-mean", "aggregation.length=9 is not read"),
+    (
+        "objective=dapo trainer.aggregation.mode=token-mean trainer.aggregation.rows=all",
+        "rows=all is not read",
+    ),
+    (
+        "trainer.aggregation.length=9 trainer.aggregation.mode=seq-mean-token-mean",
+        "aggregation.length=9 is not read",
+    ),
     ("objective.dual_clip=0.5", "objective.dual_clip=0.5"),
     ("objective=dppo objective.delta=2", "objective.delta=2"),
     ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
-    ("correction=icepop policy.old_logprobs=engine", "correction=icepop with policy.old_logprobs=engine"),
+    (
+        "correction=icepop policy.old_logprobs=engine",
+        "correction=icepop with policy.old_logprobs=engine",
+    ),
     ("correction=tis correction.level=word", "correction.level='word'"),
     ("correction=tis correction.high=0", "correction.high=0.0 must be a finite number above 0"),
     ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
     ("advantage=returns kl=reward", "advantage=returns with kl=reward .* gives one per token"),
-    ("advantage=returns advantage.gamma=0.9", "advantage=returns with kl=none and advantage.gamma=0.9 gives one per"),
-    ("objective=luspo advantage=reinforce_pp advantage.gamma=0.9", "advantage.gamma=0.9 gives one per token"),
-    ("objective=dapo trainer.aggregation.rows=all", "aggregation.rows=all is not read by aggregation.mode=token-mean"),
+    (
+        "advantage=returns advantage.gamma=0.9",
+        "advantage=returns with kl=none and advantage.gamma=0.9 gives one per",
+    ),
+    (
+        "objective=luspo advantage=reinforce_pp advantage.gamma=0.9",
+        "advantage.gamma=0.9 gives one per token",
+    ),
+    (
+        "objective=dapo trainer.aggregation.rows=all",
+        "aggregation.rows=all is not read by aggregation.mode=token-mean",
+    ),
     ("objective=grpo trainer.aggregation.length=9", "aggregation.length=9 is not read"),
-    ("kl=loss kl.aggregation.rows=all", "kl.aggregation.rows=all.* not read with kl.aggregation.mode=auto"),
-    ("kl=loss kl.estimator=k2 kl.times_ratio=token kl.log_ratio_bound=100", "kl.log_ratio_bound=100.0 must lie in"),
+    (
+        "kl=loss kl.aggregation.rows=all",
+        "kl.aggregation.rows=all.* not read with kl.aggregation.mode=auto",
+    ),
+    (
+        "kl=loss kl.estimator=k2 kl.times_ratio=token kl.log_ratio_bound=100",
+        "kl.log_ratio_bound=100.0 must lie in",
+    ),
     ("kl=loss kl.log_ratio_bound=100", "kl.log_ratio_bound=100.0 must lie in"),
-    ("advantage=group_mean reward.shift=batch kl=reward", "reward.shift=batch is not read with advantage=group_mean"),
-    ("model=tiny_dense trainer.consistency_sample=9", "trainer.consistency_sample=9 is not read with model=tiny_dense"),
-    ("task=gsm8k cold_start.steps=5", "cold_start.steps=5 with task=gsm8k: it has no demonstrations"),
+    (
+        "advantage=group_mean reward.shift=batch kl=reward",
+        "reward.shift=batch is not read with advantage=group_mean",
+    ),
+    (
+        "model=tiny_dense trainer.consistency_sample=9",
+        "trainer.consistency_sample=9 is not read with model=tiny_dense",
+    ),
+    (
+        "task=gsm8k cold_start.steps=5",
+        "cold_start.steps=5 with task=gsm8k: it has no demonstrations",
+    ),
     ("advantage.std=batch reward.scale=batch", "reward.scale=batch is not read"),
-    ("advantage.group_of_one=reward", "advantage.group_of_one=reward is not read with rollout.group_size=8"),
+    (
+        "advantage.group_of_one=reward",
+        "advantage.group_of_one=reward is not read with rollout.group_size=8",
+    ),
     (
         "advantage=reinforce_pp advantage.baseline=group rollout.group_size=1",
         "rollout.group_size=1 with advantage.basel",
     ),
     ("kl=loss kl.gradient=k2 kl.times_ratio=token", "kl.times_ratio=token with kl.gradient=k2"),
     ("advantage.whiten=all", "advantage.whiten='all'"),
-    ("advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9", "advantage.gamma=0.9 is not read"),
+    (
+        "advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9",
+        "advantage.gamma=0.9 is not read",
+    ),
     ("advantage.clip=0", "advantage.clip=0"),
     ("kl=loss kl.coef=0", "kl.coef=0.0"),
     ("kl=loss kl.horizon=5", "kl.horizon=5.0 is not read with kl.target=null"),
@@ -238,10 +324,16 @@ BAD = [
     ("kl=loss kl.estimator=k9", "kl.estimator='k9'"),
     ("reward.shift=batch", "reward.shift=batch is not read with advantage=group_normalized"),
     ("reward.scale=running", "reward.scale=running is not read with advantage=group_normalized"),
-    ("objective=dppo policy.old_logprobs=engine", "policy.old_logprobs=engine is not read with objective=dppo"),
+    (
+        "objective=dppo policy.old_logprobs=engine",
+        "policy.old_logprobs=engine is not read with objective=dppo",
+    ),
     ("reward.eps=1e-3", "reward.eps=0.001 is not read with reward.scale=none"),
     ("reward.overlong_penalty=2", "reward.overlong_penalty=2.0 is not read"),
-    ("reward.overlong_cache=80", "reward.overlong_cache=80 must be below rollout.max_new_tokens=80"),
+    (
+        "reward.overlong_cache=80",
+        "reward.overlong_cache=80 must be below rollout.max_new_tokens=80",
+    ),
     ("reward.shift=everything", "reward.shift='everything'"),
     ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
     ("rollout.refresh_every=5", "rollout.refresh_every=5"),
@@ -251,26 +343,50 @@ BAD = [
     ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
     ("policy.old_pass=never", "policy.old_pass='never': choose one of auto, always"),
     ("policy.routing_replay=r3 model=tiny_dense", "policy.routing_replay=r3 needs an MoE model"),
-    ("rollout.routes=true model=tiny_dense", "rollout.routes=True is not read with model=tiny_dense"),
+    (
+        "rollout.routes=true model=tiny_dense",
+        "rollout.routes=True is not read with model=tiny_dense",
+    ),
     ("rollout.routes_floor=.9", "rollout.routes_floor=0.9 is not read with rollout.routes=false"),
     ("rollout.routes=true rollout.routes_floor=1.5", "rollout.routes_floor=1.5"),
-    ("rollout.sync_tolerance=.1", "rollout.sync_tolerance=0.1 is not read with rollout=local in float32"),
+    (
+        "rollout.sync_tolerance=.1",
+        "rollout.sync_tolerance=0.1 is not read with rollout=local in float32",
+    ),
     ("rollout.dtype=bfloat16 rollout.sync_tolerance=-1", "rollout.sync_tolerance=-1"),
     ("rollout.dtype=float16", "rollout.dtype='float16'"),
     ("rollout.staleness=-1", "rollout.staleness=-1"),
     ("rollout.overlap=true", "rollout.overlap=true with rollout.staleness=0"),
     ("rollout.in_flight=64", "rollout.in_flight=64 is not read with rollout.token_budget=0"),
     ("rollout.token_budget=20", "rollout.in_flight=0 must exceed rollout.prompts_per_step=32"),
-    ("rollout.token_budget=80 rollout.in_flight=64", "rollout.token_budget=80 must be below the longest response"),
-    ("rollout.token_budget=20 rollout.in_flight=64 rollout.refill_rounds=1", "dynamic sampling needs whole responses"),
-    ("rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r3", "no one record of experts"),
+    (
+        "rollout.token_budget=80 rollout.in_flight=64",
+        "rollout.token_budget=80 must be below the longest response",
+    ),
+    (
+        "rollout.token_budget=20 rollout.in_flight=64 rollout.refill_rounds=1",
+        "dynamic sampling needs whole responses",
+    ),
+    (
+        "rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r3",
+        "no one record of experts",
+    ),
     (
         "rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r2 policy.old_logprobs=engine",
         "policy.routing_replay=r2 with rollout.token_budget=20 and policy.old_logprobs=engine",
     ),
-    ("rollout.token_budget=20 rollout.in_flight=96 rollout.query_set=64", "rollout.in_flight=96 exceeds"),
-    ("policy.routing_replay=r3 trainer.minibatches=1 allow_on_policy=true", "policy.routing_replay=r3 changes nothing"),
-    ("policy.old_logprobs=behaviour trainer.minibatches=1", "trainer.minibatches=1 with policy.old_logprobs=behaviour"),
+    (
+        "rollout.token_budget=20 rollout.in_flight=96 rollout.query_set=64",
+        "rollout.in_flight=96 exceeds",
+    ),
+    (
+        "policy.routing_replay=r3 trainer.minibatches=1 allow_on_policy=true",
+        "policy.routing_replay=r3 changes nothing",
+    ),
+    (
+        "policy.old_logprobs=behaviour trainer.minibatches=1",
+        "trainer.minibatches=1 with policy.old_logprobs=behaviour",
+    ),
     ("rollout=vllm rollout.tensor_parallel_size=0", "rollout.tensor_parallel_size=0"),
     (
         "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",
@@ -282,7 +398,10 @@ BAD = [
     ("rollout=vllm_server rollout.url=https://127.0.0.1:8000", "must be http://HOST:PORT"),
     ("rollout=vllm_server rollout.url=http://127.0.0.1:port", "must be http://HOST:PORT"),
     ("rollout=vllm_server rollout.quantization=int4", "is read by rollout=local alone"),
-    ("rollout=vllm rollout.sleep=true rollout.staleness=1 rollout.overlap=true", "the engine is never idle"),
+    (
+        "rollout=vllm rollout.sleep=true rollout.staleness=1 rollout.overlap=true",
+        "the engine is never idle",
+    ),
     ("policy.old_logprobs=now", "policy.old_logprobs='now'"),
     ("objective.clip_low=2", "objective.clip_low=2"),
     ("objective.clip_high=-1", "objective.clip_high=-1"),
@@ -309,14 +428,26 @@ BAD = [
     ("rollout.top_p=1.5", r"rollout.top_p=1.5 must lie in \(0, 1\]"),
     ("rollout.top_k=-1", "rollout.top_k=-1 must be a whole number of at least 0"),
     ("rollout.min_p=1", r"rollout.min_p=1.0 must lie in \[0, 1\)"),
-    ("rollout.top_p=.9 correction=tis", "correction=tis weighs by .* rollout.top_p=0.9, .* use correction=none"),
-    ("rollout.min_p=.1 correction=rejection", "correction=rejection weighs by .* with rollout.min_p=0.1"),
-    ("rollout.top_k=5 objective=dppo", "objective=dppo divides by the engine's whole .* with rollout.top_k=5"),
+    (
+        "rollout.top_p=.9 correction=tis",
+        "correction=tis weighs by .* rollout.top_p=0.9, .* use correction=none",
+    ),
+    (
+        "rollout.min_p=.1 correction=rejection",
+        "correction=rejection weighs by .* with rollout.min_p=0.1",
+    ),
+    (
+        "rollout.top_k=5 objective=dppo",
+        "objective=dppo divides by the engine's whole .* with rollout.top_k=5",
+    ),
     (
         "rollout=vllm rollout.top_p=.9 rollout.temperature=.8",
         "rollout.top_p=0.9 with rollout.temperature=0.8 and rollout=vllm: .* rollout.temperature=1",
     ),
-    ("evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20", "evaluation.top_k=20 is not read with eval"),
+    (
+        "evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20",
+        "evaluation.top_k=20 is not read with eval",
+    ),
     ("evaluation.sets=[nothing]", "evaluation.sets=.*nothing"),
     ("cold_start.wrong_step_rate=1", "cold_start.wrong_step_rate=1"),
     ("steps=0", "steps=0"),
@@ -331,14 +462,23 @@ BAD = [
     ("tracking.wandb=maybe", "tracking.wandb='maybe'"),
     ("model.experts_per_token=99", "model.experts_per_token=99"),
     ("task.math.max_operands=1", "max_operands=1"),
-    ("objective=gspo_token advantage=turn_normalized", "advantage=turn_normalized with task=mixed: its .* one turn"),
-    ("reward.turns=each objective=gspo_token advantage=gae", "reward.turns=each with task=mixed: .* leave it out"),
+    (
+        "objective=gspo_token advantage=turn_normalized",
+        "advantage=turn_normalized with task=mixed: its .* one turn",
+    ),
+    (
+        "reward.turns=each objective=gspo_token advantage=gae",
+        "reward.turns=each with task=mixed: .* leave it out",
+    ),
     ("reward.turns=some", "reward.turns='some': choose outcome or each"),
     (
         "task=guessing reward.turns=each advantage=returns",
         "objective=gspo has one advantage per response, advantage=returns .* and reward.turns=each gives one per token",
     ),
-    ("task=guessing reward.turns=each advantage=returns objective=gmpo", "objective=gmpo has one advantage per resp"),
+    (
+        "task=guessing reward.turns=each advantage=returns objective=gmpo",
+        "objective=gmpo has one advantage per resp",
+    ),
     (
         "task=guessing objective=gspo_token advantage=turn_normalized rollout.refill_rounds=2",
         "rollout.refill_rounds=2 with advantage=turn_normalized: .* although their turns may differ",
@@ -359,7 +499,10 @@ BAD = [
         "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.scale=batch",
         "reward.scale=batch is not read with advantage=turn_normalized",
     ),
-    ("task=guessing advantage=turn_normalized", "objective=gspo has one advantage per response, .* use objective=gspo"),
+    (
+        "task=guessing advantage=turn_normalized",
+        "objective=gspo has one advantage per response, .* use objective=gspo",
+    ),
     (
         "task=guessing reward.turns=each",
         "reward.turns=each with advantage=group_normalized, which compares .*gae, ret",
@@ -393,13 +536,17 @@ def test_what_cannot_work_is_refused_naming_key_and_value(overrides, message):
     "overrides",
     [
         "kl=reward reward.scale=batch",  # KL is taken off after the scale
-        "advantage.std=batch reward.scale=group",  # the batch's std sees what the groups' scales did
+        # the batch's std sees what the groups' scales did
+        "advantage.std=batch reward.scale=group",
         "advantage.std=batch reward.shift=group",
-        "objective=dppo kl=loss kl.times_ratio=token policy.old_logprobs=engine",  # the KL term's ratio is to pi_old
-        "objective=dppo trainer.minibatches=1",  # its ratio is to the engine's policy, not to pi_old
+        # the KL term's ratio is to pi_old
+        "objective=dppo kl=loss kl.times_ratio=token policy.old_logprobs=engine",
+        # its ratio is to the engine's policy, not to pi_old
+        "objective=dppo trainer.minibatches=1",
         "objective=gspo_token advantage=returns advantage.gamma=0.9",
         "objective=drgrpo trainer.aggregation.length=100",  # mode=auto is Dr.GRPO's, which reads it
-        "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",  # both of the whole distribution
+        # both of the whole distribution
+        "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",
         "rollout=vllm rollout.top_p=.9 evaluation.top_p=.95 evaluation.temperature=.6",
         "task=guessing reward.turns=each objective=gspo_token advantage=turn_normalized advantage.gamma=.8",
         "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.shift=batch",
@@ -427,14 +574,28 @@ def test_one_update_per_rollout_is_allowed_when_asked_for():
 
 def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
     base = settings("experiment=tiny_moe")
-    for same in ("steps=7", "tracking.wandb=offline", "runs=elsewhere", "threads=2", "on_existing=resume"):
+    for same in (
+        "steps=7",
+        "tracking.wandb=offline",
+        "runs=elsewhere",
+        "threads=2",
+        "on_existing=resume",
+    ):
         assert settings_hash(settings("experiment=tiny_moe", same)) == settings_hash(base), same
-    for other in ("optim.lr=1e-3", "seed=2", "policy.routing_replay=r2", "objective=grpo", "task.code_share=0.1"):
+    for other in (
+        "optim.lr=1e-3",
+        "seed=2",
+        "policy.routing_replay=r2",
+        "objective=grpo",
+        "task.code_share=0.1",
+    ):
         assert settings_hash(settings("experiment=tiny_moe", other)) != settings_hash(base), other
     assert run_directory(base).match(f"runs/tiny_moe/gspo-seed1-{settings_hash(base)}")
 
 
-LATER = {  # settings that were added after runs had been made and published, each with another value than its default
+# settings that were added after runs had been made and published, each with another value than its
+# default
+LATER = {
     "optim.name": "adamw_8bit",
     "optim.router_lr_factor": 0.5,
     "optim.decay": "linear",
@@ -469,7 +630,8 @@ LATER = {  # settings that were added after runs had been made and published, ea
 
 
 STARTS = {
-    "policy.head_dtype": ["experiment=tiny_moe", "policy.precision=bfloat16"],  # where a setting can be given at all
+    # where a setting can be given at all
+    "policy.head_dtype": ["experiment=tiny_moe", "policy.precision=bfloat16"],
     "reward.turns": ["experiment=guessing_moe", "objective=gspo_token", "advantage=returns"],
 }
 BESIDE = {  # what a setting needs beside it
@@ -496,9 +658,18 @@ def test_a_setting_added_later_changes_the_hash_of_no_run_that_leaves_it_alone(k
 
 def test_all_settings_added_later_are_tested():
     (fact,) = HASHED_IF_CHANGED
-    groups = [(f.name, kind) for f in fields(Settings) for kind in CHOICES.get(f.name, {0: f.default_factory}).values()]
+    groups = [
+        (f.name, kind)
+        for f in fields(Settings)
+        for kind in CHOICES.get(f.name, {0: f.default_factory}).values()
+    ]
     groups += [("task.code", FunctionWriting)]  # as a part of a mixture
-    stated = {f"{name}.{key}" for name, kind in groups if is_dataclass(kind) for key in fields_with(kind, fact)}
+    stated = {
+        f"{name}.{key}"
+        for name, kind in groups
+        if is_dataclass(kind)
+        for key in fields_with(kind, fact)
+    }
     assert stated == {*LATER, "task.variables"}
 
 
@@ -515,10 +686,19 @@ def chosen(*overrides: str, name: str = "train", folder: Path = CONF):
 def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path):
     plain, run = settings("experiment=tiny_moe"), chosen("experiment=tiny_moe", "seed=3")
     assert run.options["objective"] == "gspo_tiny" and run.objective.name == "gspo"
-    assert run.options["experiment"] == "tiny_moe" and "preset" not in run.options and "arm" not in run.options
-    assert set(run.options) >= set(CHOICES) and not any(group.startswith("hydra") for group in run.options)
+    assert (
+        run.options["experiment"] == "tiny_moe"
+        and "preset" not in run.options
+        and "arm" not in run.options
+    )
+    assert set(run.options) >= set(CHOICES) and not any(
+        group.startswith("hydra") for group in run.options
+    )
     assert settings_hash(settings("experiment=tiny_moe", "seed=3")) == settings_hash(run)
-    assert run_directory(run).name == f"gspo_tiny-seed3-{settings_hash(run)}" and run.label() == "gspo_tiny seed 3"
+    assert (
+        run_directory(run).name == f"gspo_tiny-seed3-{settings_hash(run)}"
+        and run.label() == "gspo_tiny seed 3"
+    )
     assert plain.label() == "gspo seed 1" and plain.options == {}
     write_settings(run, tmp_path)
     assert resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500"]).options == run.options
@@ -527,7 +707,11 @@ def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path
     with pytest.raises(ValueError, match="options"):
         resumed_settings(tmp_path, [f"resume={tmp_path}", "options.objective=mine"])
     replayed = chosen("experiment=micro_moe", "arm=grpo_r2", "preset=drgrpo")
-    assert {"arm": "grpo_r2", "preset": "drgrpo", "objective": "grpo"}.items() <= replayed.options.items()
+    assert {
+        "arm": "grpo_r2",
+        "preset": "drgrpo",
+        "objective": "grpo",
+    }.items() <= replayed.options.items()
     path = f"hydra.searchpath=[file://{CONF}]"
     longer = chosen(path, "+chain=n4", name="response_length", folder=ROOT / "sweeps")
     assert longer.options["chain"] == "n4", "groups of a sweep's own too"
@@ -543,7 +727,10 @@ def test_a_run_from_before_options_were_recorded_is_read(tmp_path):
 
 
 def test_settings_survive_the_file(tmp_path):
-    for overrides in (("objective=grpo", "model=tiny_dense", "task=math"), ("experiment=tiny_moe", "arm=grpo_r2")):
+    for overrides in (
+        ("objective=grpo", "model=tiny_dense", "task=math"),
+        ("experiment=tiny_moe", "arm=grpo_r2"),
+    ):
         written = settings(*overrides)
         write_settings(written, tmp_path)
         assert read_settings(tmp_path) == written
@@ -552,11 +739,18 @@ def test_settings_survive_the_file(tmp_path):
 def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
     recorded = settings("experiment=tiny_moe", "seed=5")
     write_settings(recorded, tmp_path)
-    for override in ("checkpoint.keep=1", "trainer.micro_batch_size=3", "rollout.batch_rows=7", "policy.device=cpu"):
+    for override in (
+        "checkpoint.keep=1",
+        "trainer.micro_batch_size=3",
+        "rollout.batch_rows=7",
+        "policy.device=cpu",
+    ):
         cheaper = resumed_settings(tmp_path, [f"resume={tmp_path}", override])
         assert cheaper != recorded and settings_hash(cheaper) == settings_hash(recorded)
         assert same_result(cheaper, recorded) is None
-    changed = resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500", "tracking.wandb=disabled"])
+    changed = resumed_settings(
+        tmp_path, [f"resume={tmp_path}", "steps=500", "tracking.wandb=disabled"]
+    )
     assert (changed.steps, changed.tracking.wandb, changed.seed) == (500, "disabled", 5)
     for override in ("seed=6", "optim.lr=1", "objective=grpo", "experiment=tiny_moe"):
         with pytest.raises(ValueError, match="only steps, checkpoint, tracking"):
@@ -573,7 +767,11 @@ def test_settings_of_another_version_are_refused_by_name(tmp_path):
         read_settings(tmp_path)
 
 
-UNREAD = ["kl.coef=0.1", "objective=reinforce objective.clip_low=0.1", "objective=sapo objective.dual_clip=3"]
+UNREAD = [
+    "kl.coef=0.1",
+    "objective=reinforce objective.clip_low=0.1",
+    "objective=sapo objective.dual_clip=3",
+]
 
 
 @pytest.mark.parametrize("overrides", UNREAD)
@@ -591,7 +789,11 @@ UNKNOWN = [  # override, the unknown key, the nearest one
     ("+optim.lrs=0.1", "optim.lrs", "optim.lr"),
     ("+rollout.nucleus=0.9", "rollout.nucleus", "rollout.routes"),
     ("+objective.clips_low=1", "objective.clips_low", "objective.clip_low"),
-    ("++monitor.thresholds.rewardfall=1", "monitor.thresholds.rewardfall", "monitor.thresholds.reward_fall"),
+    (
+        "++monitor.thresholds.rewardfall=1",
+        "monitor.thresholds.rewardfall",
+        "monitor.thresholds.reward_fall",
+    ),
     ("+task.math.largst=7", "task.math.largst", "task.math.largest"),
     ("+experimnt=tiny_moe", "experimnt", "experiment"),
 ]
@@ -603,7 +805,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(overri
         settings(override)
     said, _, others = explain(refused.value).partition(" (of ")
     assert said == f"there is no setting {key}: the nearest is {nearest}"
-    assert not others or nearest.rpartition(".")[2] in others, "where it is far, all of its group are named"
+    assert not others or nearest.rpartition(".")[2] in others, (
+        "where it is far, all of its group are named"
+    )
 
 
 @pytest.mark.parametrize("name", ["evaluate", "sample", "benchmark"])
@@ -614,7 +818,9 @@ def test_an_unknown_key_is_refused_by_every_entry_point(name):
         to_dataclass(config)
 
 
-@pytest.mark.parametrize("text, said", [("foo: 1", "foo: the"), ("optim: {lrs: 1}", "optim.lrs: the")])
+@pytest.mark.parametrize(
+    "text, said", [("foo: 1", "foo: the"), ("optim: {lrs: 1}", "optim.lrs: the")]
+)
 def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, said):
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
@@ -623,19 +829,25 @@ def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text,
         settings(f"hydra.searchpath=[file://{tmp_path}]", "preset=mine")
     with pytest.raises(ConfigCompositionException) as of_sweep:
         settings(f"hydra.searchpath=[file://{CONF}]", name="sweep", folder=tmp_path)
-    assert explain(of_preset.value).startswith(f"In 'preset/mine': there is no setting {said} nearest is ")
+    assert explain(of_preset.value).startswith(
+        f"In 'preset/mine': there is no setting {said} nearest is "
+    )
     assert explain(of_sweep.value).startswith(f"In 'sweep': there is no setting {said} nearest is ")
 
 
 def test_mappings_take_new_keys_without_a_plus():
     assert settings("rollout.extend={100: 160}") == settings("+rollout.extend={100: 160}")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        command = to_dataclass(compose("benchmark", overrides=["size.hidden=32", "set.trainer.micro_batch_size=8"]))
+        command = to_dataclass(
+            compose("benchmark", overrides=["size.hidden=32", "set.trainer.micro_batch_size=8"])
+        )
     assert command.size == {"hidden": 32} and command.overrides() == ["trainer.micro_batch_size=8"]
 
 
 def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
-    with pytest.raises(ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."):
+    with pytest.raises(
+        ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."
+    ):
         settings("~steps")
     with pytest.raises(ConfigCompositionException) as refused:
         settings("+optim.lr=0.5")
@@ -647,14 +859,24 @@ def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
     with pytest.raises(ConfigCompositionException) as refused:
         settings("objective=gsop")
     said = explain(refused.value)
-    assert said.startswith("objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, ")
+    assert said.startswith(
+        "objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, "
+    )
     assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
 
 
 def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
     write_settings(settings("seed=5"), tmp_path)
-    assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(tmp_path, ["checkpoint.keep=1"])
-    for override in ("foo=1", "+foo=1", "++rollout.top_q=1", "+checkpoint.kep=1", "tracking.tgs=[a]"):
+    assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(
+        tmp_path, ["checkpoint.keep=1"]
+    )
+    for override in (
+        "foo=1",
+        "+foo=1",
+        "++rollout.top_q=1",
+        "+checkpoint.kep=1",
+        "tracking.tgs=[a]",
+    ):
         word = override.lstrip("+")
         said = f"{word}: there is no setting {word.split('=')[0]}: the nearest is "
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -665,7 +887,9 @@ def test_warnings_name_what_may_not_be_meant():
     assert warnings(settings()) == []
     assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
     (line,) = warnings(settings("rollout.top_p=.9", "rollout.top_k=20"))
-    assert line.startswith("rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution")
+    assert line.startswith(
+        "rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution"
+    )
     metrics = {"clip/token_active": 0.0123, "ratio/sequence_log_abs": 4e-4}
     assert warnings_after(settings("objective=gspo"), metrics) == []
     assert warnings_after(settings("objective=grpo"), metrics) == []
@@ -676,7 +900,10 @@ def test_warnings_name_what_may_not_be_meant():
 CLI = [
     ("optim.learning=1", "learning"),
     ("kl.coef=0.001", "kl.coef"),
-    ("preset=verll", "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo"),
+    (
+        "preset=verll",
+        "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo",
+    ),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
     ("policy.device=gpu", "policy.device=gpu cannot be used here"),
@@ -699,19 +926,31 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
-    with pytest.raises(ValueError, match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions",
+    ):
         open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
 
 
 def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
-    """README's command for an own model has the sizes of model=hf, which a model of 4,096 positions cannot hold."""
+    """README's command for an own model has the sizes of model=hf, which a model of 4,096 positions
+    cannot hold.
+    """
     chosen = settings("model=hf", "model.path=x", "task=gsm8k")
     assert chosen.rollout.longest_limit == chosen.rollout.max_new_tokens == 4096
     check_positions(chosen, 40960)
     assert chosen.rollout.longest_limit == 4096
     check_positions(chosen, 4096)
-    assert chosen.rollout.longest_limit == chosen.rollout.limit(1) == chosen.rollout.sampling(1).max_new_tokens == 2048
-    assert chosen.rollout.max_new_tokens == 4096, "what is recorded, and names the run, is what was asked for"
+    assert (
+        chosen.rollout.longest_limit
+        == chosen.rollout.limit(1)
+        == chosen.rollout.sampling(1).max_new_tokens
+        == 2048
+    )
+    assert chosen.rollout.max_new_tokens == 4096, (
+        "what is recorded, and names the run, is what was asked for"
+    )
     fixed = settings("model=hf", "model.path=x", "task=gsm8k", "objective=drgrpo")
     with pytest.raises(ValueError, match=r"divided by the longest response.*: set it to 2048"):
         check_positions(fixed, 4096)
@@ -726,7 +965,9 @@ def test_sizes_follow_the_model_and_are_no_recorded_option():
         chosen = composed.hydra.runtime.choices
         with open_dict(composed):
             composed.pop("hydra")
-        with pytest.raises(ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"):
+        with pytest.raises(
+            ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"
+        ):
             to_settings(composed, chosen)
         chosen["sizes"] = chosen["model"]
         assert "sizes" not in to_settings(composed, chosen).options
@@ -734,10 +975,20 @@ def test_sizes_follow_the_model_and_are_no_recorded_option():
 
 def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
     for name, first, count in (("test", 0, 3), ("train", 3, 40)):
-        rows = [{"question": f"{i} apples?", "answer": f"#### {i}"} for i in range(first, first + count)]
+        rows = [
+            {"question": f"{i} apples?", "answer": f"#### {i}"} for i in range(first, first + count)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["task=gsm8k", f"task.path={tmp_path}", "model=hf", "model.path=x", "rollout.prompts_per_step=32"]
-    message = r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
+    options = [
+        "task=gsm8k",
+        f"task.path={tmp_path}",
+        "model=hf",
+        "model.path=x",
+        "rollout.prompts_per_step=32",
+    ]
+    message = (
+        r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
+    )
     with pytest.raises(ValueError, match=message):
         check_training_set(settings(*options, "rollout.query_set=64"))
     check_training_set(settings(*options, "rollout.query_set=32"))

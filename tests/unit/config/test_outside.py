@@ -1,4 +1,6 @@
-"""The door for outside code: options by the place of a class, typed fields, what is refused, hashes, recorded runs."""
+"""The door for outside code: options by the place of a class, typed fields, what is refused,
+hashes, recorded runs.
+"""
 
 import hashlib
 import shutil
@@ -64,14 +66,19 @@ def test_a_class_of_ones_own_is_an_option_with_typed_fields():
     assert type(s.advantage).__name__ == "Mean" and s.advantage.group_of_one == "zero"
     assert s.options["objective"] == s.objective.name == "Copy" and s.label() == "Copy seed 1"
     assert run_directory(s).name.startswith("Copy-seed1-")
-    assert type(settings("objective=own_package.losses.Copy").objective).__name__ == "Copy"  # all dots, as _target_ has
-    assert settings("task=own_package.extras:Letters", "cold_start.steps=0").task.evaluation_sets() == ["held"]
+    # all dots, as _target_ has
+    assert type(settings("objective=own_package.losses.Copy").objective).__name__ == "Copy"
+    assert settings(
+        "task=own_package.extras:Letters", "cold_start.steps=0"
+    ).task.evaluation_sets() == ["held"]
 
 
 def test_a_task_of_ones_own_is_a_benchmark_of_the_command_that_evaluates():
     words = with_benchmarks(["model=tiny_dense", "benchmark=[math,own_package.extras:Letters]"])
     command = to_dataclass(composed_anew(*words, name="evaluate"))
-    assert command.benchmark == ["math", "Letters"] and command.tasks["Letters"].evaluation_sets() == ["held"]
+    assert command.benchmark == ["math", "Letters"] and command.tasks[
+        "Letters"
+    ].evaluation_sets() == ["held"]
 
 
 def test_an_option_file_of_ones_own_may_begin_with_the_class(package, tmp_path):
@@ -88,36 +95,67 @@ def test_metrics_and_callbacks_have_names_and_settings():
         "metrics.long.path=own_package.extras:Long", "metrics.long.tokens=7", "metrics.short=own_package.extras:Long",
         "callbacks.stop=own_package.extras:StopAfter",
     )  # fmt: skip
-    assert (s.metrics["long"].tokens, s.metrics["short"].tokens, s.callbacks["stop"].steps) == (7, 4, 2)
+    assert (s.metrics["long"].tokens, s.metrics["short"].tokens, s.callbacks["stop"].steps) == (
+        7,
+        4,
+        2,
+    )
     assert set(s.outside) == {"metrics.long", "metrics.short", "callbacks.stop"}
 
 
 @pytest.mark.parametrize(
     "override, text",
     [
-        ("objective=own_package.losses:Copi", "there is no Copi in own_package.losses; the nearest is Copy"),
+        (
+            "objective=own_package.losses:Copi",
+            "there is no Copi in own_package.losses; the nearest is Copy",
+        ),
         ("objective=own_pakage.losses:Copy", "there is no module own_pakage (in "),
         ("objective=own_package.lossses:Copy", "there is no module own_package.lossses"),
-        ("objective=own_package.broken:Copy", "importing own_package.broken failed: OSError: no network ("),
-        ("objective=own_package.extras:Mean", "must be a class that derives from gspo.algorithm.objectives.base.Obj"),
+        (
+            "objective=own_package.broken:Copy",
+            "importing own_package.broken failed: OSError: no network (",
+        ),
+        (
+            "objective=own_package.extras:Mean",
+            "must be a class that derives from gspo.algorithm.objectives.base.Obj",
+        ),
         ("objective=own_package.rewards:digits", "must be a class that derives from"),
         ("objective=own_package.losses:Bare", "write @dataclass above the class"),
         ("objective=own_package.losses:Empty", "Empty: must have a method __call__"),
-        ("objective=own_package.losses:Wrong", "__call__(self, inputs, more) must be __call__(self, inputs)"),
-        ("objective=own_package.losses:Named", "its name='grpo' is that of a built-in option; give it another"),
+        (
+            "objective=own_package.losses:Wrong",
+            "__call__(self, inputs, more) must be __call__(self, inputs)",
+        ),
+        (
+            "objective=own_package.losses:Named",
+            "its name='grpo' is that of a built-in option; give it another",
+        ),
         ("objective=own_package.losses:Odd", "its fields cannot be settings: "),
-        ("advantage=own_package.losses:Copy", "must be a class that derives from gspo.algorithm.advantages.Advantage"),
+        (
+            "advantage=own_package.losses:Copy",
+            "must be a class that derives from gspo.algorithm.advantages.Advantage",
+        ),
         ("task=own_package.losses:Copy", "must be a class that derives from gspo.tasks.base.Task"),
         ("kl=own_package.losses:Copy", "kl=own_package.losses:Copy: there is no such option"),
-        (f"objective={COPY} objective.clip_hihg=1", "there is no setting objective.clip_hihg: the nearest is objectiv"),
+        (
+            f"objective={COPY} objective.clip_hihg=1",
+            "there is no setting objective.clip_hihg: the nearest is objectiv",
+        ),
         (f"objective={COPY} objective.clip_low=2", "objective.clip_low=2.0 must lie in (0, 1)"),
-        (f"objective={COPY} objective.clip_low=wide", "Value 'wide' of type 'str' could not be converted to Float"),
+        (
+            f"objective={COPY} objective.clip_low=wide",
+            "Value 'wide' of type 'str' could not be converted to Float",
+        ),
         (f"objective={COPY} objective.name=other", "objective.name='other' cannot be changed"),
         (
             "metrics.a=own_package.extras:StopAfter",
             "metrics.a=own_package.extras:StopAfter: must be a class that d",
         ),
-        ("metrics.a.tokens=3", "say where the class is, metrics.a=my_pkg.extras:Gap or metrics.a.path=..."),
+        (
+            "metrics.a.tokens=3",
+            "say where the class is, metrics.a=my_pkg.extras:Gap or metrics.a.path=...",
+        ),
         (
             "metrics.a.path=own_package.extras:Long metrics.a.tokns=3",
             "no setting metrics.a.tokns: the nearest is m",
@@ -129,9 +167,15 @@ def test_metrics_and_callbacks_have_names_and_settings():
         ("callbacks.a=own_package.extras:Idle", "must have a method before_step or after_step"),
         ("outside.objective.path=x:y", "is written by the program"),
         ("task=rows", "task.reward is not given"),
-        (f"task=rows task.reward={REWARD} task.columns.promt=q", "task.columns.promt: choose from prompt"),
+        (
+            f"task=rows task.reward={REWARD} task.columns.promt=q",
+            "task.columns.promt: choose from prompt",
+        ),
         ("task=rows task.reward=rewards", "task.reward=rewards: name it as MODULE:NAME"),
-        ("task=rows task.reward=no.where:f", "task.reward=no.where:f: there is no source file of the module no.where"),
+        (
+            "task=rows task.reward=no.where:f",
+            "task.reward=no.where:f: there is no source file of the module no.where",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(override, text):
@@ -139,7 +183,8 @@ def test_what_does_not_fit_is_refused_in_a_line(override, text):
     assert text in said and "\n" not in said and len(said) < 400
 
 
-# ---- the source is part of the settings ------------------------------------------------------------------------
+# ---- the source is part of the settings
+# ------------------------------------------------------------------------
 
 
 def test_the_hash_changes_with_the_source_and_with_what_it_imports(package, tmp_path):
@@ -160,31 +205,45 @@ def test_the_hash_changes_with_the_source_and_with_what_it_imports(package, tmp_
 
 def test_runs_without_outside_code_keep_their_hash_and_a_metric_changes_none():
     plain = settings("objective=grpo")
-    assert settings_hash(settings("objective=grpo", "metrics.a=own_package.extras:Long")) == settings_hash(plain)
-    assert settings_hash(settings("objective=grpo", "callbacks.a=own_package.extras:StopAfter")) != settings_hash(plain)
+    assert settings_hash(
+        settings("objective=grpo", "metrics.a=own_package.extras:Long")
+    ) == settings_hash(plain)
+    assert settings_hash(
+        settings("objective=grpo", "callbacks.a=own_package.extras:StopAfter")
+    ) != settings_hash(plain)
 
 
 def test_imports_of_every_form_are_followed_and_installed_packages_are_not(tmp_path):
-    (tmp_path / "alone.py").write_text("import beside\nimport numpy\nfrom own_package import helpers as h\n")
+    (tmp_path / "alone.py").write_text(
+        "import beside\nimport numpy\nfrom own_package import helpers as h\n"
+    )
     (tmp_path / "beside.py").write_text("from own_package.losses import *\n")
     (tmp_path / "own_package" / "inner").mkdir()
-    (tmp_path / "own_package" / "inner" / "__init__.py").write_text("from . import deep\nfrom .. import rewards\n")
-    (tmp_path / "own_package" / "inner" / "deep.py").write_text("def f():\n    from ..extras import Long\n")
+    (tmp_path / "own_package" / "inner" / "__init__.py").write_text(
+        "from . import deep\nfrom .. import rewards\n"
+    )
+    (tmp_path / "own_package" / "inner" / "deep.py").write_text(
+        "def f():\n    from ..extras import Long\n"
+    )
     assert set(source_files("alone:x", "a")) == {
         "alone.py", "beside.py", "own_package/__init__.py", "own_package/helpers.py", "own_package/losses.py",
     }  # fmt: skip
     assert set(source_files("own_package.inner:x", "a")) == {
-        f"own_package/{name}.py" for name in ("__init__", "inner/__init__", "inner/deep", "extras", "rewards")
+        f"own_package/{name}.py"
+        for name in ("__init__", "inner/__init__", "inner/deep", "extras", "rewards")
     }
     assert set(source_files("yaml:x", "a")) >= {"yaml/__init__.py", "yaml/loader.py"}
     assert {name.partition("/")[0] for name in source_files("yaml:x", "a")} == {"yaml"}
 
 
 def test_this_package_is_never_a_part_of_code_that_lies_beside_it():
-    assert not outside._is_near("gspo.core.types", CONF.parent) and outside._is_near("analysis.stats", CONF.parent)
+    assert not outside._is_near("gspo.core.types", CONF.parent) and outside._is_near(
+        "analysis.stats", CONF.parent
+    )
 
 
-# ---- recorded runs ----------------------------------------------------------------------------------------------
+# ---- recorded runs
+# ----------------------------------------------------------------------------------------------
 
 ALL = [
     f"objective={COPY}", "objective.clip_high=0.4", "advantage=own_package.extras:Mean", "task=rows", "model=hf",
@@ -203,9 +262,14 @@ def run(tmp_path):
 
 def test_recorded_settings_are_the_same_again_and_may_be_resumed(run):
     again = read_settings(run)
-    assert settings_hash(again) == settings_hash(settings(*ALL)) and same_result(again, settings(*ALL)) is None
+    assert (
+        settings_hash(again) == settings_hash(settings(*ALL))
+        and same_result(again, settings(*ALL)) is None
+    )
     assert (again.objective.clip_high, again.callbacks["b"].steps) == (0.4, 3)
-    resumed = resumed_settings(run, [f"resume={run}", "steps=200", "metrics.c=own_package.extras:Long"])
+    resumed = resumed_settings(
+        run, [f"resume={run}", "steps=200", "metrics.c=own_package.extras:Long"]
+    )
     assert resumed.steps == 200 and set(resumed.metrics) == {"a", "c"}
     with pytest.raises(ValueError, match=r"callbacks\.b\.steps=9 with resume="):
         resumed_settings(run, [f"resume={run}", "callbacks.b.steps=9"])
@@ -214,11 +278,13 @@ def test_recorded_settings_are_the_same_again_and_may_be_resumed(run):
 def test_a_run_is_not_resumed_with_another_source_and_says_which(run, package):
     (package / "helpers.py").write_text("def same(x):\n    return x  # changed\n")
     with pytest.raises(
-        ValueError, match=r"source of objective=own_package.losses:Copy is not what it was .*helpers.py"
+        ValueError,
+        match=r"source of objective=own_package.losses:Copy is not what it was .*helpers.py",
     ):
         resumed_settings(run, [f"resume={run}"])
     recorded = recorded_config(run)
-    assert "helpers.py" in source_change(run, recorded, read_settings(run))  # evaluation says it and goes on
+    # evaluation says it and goes on
+    assert "helpers.py" in source_change(run, recorded, read_settings(run))
     shutil.rmtree(package)
     user_code.forget()
     with pytest.raises(ValueError, match="there is no module own_package"):
@@ -227,7 +293,9 @@ def test_a_run_is_not_resumed_with_another_source_and_says_which(run, package):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [ALL[:2], ALL[2:3], ALL[3:8], ALL[8:9], ALL[9:11]])
-def test_code_that_another_users_run_names_is_not_imported_without_consent(package, tmp_path, monkeypatch, kept):
+def test_code_that_another_users_run_names_is_not_imported_without_consent(
+    package, tmp_path, monkeypatch, kept
+):
     folder = tmp_path / "foreign"
     folder.mkdir()
     write_settings(settings(*kept), folder)
@@ -236,7 +304,9 @@ def test_code_that_another_users_run_names_is_not_imported_without_consent(packa
         path = package / f"{name}.py"
         path.write_text(f"import pathlib\npathlib.Path('imported').touch()\n{path.read_text()}")
     user_code.forget()
-    with pytest.raises(ValueError, match=r"names code from outside this package .*say allow_outside_code=true"):
+    with pytest.raises(
+        ValueError, match=r"names code from outside this package .*say allow_outside_code=true"
+    ):
         read_settings(folder)
     with pytest.raises(ValueError, match="allow_outside_code=true"):
         resumed_settings(folder, [f"resume={folder}"])

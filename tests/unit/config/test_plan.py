@@ -1,4 +1,6 @@
-"""What a sweep plans: a dry run shows it and writes nothing; jobs that are the same run are run once."""
+"""What a sweep plans: a dry run shows it and writes nothing; jobs that are the same run are run
+once.
+"""
 
 import json
 import sys
@@ -13,7 +15,13 @@ TRAIN = [sys.executable, str(ROOT / "experiments" / "train.py")]
 
 
 def planned(*overrides: str, folder: str, **more) -> dict:
-    return {"overrides": ["steps=2", *overrides], "run": folder.split("/")[-1], "folder": folder, "steps": 2, **more}
+    return {
+        "overrides": ["steps=2", *overrides],
+        "run": folder.split("/")[-1],
+        "folder": folder,
+        "steps": 2,
+        **more,
+    }
 
 
 def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
@@ -24,7 +32,11 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
     plan = [
         planned("seed=1", folder=str(done)),
         planned("seed=2", folder=str(tmp_path / "s" / "gspo-seed2-b")),
-        {"overrides": ["steps=2", "seed=3"], "run": "steps=2 seed=3", "reason": "optim.lr=inf must be a finite number"},
+        {
+            "overrides": ["steps=2", "seed=3"],
+            "run": "steps=2 seed=3",
+            "reason": "optim.lr=inf must be a finite number",
+        },
         planned("seed=1", "preset=trl", folder=str(done), same_as=0),
     ]
     lines = forecast(plan).splitlines()
@@ -34,7 +46,11 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
         ["2", "wrong"],
         ["3", "repeated"],
     ]
-    assert "optim.lr=inf must be a finite number" in lines[2] and lines[1].endswith("seed=2") and "2/2" in lines[0]
+    assert (
+        "optim.lr=inf must be a finite number" in lines[2]
+        and lines[1].endswith("seed=2")
+        and "2/2" in lines[0]
+    )
     assert lines[3].endswith("seed=1 preset=trl: the same run as job 0")
     assert lines[4].startswith("4 jobs: 1 finished, 1 missing, 1 wrong, 1 repeated")
     assert special(plan, 3) == "seed=1 preset=trl" and special(plan[:1], 0) == "steps=2 seed=1"
@@ -42,7 +58,14 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
-    sweep = ["-m", "experiment=micro_moe", "preset=trl,ms_swift", "optim.lr=1e-4,-1", "dry_run=true", "study=s"]
+    sweep = [
+        "-m",
+        "experiment=micro_moe",
+        "preset=trl,ms_swift",
+        "optim.lr=1e-4,-1",
+        "dry_run=true",
+        "study=s",
+    ]
     done = forked.run([*TRAIN, *sweep], cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
     states = [line.split()[1] for line in done.stdout.splitlines()[:4]]
@@ -55,15 +78,28 @@ def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize("launcher", ["two_jobs", "basic"])
 def test_two_presets_that_are_one_run_are_run_once_and_it_is_said(tmp_path, launcher):
     small = [o for o in SMALL if not o.startswith(("study=", "steps="))]
-    command = [*TRAIN, "-m", *small, "study=s", "steps=2", "preset=trl,ms_swift", f"hydra/launcher={launcher}"]
+    command = [
+        *TRAIN,
+        "-m",
+        *small,
+        "study=s",
+        "steps=2",
+        "preset=trl,ms_swift",
+        f"hydra/launcher={launcher}",
+    ]
     done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "job 1 (preset=ms_swift) is the same run as job 0 (preset=trl), runs/s/gspo_trl-preset_trl-seed1-"
         in done.stdout
     )
-    assert "job 1 is the same run as job 0 (preset=trl)" in done.stdout and "nothing is left to do" in done.stdout
+    assert (
+        "job 1 is the same run as job 0 (preset=trl)" in done.stdout
+        and "nothing is left to do" in done.stdout
+    )
     (run,) = (tmp_path / "runs" / "s").glob("gspo_trl-*")
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 2
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][
+        -1
+    ] == 2
     (job,) = jobs(tmp_path / "runs" / "s")
     assert job.state == "finished" and "preset=trl" in job.overrides

@@ -60,4 +60,7 @@ def test_a_glob_of_benchmarks_is_read_as_hydra_reads_it():
 
     words = with_benchmarks(["benchmark=glob([aime*,gsm8k])", "k=2"])
     assert words[0] == "benchmark=[aime24,aime25,gsm8k]" and "+task@tasks.aime25=aime25" in words
-    assert with_benchmarks(["benchmark=[gsm8k]"]) == ["benchmark=[gsm8k]", "+task@tasks.gsm8k=gsm8k"]
+    assert with_benchmarks(["benchmark=[gsm8k]"]) == [
+        "benchmark=[gsm8k]",
+        "+task@tasks.gsm8k=gsm8k",
+    ]

@@ -1,4 +1,6 @@
-"""Every file under sweeps/: its head says what it is for, its figure exists, what W&B would start composes."""
+"""Every file under sweeps/: its head says what it is for, its figure exists, what W&B would start
+composes.
+"""
 
 import random
 import re
@@ -40,7 +42,10 @@ def flat(tree: object, prefix: str = "") -> set[str]:
 def drawn(parameter: dict, draw: random.Random) -> object:
     """A value as W&B would draw it."""
     if "distribution" in parameter:
-        assert parameter["distribution"] == "log_uniform_values" and 0 < parameter["min"] < parameter["max"]
+        assert (
+            parameter["distribution"] == "log_uniform_values"
+            and 0 < parameter["min"] < parameter["max"]
+        )
         return draw.uniform(parameter["min"], parameter["max"])
     return draw.choice(parameter["values"]) if "values" in parameter else parameter["value"]
 
@@ -53,7 +58,10 @@ def test_a_search_of_wandb_optimises_the_score_that_runs_send(path):
     assert sweep["method"] in ("grid", "bayes")
     if sweep["method"] == "bayes":
         assert sweep["metric"] == {"name": "score", "goal": "maximize"}
-        assert sweep["early_terminate"]["type"] == "hyperband" and sweep["early_terminate"]["min_iter"] >= 3
+        assert (
+            sweep["early_terminate"]["type"] == "hyperband"
+            and sweep["early_terminate"]["min_iter"] >= 3
+        )
         seeds = sweep["parameters"]["seed"]
         assert seeds["value"] > 100, "settings are never chosen on the seeds that are reported"
 
@@ -62,16 +70,21 @@ def test_a_search_of_wandb_optimises_the_score_that_runs_send(path):
 @pytest.mark.parametrize("path", WANDB, ids=lambda path: path.stem)
 def test_what_an_agent_of_wandb_would_start_composes(path):
     """The commands as W&B's own agent writes them, for values drawn from the file."""
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args  # takes seconds, in no other test
+    # takes seconds, in no other test
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     sweep, draw = yaml.safe_load(path.read_text()), random.Random(0)
     assert (ROOT / sweep["program"]).exists()
-    blocks = {name for name, value in vars(settings()).items() if hasattr(value, "__dataclass_fields__")}
+    blocks = {
+        name for name, value in vars(settings()).items() if hasattr(value, "__dataclass_fields__")
+    }
     assert not blocks & set(sweep["parameters"]), "W&B locks the names of a sweep's parameters"
     folders = set()
     for _ in range(8):
         values = {name: drawn(parameter, draw) for name, parameter in sweep["parameters"].items()}
-        arguments = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
+        arguments = create_sweep_command_args(
+            {"args": {name: {"value": value} for name, value in values.items()}}
+        )
         command = [part for part in sweep["command"] if not part.startswith("${")]
         assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
         run = settings(*command, *shlex.split(" ".join(arguments["args_no_hyphens"])))

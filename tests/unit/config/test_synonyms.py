@@ -1,4 +1,6 @@
-"""Names of other frameworks, other cases and other options are answered with the setting that is meant."""
+"""Names of other frameworks, other cases and other options are answered with the setting that is
+meant.
+"""
 
 import re
 from dataclasses import fields, is_dataclass
@@ -6,7 +8,13 @@ from dataclasses import fields, is_dataclass
 import pytest
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
-from gspo.commands.option_files import CONF, composed_settings, multirun_first, refuse_dashes, refuse_folders
+from gspo.commands.option_files import (
+    CONF,
+    composed_settings,
+    multirun_first,
+    refuse_dashes,
+    refuse_folders,
+)
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS
 from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import OPTIONS, OURS, THEIRS, our_name
@@ -14,7 +22,9 @@ from gspo.run.cli import explain
 
 
 def refused(*words: str) -> str:
-    with pytest.raises((ValueError, ConfigCompositionException, HydraException, MissingConfigException)) as error:
+    with pytest.raises(
+        (ValueError, ConfigCompositionException, HydraException, MissingConfigException)
+    ) as error:
         composed_settings(list(words))
     return explain(error.value)
 
@@ -42,7 +52,9 @@ def test_no_name_has_two_answers_and_none_is_a_setting_at_the_top():
     names = [name for theirs in OURS.values() for name in theirs]
     assert len(names) == len(set(names)) == len(THEIRS)
     top = {field.name for field in fields(Settings)} | set(GROUPS_BESIDE_SETTINGS)
-    assert {name for name in names if "." not in name} & top == set(), "such a name would never be looked up"
+    assert {name for name in names if "." not in name} & top == set(), (
+        "such a name would never be looked up"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,10 @@ def test_a_name_that_people_know_is_answered_with_ours(word, answer):
 def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
     word = "actor_rollout_ref.rollout.n=8"
     monkeypatch.setattr("sys.argv", ["gspo train", word])
-    assert refused(word) == "there is no setting actor_rollout_ref.rollout.n: here it is rollout.group_size"
+    assert (
+        refused(word)
+        == "there is no setting actor_rollout_ref.rollout.n: here it is rollout.group_size"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,14 +117,20 @@ def test_an_option_is_found_whatever_its_case(word, answer):
     ],
 )
 def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answer):
-    with pytest.raises(ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"):
+    with pytest.raises(
+        ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"
+    ):
         refuse_dashes([word])
     refuse_dashes(["-m", "--multirun", "--config-name=x", "--help", "-cn", "steps=3"])
 
 
-@pytest.mark.parametrize("word", ["hydra.run.dir=/tmp/x", "+hydra.sweep.dir=x", "hydra.sweep.subdir=y"])
+@pytest.mark.parametrize(
+    "word", ["hydra.run.dir=/tmp/x", "+hydra.sweep.dir=x", "hydra.sweep.subdir=y"]
+)
 def test_hydras_folders_are_refused_with_ours(word):
-    with pytest.raises(ValueError, match=r"runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"):
+    with pytest.raises(
+        ValueError, match=r"runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"
+    ):
         refuse_folders([word])
     refuse_folders(["hydra/launcher=basic", "hydra.launcher.n_jobs=2", "runs=x"])
 
@@ -124,9 +145,13 @@ def test_a_name_that_nobody_has_is_not_answered():
     assert our_name("nonsense") == our_name("optimm") == ""
 
 
-@pytest.mark.parametrize("group, theirs, ours", [(g, t, o) for g, names in OPTIONS.items() for t, o in names.items()])
+@pytest.mark.parametrize(
+    "group, theirs, ours", [(g, t, o) for g, names in OPTIONS.items() for t, o in names.items()]
+)
 def test_every_option_that_is_answered_is_one(group, theirs, ours):
-    assert (CONF / group / f"{ours}.yaml").exists() and not (CONF / group / f"{theirs}.yaml").exists()
+    assert (CONF / group / f"{ours}.yaml").exists() and not (
+        CONF / group / f"{theirs}.yaml"
+    ).exists()
 
 
 @pytest.mark.parametrize(

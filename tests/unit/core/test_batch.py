@@ -13,7 +13,9 @@ from gspo.core.types import Problem, Response
 
 def response(prompt: list[int], tokens: list[int], index: int = 0) -> Response:
     problem = Problem("math", index, "", "")
-    return Response(problem, 0, prompt, tokens, -np.arange(1, len(tokens) + 1, dtype=np.float32), "stop", "", 0)
+    return Response(
+        problem, 0, prompt, tokens, -np.arange(1, len(tokens) + 1, dtype=np.float32), "stop", "", 0
+    )
 
 
 def test_pack_by_hand():
@@ -55,12 +57,22 @@ def test_pack_equals_packing_row_by_row():
         assert batch.attention_BS[i, real].all() and batch.attention_BS[i].sum() == prompt + length
         assert (batch.tokens_BS[i][~batch.attention_BS[i]] == 77).all()
         assert batch.mask_BT[i].sum() == length and batch.mask_BT[i, :length].all()
-        for packed_BT, own in ((batch.engine_logp_BT, r.logprobs), (batch.old_logp_BT, r.old_logprobs)):
-            assert (packed_BT[i, :length].numpy() == own).all() and (packed_BT[i, length:] == 0).all()
-        for packed_BSLK, own in ((batch.engine_experts_BSLK, r.experts), (batch.experts_BSLK, r.old_experts)):
+        for packed_BT, own in (
+            (batch.engine_logp_BT, r.logprobs),
+            (batch.old_logp_BT, r.old_logprobs),
+        ):
+            assert (packed_BT[i, :length].numpy() == own).all() and (
+                packed_BT[i, length:] == 0
+            ).all()
+        for packed_BSLK, own in (
+            (batch.engine_experts_BSLK, r.experts),
+            (batch.experts_BSLK, r.old_experts),
+        ):
             recorded = slice(start - prompt, start - prompt + len(own))
             assert (packed_BSLK[i, recorded].numpy() == own).all()
-            assert (packed_BSLK[i, : start - prompt] == -1).all() and (packed_BSLK[i, recorded.stop :] == -1).all()
+            assert (packed_BSLK[i, : start - prompt] == -1).all() and (
+                packed_BSLK[i, recorded.stop :] == -1
+            ).all()
 
 
 def test_all_sampled_tokens_are_selected_also_those_not_trained_on():
@@ -101,7 +113,11 @@ def test_rows_with_the_same_prompt_stay_together_and_those_without_advantage_apa
     assert batch.prompts_B.tolist() == [0, 1, 2] * 4
     batch.adv_BT[batch.prompts_B != 1] = 1.0
     assert [part.prompts_B.tolist() for part in batch.split(4)][-1] == [1] * 4
-    assert {tuple(part.prompts_B.tolist()) for part in batch.split(4)} == {(0,) * 4, (1,) * 4, (2,) * 4}
+    assert {tuple(part.prompts_B.tolist()) for part in batch.split(4)} == {
+        (0,) * 4,
+        (1,) * 4,
+        (2,) * 4,
+    }
 
 
 def test_an_engine_that_lost_log_probs_is_refused():

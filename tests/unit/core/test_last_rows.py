@@ -24,9 +24,16 @@ CASES = {
     "no end of line": ROWS[:-1],
     "blank lines": ROWS.replace("\n", "\n\n"),
     "long lines": "".join(row(step, **{f"m/{i}": 0.5 for i in range(900)}) for step in range(30)),
-    "not finite": row(1) + '{"step": 2, "a": NaN, "b": Infinity, "c": 1e300, "d": true, "e": "x", "f": null}\n',
-    "trees": row(1) + '{"step": 2, "a": {"b": 1}, "c": [1]}\n' + '{"step": 3, "a": ' + "[" * 99 + "]" * 99 + "}\n",
-    "no steps": row(1) + '{"a": 1}\n{"step": -1}\n{"step": 1.5}\n{"step": true}\n{"step": 123456789012345678901234}\n',
+    "not finite": row(1)
+    + '{"step": 2, "a": NaN, "b": Infinity, "c": 1e300, "d": true, "e": "x", "f": null}\n',
+    "trees": row(1)
+    + '{"step": 2, "a": {"b": 1}, "c": [1]}\n'
+    + '{"step": 3, "a": '
+    + "[" * 99
+    + "]" * 99
+    + "}\n",
+    "no steps": row(1)
+    + '{"a": 1}\n{"step": -1}\n{"step": 1.5}\n{"step": true}\n{"step": 123456789012345678901234}\n',
     "half characters": row(1) + '{"step": 2, "\\ud800": 1}\n',
 }
 

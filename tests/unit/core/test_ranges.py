@@ -1,4 +1,6 @@
-"""Every numeric setting states its range: nan, infinities and what lies outside are refused, everywhere the same."""
+"""Every numeric setting states its range: nan, infinities and what lies outside are refused,
+everywhere the same.
+"""
 
 import math
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -22,11 +24,17 @@ def classes(kind: type) -> set[type]:
     """A dataclass and those that its fields hold."""
     found = {kind}
     for hint in get_type_hints(kind).values():
-        found |= {c for part in (hint, *get_args(hint)) if is_dataclass(part) for c in classes(part)}
+        found |= {
+            c for part in (hint, *get_args(hint)) if is_dataclass(part) for c in classes(part)
+        }
     return found
 
 
-ALL = {c for top in (*TOP, *(kind for group in CHOICES.values() for kind in group.values())) for c in classes(top)}
+ALL = {
+    c
+    for top in (*TOP, *(kind for group in CHOICES.values() for kind in group.values()))
+    for c in classes(top)
+}
 
 
 def parts(hint: object) -> set[object]:
@@ -43,34 +51,59 @@ NUMERIC = [
 
 def outside(limits: Range) -> list[float]:
     beyond = [limits.above, limits.below, None if limits.least is None else limits.least - 1]
-    return [value for value in (*beyond, None if limits.most is None else limits.most * 2 + 1) if value is not None]
+    return [
+        value
+        for value in (*beyond, None if limits.most is None else limits.most * 2 + 1)
+        if value is not None
+    ]
 
 
 def test_the_walk_meets_what_it_should():
     names = {f"{kind.__name__}.{field.name}" for kind, field in NUMERIC}
-    assert {"OptimSettings.lr", "Thresholds.mismatch", "KLInLoss.value_bound", "RolloutSettings.extend"} <= names
-    assert {"Mbpp.cpu_seconds", "LUSPO.clip_low", "TinyDense.layers", "SampleCommand.problems"} <= names
+    assert {
+        "OptimSettings.lr",
+        "Thresholds.mismatch",
+        "KLInLoss.value_bound",
+        "RolloutSettings.extend",
+    } <= names
+    assert {
+        "Mbpp.cpu_seconds",
+        "LUSPO.clip_low",
+        "TinyDense.layers",
+        "SampleCommand.problems",
+    } <= names
     assert len(names) > 200, "the numbers of all options"
 
 
-@pytest.mark.parametrize(("kind", "field"), NUMERIC, ids=lambda x: getattr(x, "__name__", None) or x.name)
+@pytest.mark.parametrize(
+    ("kind", "field"), NUMERIC, ids=lambda x: getattr(x, "__name__", None) or x.name
+)
 def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_outside(kind, field):
     limits = declared(kind).get(field.name)
-    assert limits is not None, f"{kind.__name__}.{field.name}: state its range with gspo.core.ranges.ranged"
+    assert limits is not None, (
+        f"{kind.__name__}.{field.name}: state its range with gspo.core.ranges.ranged"
+    )
     if isinstance(field.default, int | float):
         assert field.default in limits
-    others = {f.name: 1 for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    others = {
+        f.name: 1 for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
+    }
     for value in (math.nan, math.inf, -math.inf, *outside(limits)):
         assert value not in limits
         given = {5: value} if field.default_factory is dict else value
         with pytest.raises(ValueError) as refused:
             kind(**(others | {field.name: given}))
         said = str(refused.value)
-        assert f"{field.name}{'.5' * isinstance(given, dict)}={value} must " in said and "\n" not in said, said
+        assert (
+            f"{field.name}{'.5' * isinstance(given, dict)}={value} must " in said
+            and "\n" not in said
+        ), said
 
 
 def test_another_default_keeps_the_range_and_another_range_replaces_it():
-    assert declared(GSPO)["clip_low"] == Range(above=0, below=1, why="the band starts at 1 - clip_low > 0")
+    assert declared(GSPO)["clip_low"] == Range(
+        above=0, below=1, why="the band starts at 1 - clip_low > 0"
+    )
     assert 1.0 in declared(CISPO)["clip_low"] and 1.0 not in declared(GSPO)["clip_low"]
     assert set(declared(DPPO)) == {"log_ratio_bound", "delta"}
 
@@ -86,7 +119,11 @@ def test_a_subclass_keeps_the_facts_that_its_base_stated_about_a_field():
         device: str = "cuda"
         rows: int = ranged(4, least=2)
 
-    assert fields_with(Other, "outside_result") == fields_with(Other, "changeable_on_resume") == ["device", "rows"]
+    assert (
+        fields_with(Other, "outside_result")
+        == fields_with(Other, "changeable_on_resume")
+        == ["device", "rows"]
+    )
     assert declared(Other) == {"rows": Range(least=2)}
 
 
@@ -96,7 +133,12 @@ def test_a_subclass_keeps_the_facts_that_its_base_stated_about_a_field():
         (Range(above=0), False, False, "must be a finite number above 0"),
         (Range(least=1), True, True, "must be a whole number of at least 1, or null"),
         (Range(least=0, below=1), False, False, "must lie in [0, 1)"),
-        (Range(above=0, most=80, why="exp(88) overflows"), False, False, "must lie in (0, 80]: exp(88) overflows"),
+        (
+            Range(above=0, most=80, why="exp(88) overflows"),
+            False,
+            False,
+            "must lie in (0, 80]: exp(88) overflows",
+        ),
         (Range(), False, False, "must be a finite number"),
     ],
 )
@@ -107,11 +149,20 @@ def test_a_range_in_words(limits, whole, optional, words):
 NAMED = [  # override, message: the dotted key as the user knows it
     ("optim.lr=inf", "optim.lr=inf must be a finite number of at least 0"),
     ("advantage.eps=-1", "advantage.eps=-1.0 must be a finite number of at least 0"),
-    ("monitor.thresholds.mismatch=nan", "monitor.thresholds.mismatch=nan must be a finite number of at least 0"),
-    ("trainer.aggregation.length=-1", "trainer.aggregation.length=-1 must be a whole number of at least 0, or null"),
+    (
+        "monitor.thresholds.mismatch=nan",
+        "monitor.thresholds.mismatch=nan must be a finite number of at least 0",
+    ),
+    (
+        "trainer.aggregation.length=-1",
+        "trainer.aggregation.length=-1 must be a whole number of at least 0, or null",
+    ),
     ("task.math.largest=2", "task.math.largest=2 must lie in [5, 999]"),
     ("rollout.extend={100:0}", "rollout.extend.100=0 must be a whole number of at least 1"),
-    ("kl=loss kl.coef=inf", "kl.coef=inf must be a finite number above 0: for no KL term choose kl=none"),
+    (
+        "kl=loss kl.coef=inf",
+        "kl.coef=inf must be a finite number above 0: for no KL term choose kl=none",
+    ),
     ("task=reasoning_gym task.config.a=nan", "task.config.a=nan must be a finite number"),
     ("model.layers=0", "model.layers=0 must be a whole number of at least 1"),
     ("model.heads=0", "model.heads=0 must be a whole number of at least 1"),

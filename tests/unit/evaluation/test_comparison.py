@@ -1,4 +1,6 @@
-"""Two evaluations on disk: read, checked to have the same problems, compared; and a stream that was cut anywhere."""
+"""Two evaluations on disk: read, checked to have the same problems, compared; and a stream that was
+cut anywhere.
+"""
 
 import json
 from pathlib import Path
@@ -20,13 +22,30 @@ TASK = ChainArithmetic()
 
 
 def evaluated(
-    path: Path, engine, problems: int = 12, samples: int = 4, sets=("math_easy", "rated"), task=TASK, **settings
+    path: Path,
+    engine,
+    problems: int = 12,
+    samples: int = 4,
+    sets=("math_easy", "rated"),
+    task=TASK,
+    **settings,
 ) -> Path:
     chosen = load_evaluation_sets(task, list(sets), problems)
-    content = {"samples": samples, "temperature": 1.0, "sets": {s.name: describe(s) for s in chosen}} | settings
+    content = {
+        "samples": samples,
+        "temperature": 1.0,
+        "sets": {s.name: describe(s) for s in chosen},
+    } | settings
     folder = Folder(path, content)
     results = evaluate_into(
-        folder, engine, chosen, samples, Sampling(1.0, 16), seed=0, step=0, on_progress=lambda *_: None
+        folder,
+        engine,
+        chosen,
+        samples,
+        Sampling(1.0, 16),
+        seed=0,
+        step=0,
+        on_progress=lambda *_: None,
     )
     folder.finish(results, {})
     return path
@@ -48,14 +67,25 @@ def test_two_evaluations_are_compared_set_by_set(base, trained):
     assert list(found["sets"]) == ["math_easy", "rated"]
     for name, r in found["sets"].items():
         assert r["accuracy"] == pytest.approx([side[name]["avg"]["value"] for side in results])
-        assert r["gain"]["value"] > 0 and r["found"] == [1.0, 1.0], "demonstrations always have an answer"
-        assert r["correctness"]["value"] == pytest.approx(r["gain"]["value"]) and r["format"]["value"] == 0
+        assert r["gain"]["value"] > 0 and r["found"] == [1.0, 1.0], (
+            "demonstrations always have an answer"
+        )
+        assert (
+            r["correctness"]["value"] == pytest.approx(r["gain"]["value"])
+            and r["format"]["value"] == 0
+        )
     assert found["differences"] == ["samples: 4 against 3", "top_p: None against 0.9"]
     assert json.dumps(found, allow_nan=False)
     text = comparison_table(found)
     gain = found["sets"]["rated"]["gain"]
-    assert f"{gain['value']:+.3f} [{gain['interval_95'][0]:+.3f}, {gain['interval_95'][1]:+.3f}]" in text
-    assert "note: they differ in samples: 4 against 3" in text and "an answer found in 1.000 -> 1.000" in text
+    assert (
+        f"{gain['value']:+.3f} [{gain['interval_95'][0]:+.3f}, {gain['interval_95'][1]:+.3f}]"
+        in text
+    )
+    assert (
+        "note: they differ in samples: 4 against 3" in text
+        and "an answer found in 1.000 -> 1.000" in text
+    )
 
 
 def test_an_evaluation_against_itself_is_nothing(base):
@@ -63,22 +93,30 @@ def test_an_evaluation_against_itself_is_nothing(base):
     for r in found["sets"].values():
         for part in ("gain", "format", "correctness"):
             assert r[part]["value"] == 0 and r[part]["interval_95"] == [0, 0]
-    assert found["differences"] == [] and "+0.000 [+0.000, +0.000]  1.000" in comparison_table(found)
+    assert found["differences"] == [] and "+0.000 [+0.000, +0.000]  1.000" in comparison_table(
+        found
+    )
 
 
 def test_other_problems_are_refused_by_name(tmp_path, base):
     one = read_finished(base)
     fewer = read_finished(evaluated(tmp_path / "fewer", Demonstrator(TASK), problems=7))
-    with pytest.raises(ValueError, match=r"math_easy: problems 7, 8, 9 and 2 more in .*base and not in .*fewer"):
+    with pytest.raises(
+        ValueError, match=r"math_easy: problems 7, 8, 9 and 2 more in .*base and not in .*fewer"
+    ):
         compared(one, fewer)
-    with pytest.raises(ValueError, match=r"math_easy: problems 7, 8, 9 and 2 more in .*base and not in .*fewer"):
+    with pytest.raises(
+        ValueError, match=r"math_easy: problems 7, 8, 9 and 2 more in .*base and not in .*fewer"
+    ):
         compared(fewer, one)
     part = read_finished(evaluated(tmp_path / "part", Demonstrator(TASK), sets=("rated",)))
     with pytest.raises(ValueError, match=r"the set math_easy is in .*base and not in .*part"):
         compared(part, one)
     other = ChainArithmetic(largest=7)
     changed = read_finished(evaluated(tmp_path / "changed", Demonstrator(other), task=other))
-    with pytest.raises(ValueError, match=r"math_easy: other prompts in .*changed than in .*base: problem"):
+    with pytest.raises(
+        ValueError, match=r"math_easy: other prompts in .*changed than in .*base: problem"
+    ):
         compared(one, changed)
     assert numbered([4]) == "problem 4" and numbered([1, 2]) == "problems 1, 2"
 
@@ -100,7 +138,9 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
     # what an environment gave is not damaged, and no accuracy either
     episode = lines[2].replace('"reward": ', '"turns": [], "reward": -2, "was": ')
     file.write_text("".join([*lines[:2], episode]))
-    with pytest.raises(ValueError, match=r"rated\.jsonl: an episode has the reward -2; only rewards from 0 to 1"):
+    with pytest.raises(
+        ValueError, match=r"rated\.jsonl: an episode has the reward -2; only rewards from 0 to 1"
+    ):
         read_finished(base)
     file.unlink()
     file.symlink_to(base / "responses" / "math_easy.jsonl")
@@ -124,13 +164,17 @@ def test_the_command_compares_evaluations(base, trained, capsys):
             command.compare([str(path) for path in paths])
 
 
-# -------------------------------------------------------------------------------------------------- streams on disk
+# --------------------------------------------------------------------------------------------------
+# streams on disk
 
 
 def test_a_stream_that_was_cut_anywhere_ends_with_the_same_numbers(tmp_path):
     policy = small_policy()
     whole = evaluated(tmp_path / "whole", Drawn(policy, 8), samples=3)
-    expected, content = (whole / "result.json").read_bytes(), (whole / "responses" / "rated.jsonl").read_bytes()
+    expected, content = (
+        (whole / "result.json").read_bytes(),
+        (whole / "responses" / "rated.jsonl").read_bytes(),
+    )
     problems = [json.loads(line)["problem"] for line in content.splitlines()]
     assert sorted(problems) != problems, "they stand in the order in which they ended"
     for cut in range(0, len(content) + 1, len(content) // 9):
@@ -138,7 +182,9 @@ def test_a_stream_that_was_cut_anywhere_ends_with_the_same_numbers(tmp_path):
         Folder(path, json.loads((whole / "settings.json").read_text()))
         (path / "responses" / "rated.jsonl").write_bytes(content[:cut])
         kept = content[:cut].count(b"\n") // 3
-        assert (evaluated(path, Drawn(policy, 4), samples=3) / "result.json").read_bytes() == expected
+        assert (
+            evaluated(path, Drawn(policy, 4), samples=3) / "result.json"
+        ).read_bytes() == expected
         rows = (path / "responses" / "rated.jsonl").read_bytes().splitlines()
         assert rows[: 3 * kept] == content.splitlines()[: 3 * kept], "what was whole was kept"
         assert sorted(rows) == sorted(content.splitlines())
@@ -150,5 +196,7 @@ def test_a_stream_with_a_problem_twice_is_damaged(tmp_path):
     lines = file.read_text().splitlines(keepends=True)
     for rows in ([*lines[:4], *lines[:2]], [lines[0], lines[3]], [lines[1]]):
         file.write_text("".join(rows))
-        with pytest.raises(ValueError, match=r"is damaged at problem .*another problem or sample was expected"):
+        with pytest.raises(
+            ValueError, match=r"is damaged at problem .*another problem or sample was expected"
+        ):
             evaluated(path, Drawn(small_policy(), 8), samples=2, sets=("rated",))

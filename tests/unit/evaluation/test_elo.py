@@ -23,7 +23,9 @@ def test_the_chance_to_solve():
 def test_maximum_likelihood_by_hand():
     # half of the attempts at 1600 solved: 1600; 10 of 11: odds of 10, 400 points above
     got = elo.most_likely(*arrays((1600, 50, 100)))
-    assert got.rating == pytest.approx(1600) and got.stderr == pytest.approx(1 / (L * math.sqrt(100 / 4)))
+    assert got.rating == pytest.approx(1600) and got.stderr == pytest.approx(
+        1 / (L * math.sqrt(100 / 4))
+    )
     assert elo.most_likely(*arrays((1600, 10, 11))).rating == pytest.approx(2000)
     # one of two at 1000 and at 2000: by symmetry in the middle
     assert elo.most_likely(*arrays((1000, 2, 2), (2000, 0, 2))).rating == pytest.approx(1500)
@@ -37,17 +39,25 @@ def test_off_the_scale():
 
 
 def test_the_prior():
-    # no data to speak of: the prior; a wide prior: maximum likelihood; Newton's method on the same posterior
+    # no data to speak of: the prior; a wide prior: maximum likelihood; Newton's method on the same
+    # posterior
     got = elo.most_probable(*arrays((1600, 0, 0)))
     assert (got.rating, got.stderr) == (pytest.approx(1500), pytest.approx(700))
     items = arrays((1200, 7, 8), (1600, 3, 8), (2000, 1, 8))
     wide, likely = elo.most_probable(*items, spread=1e6), elo.most_likely(*items)
-    assert wide.rating == pytest.approx(likely.rating, abs=0.01) and wide.stderr == pytest.approx(likely.stderr)
+    assert wide.rating == pytest.approx(likely.rating, abs=0.01) and wide.stderr == pytest.approx(
+        likely.stderr
+    )
     rating = 1500.0
     for _ in range(50):
         p = [1 / (1 + 10 ** ((d - rating) / 400)) for d in items[0]]
-        slope = sum(L * (s - n * q) for s, n, q in zip(items[1], items[2], p, strict=True)) - (rating - 1500) / 700**2
-        curvature = -sum(L * L * n * q * (1 - q) for n, q in zip(items[2], p, strict=True)) - 700**-2
+        slope = (
+            sum(L * (s - n * q) for s, n, q in zip(items[1], items[2], p, strict=True))
+            - (rating - 1500) / 700**2
+        )
+        curvature = (
+            -sum(L * L * n * q * (1 - q) for n, q in zip(items[2], p, strict=True)) - 700**-2
+        )
         rating -= slope / curvature
     got = elo.most_probable(*items)
     assert got.rating == pytest.approx(rating) and got.stderr == pytest.approx((-curvature) ** -0.5)
@@ -56,7 +66,9 @@ def test_the_prior():
 @pytest.mark.slow
 @pytest.mark.parametrize(("true", "spread"), [(800, 34), (1500, 25), (2200, 25)])
 def test_simulated_players(true, spread):
-    """100 problems rated 800 to 3500, 8 attempts at each: no bias, and the reported error is the real one."""
+    """100 problems rated 800 to 3500, 8 attempts at each: no bias, and the reported error is the
+    real one.
+    """
     rng = np.random.default_rng(true)
     difficulty, attempts = np.linspace(800, 3500, 100), np.full(100, 8)
     draws = rng.binomial(8, elo.chance(true, difficulty), size=(300, 100))
@@ -71,7 +83,9 @@ def test_simulated_players(true, spread):
 
 @pytest.mark.slow
 def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike():
-    """A player whose chance also depends on the problem: the curvature's error is too small, the bootstrap's is not."""
+    """A player whose chance also depends on the problem: the curvature's error is too small, the
+    bootstrap's is not.
+    """
     rng, true = np.random.default_rng(5), 1600
     difficulty, attempts, times = np.linspace(1000, 2200, 60), np.full(60, 16), 100
     covered_by_bootstrap = covered_by_curvature = 0

@@ -1,4 +1,6 @@
-"""avg@k, pass@k, maj@k and their errors: hand numbers, all subsets enumerated, coverage in simulated evaluations."""
+"""avg@k, pass@k, maj@k and their errors: hand numbers, all subsets enumerated, coverage in
+simulated evaluations.
+"""
 
 import itertools
 import math
@@ -7,7 +9,15 @@ import numpy as np
 import pytest
 
 from gspo.evaluation import estimates
-from gspo.evaluation.estimates import average, error_parts, interval, majority_at_k, pass_at_k, powers, student_quantile
+from gspo.evaluation.estimates import (
+    average,
+    error_parts,
+    interval,
+    majority_at_k,
+    pass_at_k,
+    powers,
+    student_quantile,
+)
 
 NAN = math.nan
 
@@ -29,7 +39,9 @@ def test_the_error_splits_into_sampling_and_problems():
     # alike within, different between: no sampling noise; and the other way round: noise alone
     assert error_parts(np.array([[1.0, 1], [0, 0]])) == pytest.approx((0, 0.5))
     assert error_parts(np.array([[1.0, 0], [0, 1]])) == pytest.approx((math.sqrt(0.5) / 2, 0))
-    assert np.isnan(error_parts(np.ones((5, 1)))).all(), "one sample says nothing of the noise of samples"
+    assert np.isnan(error_parts(np.ones((5, 1)))).all(), (
+        "one sample says nothing of the noise of samples"
+    )
 
 
 def test_the_parts_are_unbiased():
@@ -37,7 +49,8 @@ def test_the_parts_are_unbiased():
     chances = rng.beta(2, 3, size=(3000, m, 1))
     rewards = (rng.random((3000, m, k)) < chances).astype(float)
     parts = np.array([error_parts(r) for r in rewards]) ** 2
-    assert parts[:, 0].mean() == pytest.approx(1 / 5 / k / m, rel=0.02)  # E p(1-p) = 1/5 for Beta(2, 3)
+    # E p(1-p) = 1/5 for Beta(2, 3)
+    assert parts[:, 0].mean() == pytest.approx(1 / 5 / k / m, rel=0.02)
     assert parts[:, 1].mean() == pytest.approx(1 / 25 / m, rel=0.03)  # var p = 1/25
 
 
@@ -55,7 +68,9 @@ def test_ungraded_samples_and_problems_are_left_out():
     assert majority_at_k(rewards, answers, 3).value == 1
 
 
-@pytest.mark.parametrize(("n", "right", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 4), (4, 4, 2), (4, 0, 2), (5, 3, 5)])
+@pytest.mark.parametrize(
+    ("n", "right", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 4), (4, 4, 2), (4, 0, 2), (5, 3, 5)]
+)
 def test_pass_at_k_is_the_mean_over_all_subsets(n, right, k):
     solved = [1.0] * right + [0.0] * (n - right)
     subsets = list(itertools.combinations(solved, k))
@@ -92,14 +107,19 @@ def test_the_majority_by_hand_and_over_all_subsets(answers):
     assert majority_at_k(rewards, table, 5).value == vote(answers, rights)
     for k in (1, 2, 3, 4):
         orders = list(itertools.permutations(range(5), k))
-        exact = sum(vote([answers[i] for i in o], [rights[i] for i in o]) for o in orders) / len(orders)
+        exact = sum(vote([answers[i] for i in o], [rights[i] for i in o]) for o in orders) / len(
+            orders
+        )
         got = majority_at_k(rewards, table, k).value
         assert got == pytest.approx(exact, abs=4 * 0.5 / math.sqrt(estimates.DRAWS))
         assert got == majority_at_k(rewards, table, k).value
 
 
 def test_a_problem_votes_with_its_own_answers_alone():
-    rewards, answers = np.array([[1.0, 0, 0], [0, 1, 1]]), np.array([["7", "5", "5"], ["7", "5", "5"]])
+    rewards, answers = (
+        np.array([[1.0, 0, 0], [0, 1, 1]]),
+        np.array([["7", "5", "5"], ["7", "5", "5"]]),
+    )
     assert majority_at_k(rewards, answers, 3).value == 0.5
 
 
@@ -112,14 +132,21 @@ def test_pass_and_majority_at_k_are_unbiased():
     fresh = [c for c in itertools.product(range(3), repeat=k)]
     weights = [math.prod(chances[i] for i in c) for c in fresh]
     majority = sum(
-        w * vote(["abc"[i] for i in c], [float(i == 0) for i in c]) for c, w in zip(fresh, weights, strict=True)
+        w * vote(["abc"[i] for i in c], [float(i == 0) for i in c])
+        for c, w in zip(fresh, weights, strict=True)
     )
-    for got, truth in ((pass_at_k(rewards, k), 1 - 0.5**k), (majority_at_k(rewards, answers, k), majority)):
+    for got, truth in (
+        (pass_at_k(rewards, k), 1 - 0.5**k),
+        (majority_at_k(rewards, answers, k), majority),
+    ):
         assert abs(got.value - truth) < 3.5 * got.stderr < 0.02
 
 
-# shapes of the chances over problems (Beta): spread, hard, easy with few problems, and all nearly alike
-@pytest.mark.parametrize(("a", "b", "m", "k"), [(0.5, 0.5, 30, 8), (0.2, 3.8, 50, 4), (5, 2, 100, 4), (40, 60, 30, 16)])
+# shapes of the chances over problems (Beta): spread, hard, easy with few problems, and all nearly
+# alike
+@pytest.mark.parametrize(
+    ("a", "b", "m", "k"), [(0.5, 0.5, 30, 8), (0.2, 3.8, 50, 4), (5, 2, 100, 4), (40, 60, 30, 16)]
+)
 def test_intervals_cover_in_92_to_98_of_100_evaluations(a, b, m, k):
     rng, times = np.random.default_rng(2), 1000
     chances = rng.beta(a, b, size=(times, m, 1))
@@ -137,14 +164,18 @@ def test_intervals_stay_within_0_and_1():
     for value, m in ((0.0, 30), (1.0, 30), (0.0, 2)):
         low, high = interval(value, 0.0, m, 8 * m)
         assert 0 <= low <= value <= high <= 1 and high - low > 0.05
-    assert interval(0.0, 0.0, 30, 240)[1] == pytest.approx(0.122, abs=0.001)  # Wilson for 0 of 30, t with 29 degrees
-    low, high = interval(0.5, 0.0, 10, 80)  # all problems alike: no better than 80 independent samples
+    # Wilson for 0 of 30, t with 29 degrees
+    assert interval(0.0, 0.0, 30, 240)[1] == pytest.approx(0.122, abs=0.001)
+    # all problems alike: no better than 80 independent samples
+    low, high = interval(0.5, 0.0, 10, 80)
     assert high - low == pytest.approx(2 * 2.262 * math.sqrt(0.25 / 80), rel=0.05)
     # far from the ends and with many problems: value -+ 1.96 stderr
     assert interval(0.4, 0.01, 2000, 16000) == pytest.approx((0.3804, 0.4196), abs=2e-4)
 
 
-@pytest.mark.parametrize("rewards", [[[5, 3], [4, -2], [1, 1]], [[-1, -1], [-1, 0], [0, -1]], [[2, 2], [2, 2]]])
+@pytest.mark.parametrize(
+    "rewards", [[[5, 3], [4, -2], [1, 1]], [[-1, -1], [-1, 0], [0, -1]], [[2, 2], [2, 2]]]
+)
 def test_rewards_beyond_0_and_1_have_students_interval_around_their_mean(rewards):
     got, values = average(np.array(rewards, dtype=float)), np.mean(rewards, axis=1)
     half = student_quantile(0.975, len(rewards) - 1) * values.std(ddof=1) / math.sqrt(len(rewards))
@@ -160,7 +191,15 @@ def test_the_error_is_that_of_the_bootstrap_over_problems():
 
 
 def test_student_quantiles_are_those_of_tables():
-    for freedom, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045), (10**6, 1.960)):
+    for freedom, t in (
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (9, 2.262),
+        (29, 2.045),
+        (10**6, 1.960),
+    ):
         assert student_quantile(0.975, freedom) == pytest.approx(t, rel=2e-3)
 
 

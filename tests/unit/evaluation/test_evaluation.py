@@ -1,4 +1,6 @@
-"""Held-out evaluation: frozen numbers, ungraded responses, grading beside generation, and going on after a stop."""
+"""Held-out evaluation: frozen numbers, ungraded responses, grading beside generation, and going on
+after a stop.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,14 @@ from demonstrator import Demonstrator
 from games import Echoes
 from gspo.core.types import Problem, Response, Score
 from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
-from gspo.evaluation.resumable import Folder, describe, evaluate_into, fingerprint, table, without_speed_settings
+from gspo.evaluation.resumable import (
+    Folder,
+    describe,
+    evaluate_into,
+    fingerprint,
+    table,
+    without_speed_settings,
+)
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.episode import Seconds
 from gspo.rollout.local_engine import LocalEngine
@@ -31,7 +40,9 @@ from gspo.tracking.metrics import lookup
 
 @dataclass
 class Graded(ChainArithmetic):
-    """The math task as a finite set with answers to vote for, whose verifier fails on some responses."""
+    """The math task as a finite set with answers to vote for, whose verifier fails on some
+    responses.
+    """
 
     fails: tuple[tuple[int, str], ...] = ()  # (problem, a part of the response)
 
@@ -62,7 +73,9 @@ FROZEN = {
 def test_the_numbers_of_earlier_runs_have_not_changed():
     task = Mixture()
     try:
-        metrics, groups = evaluate(Demonstrator(task), task, EvaluationSettings(problems=24, samples=4), 60, step=0)
+        metrics, groups = evaluate(
+            Demonstrator(task), task, EvaluationSettings(problems=24, samples=4), 60, step=0
+        )
     finally:
         task.close()
     for name, (average, stderr, solved) in FROZEN.items():
@@ -79,7 +92,9 @@ def test_the_random_numbers_of_earlier_runs_have_not_changed():
     try:
         first, groups = evaluate(engine, task, settings, 8, step=0)
         again, _ = evaluate(engine, task, settings, 8, step=5)
-        one, _ = evaluate(engine, task, EvaluationSettings(problems=3, samples=2, sets=["code"]), 8, step=0)
+        one, _ = evaluate(
+            engine, task, EvaluationSettings(problems=3, samples=2, sets=["code"]), 8, step=0
+        )
     finally:
         task.close()
     text = "|".join(r.text for group in groups for r in group)
@@ -93,14 +108,18 @@ def test_finite_sets_are_taken_whole_and_made_ones_by_number():
     made, finite = ChainArithmetic(), Graded()
     assert [len(s.problems) for s in load_evaluation_sets(made, ["math_easy"], None)] == [256]
     assert [len(s.problems) for s in load_evaluation_sets(finite, [], None)] == [30, 30, 30]
-    some, more = load_evaluation_sets(finite, ["rated"], 7) + load_evaluation_sets(finite, ["rated"], 99)
+    some, more = load_evaluation_sets(finite, ["rated"], 7) + load_evaluation_sets(
+        finite, ["rated"], 99
+    )
     assert some.problems == more.problems[:7] and len(more.problems) == 30
 
 
 def groups_of(task, problems, samples):
     chosen = load_evaluation_sets(task, ["rated"], problems)[0].problems
     position = (0, "evaluation", "rated")
-    return list(chain(*scored_chunks(Demonstrator(task), task, chosen, samples, Sampling(), position)))
+    return list(
+        chain(*scored_chunks(Demonstrator(task), task, chosen, samples, Sampling(), position))
+    )
 
 
 def test_ungraded_responses_are_in_no_denominator():
@@ -119,13 +138,20 @@ def test_ungraded_responses_are_in_no_denominator():
     # the same as if the lost problem had never been there
     rest = [rows(group) for group in complete[1:]]
     alone = summarise([rows(group) for group in groups_of(Graded(fails=((0, "#"),)), 8, 4)], [1, 4])
-    assert {k: v for k, v in alone.items() if k not in ("problems", "problems_left_out", "ungraded")} == {
-        k: v for k, v in summarise(rest, [1, 4]).items() if k not in ("problems", "problems_left_out", "ungraded")
+    assert {
+        k: v for k, v in alone.items() if k not in ("problems", "problems_left_out", "ungraded")
+    } == {
+        k: v
+        for k, v in summarise(rest, [1, 4]).items()
+        if k not in ("problems", "problems_left_out", "ungraded")
     }
 
 
 def test_a_set_without_any_grade_has_counts_alone():
-    result = summarise([rows(group) for group in groups_of(Graded(fails=tuple((i, "") for i in range(3))), 3, 2)], [2])
+    result = summarise(
+        [rows(group) for group in groups_of(Graded(fails=tuple((i, "") for i in range(3))), 3, 2)],
+        [2],
+    )
     metrics = as_metrics("rated", result)
     assert metrics == {"eval/rated/ungraded": 6.0}
     assert result["avg"]["value"] is None and json.dumps(result, allow_nan=False)
@@ -136,7 +162,10 @@ def test_the_majority_is_reported_where_there_are_answers():
     with_answers = summarise([rows(group) for group in groups_of(Graded(), 12, 8)], [1, 8])
     assert with_answers["maj"]["8"]["value"] > with_answers["avg"]["value"]
     assert abs(with_answers["maj"]["1"]["value"] - with_answers["avg"]["value"]) < 0.03
-    nothing = [[row | {"answer": ""} for row in rows(group)] for group in groups_of(ChainArithmetic(), 4, 2)]
+    nothing = [
+        [row | {"answer": ""} for row in rows(group)]
+        for group in groups_of(ChainArithmetic(), 4, 2)
+    ]
     without = summarise(nothing, [2])
     assert without["maj"] is None and "eval/rated/maj@2" not in as_metrics("rated", without)
 
@@ -146,11 +175,18 @@ def test_the_majority_is_reported_where_there_are_answers():
 
 @pytest.fixture
 def echoed(tmp_path) -> dict[str, dict]:
-    """The results of problems that are played in an environment, from the command line's evaluation."""
+    """The results of problems that are played in an environment, from the command line's
+    evaluation.
+    """
     engine, sets = LocalEngine(small_policy()), load_evaluation_sets(Echoes(length=2), [], 6)
-    sampling, folder = Sampling(1.0, max_new_tokens=60, stop=("e", "3", "+")), Folder(tmp_path / "evaluation", {"a": 1})
+    sampling, folder = (
+        Sampling(1.0, max_new_tokens=60, stop=("e", "3", "+")),
+        Folder(tmp_path / "evaluation", {"a": 1}),
+    )
     some = {"samples": 2, "sampling": sampling, "seed": 0, "step": 0}
-    results = [evaluate_into(folder, engine, sets, **some, on_progress=lambda *_: None) for _ in range(2)]
+    results = [
+        evaluate_into(folder, engine, sets, **some, on_progress=lambda *_: None) for _ in range(2)
+    ]
     assert results[0] == results[1], "the second was read from the folder"
     return results[0]
 
@@ -160,14 +196,21 @@ def test_episodes_have_numbers_metrics_and_a_line(echoed):
     assert found["finish_stop"] > 0 and found["turns_max"] == 2 and 1 <= found["turns"] <= 2
     assert 0 < found["environment_tokens"] < 1 and found["told"] > 0
     metrics = as_metrics("echo", echoed["echo"] | {"samples": 2})
-    assert metrics["eval/echo/episode_turns"] == found["turns"] and metrics["eval/echo/episode_told"] == found["told"]
+    assert (
+        metrics["eval/echo/episode_turns"] == found["turns"]
+        and metrics["eval/echo/episode_told"] == found["told"]
+    )
     assert {lookup(name).name for name in metrics if "/episode_" in name} == {"eval/*/episode_*"}
-    assert f"echo: episodes: cut {found['cut']:.3g}, " in table(echoed, 2) and "turns_max 2" in table(echoed, 2)
+    assert f"echo: episodes: cut {found['cut']:.3g}, " in table(
+        echoed, 2
+    ) and "turns_max 2" in table(echoed, 2)
 
 
 def test_no_other_set_has_numbers_of_episodes():
     result = summarise([rows(group) for group in groups_of(Graded(), 4, 2)], [2])
-    assert "episodes" not in result and not any("episode" in name for name in as_metrics("rated", result))
+    assert "episodes" not in result and not any(
+        "episode" in name for name in as_metrics("rated", result)
+    )
     assert "episodes" not in table({"rated": result | {"maj": None}}, 2)
 
 
@@ -178,12 +221,18 @@ def test_chunks_and_the_thread_change_nothing():
     task, engine = ChainArithmetic(), LocalEngine(small_policy(), batch_rows=6)
     problems, sampling = load_evaluation_sets(task, ["rated"], 7)[0].problems, Sampling(1.0, 6)
     serial = engine.generate(problems, 3, sampling, (1, "x"))
-    scores = task.score([(r.problem, r.text, r.finish_reason == "stop") for group in serial for r in group])
+    scores = task.score(
+        [(r.problem, r.text, r.finish_reason == "stop") for group in serial for r in group]
+    )
     seconds = Seconds()
-    beside = list(chain(*scored_chunks(engine, task, problems, 3, sampling, (1, "x"), seconds=seconds)))
+    beside = list(
+        chain(*scored_chunks(engine, task, problems, 3, sampling, (1, "x"), seconds=seconds))
+    )
     flat, expected = ([r for group in groups for r in group] for groups in (beside, serial))
     assert [r.token_ids for r in flat] == [r.token_ids for r in expected]
-    assert all((a.logprobs == b.logprobs).all() for a, b in zip(flat, expected, strict=True)), "the same batches"
+    assert all((a.logprobs == b.logprobs).all() for a, b in zip(flat, expected, strict=True)), (
+        "the same batches"
+    )
     assert [r.score for r in flat] == scores and seconds.sampling > seconds.waited >= 0
     in_threes = list(scored_chunks(engine, task, problems, 3, sampling, (1, "x"), chunk=3))
     assert [len(chunk) for chunk in in_threes] == [3, 3, 1]
@@ -202,12 +251,20 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
 
     class Waiting(ChainArithmetic):
         def score(self, answers):
-            assert sampling_second.wait(10), "the second chunk is not begun before the first is graded"
+            assert sampling_second.wait(10), (
+                "the second chunk is not begun before the first is graded"
+            )
             return super().score(answers)
 
     task, seconds = Waiting(), Seconds()
     problems = load_evaluation_sets(task, ["rated"], 4)[0].problems
-    groups = list(chain(*scored_chunks(Engine(task), task, problems, 2, Sampling(), (0,), chunk=1, seconds=seconds)))
+    groups = list(
+        chain(
+            *scored_chunks(
+                Engine(task), task, problems, 2, Sampling(), (0,), chunk=1, seconds=seconds
+            )
+        )
+    )
     assert [group[0].problem.index for group in groups] == [0, 1, 2, 3] and seconds.waited < 5
 
 
@@ -221,7 +278,13 @@ def test_an_exception_of_the_verifier_surfaces_and_earlier_chunks_are_whole():
     task, seen = Broken(), []
     with pytest.raises(RuntimeError, match="the verifier is gone"):
         for chunk in scored_chunks(
-            Demonstrator(task), task, load_evaluation_sets(task, ["rated"], 9)[0].problems, 2, Sampling(), (0,), chunk=2
+            Demonstrator(task),
+            task,
+            load_evaluation_sets(task, ["rated"], 9)[0].problems,
+            2,
+            Sampling(),
+            (0,),
+            chunk=2,
         ):
             seen += chunk
     assert [group[0].problem.index for group in seen] == [0, 1, 2, 3]
@@ -254,7 +317,10 @@ def test_stopped_anywhere_it_ends_the_same(tmp_path):
     engine = Demonstrator(task, batch_rows=12)  # chunks of 3 problems
     expected, told = evaluated(tmp_path / "whole", engine)
     assert told[:3] == [("math_easy", 0, False), ("math_easy", 3, True), ("math_easy", 3, True)]
-    easy, rated = ((tmp_path / "whole" / "responses" / f"{name}.jsonl").read_bytes() for name in ("math_easy", "rated"))
+    easy, rated = (
+        (tmp_path / "whole" / "responses" / f"{name}.jsonl").read_bytes()
+        for name in ("math_easy", "rated")
+    )
     assert json.loads(easy.splitlines()[0]).keys() >= {
         "prompt", "response", "verdict", "reward", "answer", "length", "finish_reason"
     }  # fmt: skip
@@ -281,13 +347,17 @@ def test_a_folder_with_other_settings_or_damage_is_refused(tmp_path):
     engine = Demonstrator(Graded())
     evaluated(tmp_path, engine, {"samples": 4, "sets": {"rated": {"task": {"largest": 9}}}})
     with pytest.raises(
-        ValueError, match=r"other settings: sets\.rated\.task\.largest: 9 against 7; choose another out="
+        ValueError,
+        match=r"other settings: sets\.rated\.task\.largest: 9 against 7; choose another out=",
     ):
         Folder(tmp_path, {"samples": 4, "sets": {"rated": {"task": {"largest": 7}}}})
     path = tmp_path / "responses" / "rated.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:5] + lines[6:]))
-    with pytest.raises(ValueError, match=r"rated\.jsonl is damaged at problem 1, sample 1 .*another problem or sample"):
+    with pytest.raises(
+        ValueError,
+        match=r"rated\.jsonl is damaged at problem 1, sample 1 .*another problem or sample",
+    ):
         evaluated(tmp_path, engine, {"samples": 4, "sets": {"rated": {"task": {"largest": 9}}}})
     path.write_text("nonsense\n")
     with pytest.raises(ValueError, match="damaged at problem 0, sample 0"):
@@ -296,8 +366,16 @@ def test_a_folder_with_other_settings_or_damage_is_refused(tmp_path):
 
 def test_what_makes_an_evaluation_another_one():
     mixture = without_speed_settings(Mixture(code=FunctionWriting(slots=3)))
-    assert "slots" not in mixture["code"] and mixture["code"]["cpu_seconds"] == 0.5 and mixture["code_share"] == 0.5
-    assert mixture == without_speed_settings(Mixture()) != without_speed_settings(Mixture(code_share=0.4))
+    assert (
+        "slots" not in mixture["code"]
+        and mixture["code"]["cpu_seconds"] == 0.5
+        and mixture["code_share"] == 0.5
+    )
+    assert (
+        mixture
+        == without_speed_settings(Mixture())
+        != without_speed_settings(Mixture(code_share=0.4))
+    )
     assert "workers" not in without_speed_settings(GSM8K(workers=2))
     one, other, seeded = (
         describe(load_evaluation_sets(task, ["rated"], 5, seed)[0])
@@ -313,18 +391,27 @@ def test_what_makes_an_evaluation_another_one():
 def test_the_table_says_what_the_ratings_rest_on():
     result = summarise([rows(group) for group in groups_of(Graded(), 20, 4)], [1, 2, 4])
     text = table({"rated": result}, 4)
-    assert "95 % interval" in text and f"{result['avg']['stderr']:.3f}" not in text, "one convention: 95 %"
-    assert f"{result['avg']['value']:.3f}" in text and "20 problems rated 1000 to 2200, 80 attempts" in text
+    assert "95 % interval" in text and f"{result['avg']['stderr']:.3f}" not in text, (
+        "one convention: 95 %"
+    )
+    assert (
+        f"{result['avg']['value']:.3f}" in text
+        and "20 problems rated 1000 to 2200, 80 attempts" in text
+    )
     low, high = result["avg"]["interval_95"]
     assert low < result["avg"]["value"] < high and f"{low:.3f} .. {high:.3f}" in text
     parts = [result["avg"][key] for key in ("stderr_sampling", "stderr_problems")]
     assert math.hypot(*parts) == pytest.approx(result["avg"]["stderr"])
-    nothing = summarise([[row | {"reward": 0.0} for row in rows(group)] for group in groups_of(Graded(), 4, 2)], [2])
+    nothing = summarise(
+        [[row | {"reward": 0.0} for row in rows(group)] for group in groups_of(Graded(), 4, 2)], [2]
+    )
     assert "maximum likelihood -inf" in table({"rated": nothing}, 2)
 
 
 def test_problems_without_rating_have_no_elo():
     response = groups_of(Graded(), 1, 1)[0][0]
     unrated = Problem("math", 1, "1+1=?", 2)
-    group = rows([Response(unrated, 0, [1], [2], np.zeros(1), "stop", "#2", 0, score=response.score)])
+    group = rows(
+        [Response(unrated, 0, [1], [2], np.zeros(1), "stop", "#2", 0, score=response.score)]
+    )
     assert summarise([rows([response]), group], [1])["elo"] is None

@@ -1,4 +1,6 @@
-"""The paired difference and its split into format and correctness: numbers worked by hand, invariances, oracles."""
+"""The paired difference and its split into format and correctness: numbers worked by hand,
+invariances, oracles.
+"""
 
 import itertools
 import math
@@ -16,7 +18,9 @@ from gspo.tasks.math_benchmarks import AIME24
 
 
 def group(*responses: str) -> list[dict]:
-    """Rows of responses: "correct", or another verdict, which earns nothing; "ungraded" has no reward."""
+    """Rows of responses: "correct", or another verdict, which earns nothing; "ungraded" has no
+    reward.
+    """
     rewards = {"correct": 1.0, "ungraded": None}
     return [{"reward": rewards.get(verdict, 0.0), "verdict": verdict} for verdict in responses]
 
@@ -26,17 +30,22 @@ TRAINED = [group("correct", "correct"), group("correct", "wrong")]
 
 
 def test_numbers_worked_by_hand():
-    """Base: accuracy (1/2 + 0)/2 = 1/4, found (1/2 + 1/2)/2 = 1/2, so c = 1/2. Trained: 3/4 = 1 x 3/4. Format gives
-    (1 - 1/2)(1/2 + 3/4)/2 = 5/16, correctness (3/4 - 1/2)(1/2 + 1)/2 = 3/16, together 1/2."""
+    """Base: accuracy (1/2 + 0)/2 = 1/4, found (1/2 + 1/2)/2 = 1/2, so c = 1/2. Trained: 3/4 = 1 x
+    3/4. Format gives (1 - 1/2)(1/2 + 3/4)/2 = 5/16, correctness (3/4 - 1/2)(1/2 + 1)/2 = 3/16,
+    together 1/2."""
     result = compare(BASE, TRAINED)
     assert result["problems"] == 2 and result["problems_left_out"] == 0
     assert result["accuracy"] == [0.25, 0.75] and result["found"] == [0.5, 1.0]
     assert result["right_of_found"] == [0.5, 0.75] and result["truncated"] == [0.25, 0.0]
-    assert result["gain"] == {"value": 0.5, "interval_95": [0.5, 0.5], "p": 0.5}, "both differences are 1/2"
+    assert result["gain"] == {"value": 0.5, "interval_95": [0.5, 0.5], "p": 0.5}, (
+        "both differences are 1/2"
+    )
     assert result["format"]["value"] == 5 / 16 and result["correctness"]["value"] == 3 / 16
 
 
-def random_groups(seed: int, problems: int, samples: int, chances: tuple[float, ...]) -> list[list[dict]]:
+def random_groups(
+    seed: int, problems: int, samples: int, chances: tuple[float, ...]
+) -> list[list[dict]]:
     verdicts = ("correct", "wrong", "no-answer", "truncated", "ungraded")
     rng = np.random.default_rng(seed)
     return [group(*rng.choice(verdicts, samples, p=chances)) for _ in range(problems)]
@@ -51,8 +60,12 @@ def pair(problems: int = 60) -> tuple[list, list]:
 
 def test_the_parts_are_the_gain_and_the_factors_are_the_accuracy():
     result = compare(*pair())
-    assert result["format"]["value"] + result["correctness"]["value"] == pytest.approx(result["gain"]["value"])
-    for accuracy, found, right in zip(result["accuracy"], result["found"], result["right_of_found"], strict=True):
+    assert result["format"]["value"] + result["correctness"]["value"] == pytest.approx(
+        result["gain"]["value"]
+    )
+    for accuracy, found, right in zip(
+        result["accuracy"], result["found"], result["right_of_found"], strict=True
+    ):
         assert accuracy == pytest.approx(found * right)
     assert result["gain"]["value"] == pytest.approx(result["accuracy"][1] - result["accuracy"][0])
     for part in ("gain", "format", "correctness"):
@@ -73,7 +86,9 @@ def test_the_other_way_round_signs_flip():
     assert there["gain"]["p"] == back["gain"]["p"]
     for part in ("gain", "format", "correctness"):
         assert back[part]["value"] == -there[part]["value"] != 0
-        assert back[part]["interval_95"] == pytest.approx([-end for end in reversed(there[part]["interval_95"])])
+        assert back[part]["interval_95"] == pytest.approx(
+            [-end for end in reversed(there[part]["interval_95"])]
+        )
 
 
 def test_what_changes_one_factor_alone_is_that_part():
@@ -81,7 +96,10 @@ def test_what_changes_one_factor_alone_is_that_part():
     fewer = [group("correct", "wrong", "no-answer", "no-answer") for _ in answers]
     more = [group("correct", "wrong", "correct", "wrong") for _ in answers]
     result = compare(fewer, more)
-    assert result["format"]["value"] == pytest.approx(result["gain"]["value"]) and result["gain"]["value"] == 0.25
+    assert (
+        result["format"]["value"] == pytest.approx(result["gain"]["value"])
+        and result["gain"]["value"] == 0.25
+    )
     better = [group("correct", "correct") for _ in answers]
     result = compare(answers, better)
     assert result["format"] == {"value": 0.0, "interval_95": [0.0, 0.0]}
@@ -92,9 +110,14 @@ def test_a_policy_without_any_answer_gains_by_format_alone():
     silent, speaking = [group("no-answer"), group("truncated")], [group("correct"), group("wrong")]
     result = compare(silent, speaking)
     assert result["right_of_found"][1] == 0.5 and math.isnan(result["right_of_found"][0])
-    assert result["format"]["value"] == 0.5 == result["gain"]["value"] and result["correctness"]["value"] == 0
+    assert (
+        result["format"]["value"] == 0.5 == result["gain"]["value"]
+        and result["correctness"]["value"] == 0
+    )
     assert compare(silent, silent)["format"]["value"] == 0
-    parts = split(np.array([0.0, 0.2]), np.array([0.0, 0.4]), np.array([0.0, 0.3]), np.array([0.0, 0.6]))
+    parts = split(
+        np.array([0.0, 0.2]), np.array([0.0, 0.4]), np.array([0.0, 0.3]), np.array([0.0, 0.6])
+    )
     assert np.allclose(parts, [[0, 0.1], [0, 0.0]])
 
 
@@ -102,32 +125,44 @@ def test_problems_without_a_grade_are_left_out_on_both_sides():
     base, trained = [*BASE, group("ungraded", "ungraded")], [*TRAINED, group("correct", "correct")]
     expected = compare(BASE, TRAINED) | {"problems_left_out": 1}
     assert compare(base, trained) == expected
-    assert compare([group("ungraded")], [group("correct")]) == {"problems": 0, "problems_left_out": 1}
+    assert compare([group("ungraded")], [group("correct")]) == {
+        "problems": 0,
+        "problems_left_out": 1,
+    }
     partly = [group("correct", "no-answer", "ungraded"), BASE[1]]
-    assert compare(partly, TRAINED) == compare(BASE, TRAINED), "an ungraded response is in no denominator"
+    assert compare(partly, TRAINED) == compare(BASE, TRAINED), (
+        "an ungraded response is in no denominator"
+    )
 
 
 def test_one_problem_has_no_interval():
     result = compare(BASE[:1], TRAINED[:1])
     assert result["gain"]["value"] == 0.5 and result["gain"]["p"] == 1.0
-    assert all(math.isnan(end) for part in ("gain", "format") for end in result[part]["interval_95"])
+    assert all(
+        math.isnan(end) for part in ("gain", "format") for end in result[part]["interval_95"]
+    )
 
 
 def test_with_all_answers_found_the_bootstrap_agrees_with_students_t():
     base = random_groups(3, 300, 4, (0.4, 0.6, 0, 0, 0))
     trained = random_groups(4, 300, 4, (0.5, 0.5, 0, 0, 0))
     result = compare(base, trained)
-    assert result["correctness"]["interval_95"] == pytest.approx(result["gain"]["interval_95"], abs=0.006)
+    assert result["correctness"]["interval_95"] == pytest.approx(
+        result["gain"]["interval_95"], abs=0.006
+    )
     assert result["format"]["interval_95"] == [0.0, 0.0]
 
 
 def test_what_earned_something_had_an_answer():
-    """A reward function of one's own may give part of the reward to a response that it calls malformed."""
+    """A reward function of one's own may give part of the reward to a response that it calls
+    malformed.
+    """
     rows = [{"reward": 0.5, "verdict": "malformed"}, {"reward": 0.0, "verdict": "malformed"}]
     assert answered([rows]).found_P.tolist() == [0.5]
 
 
-# ------------------------------------------------------------------------------------------------------------- p
+# -------------------------------------------------------------------------------------------------------------
+# p
 
 
 def test_the_exact_p_is_the_share_of_all_patterns():
@@ -152,9 +187,13 @@ def test_many_problems_take_no_patterns():
 def test_differences_become_whole_numbers_of_one_unit():
     assert in_steps(np.array([0.25, -0.125, 0.5]), np.array([8, 4])).tolist() == [2, -1, 4]
     assert in_steps(np.array([1 / 3, -1 / 7]), np.array([3, 7])).tolist() == [7, -3]
-    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [123, -500], "rewards between 0 and 1"
+    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [123, -500], (
+        "rewards between 0 and 1"
+    )
     many = np.full(5000, 0.123456)
-    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (WORK // 5000**2)), "coarser, to end in time"
+    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (WORK // 5000**2)), (
+        "coarser, to end in time"
+    )
 
 
 def test_the_mean_difference_worked_by_hand():
@@ -165,7 +204,8 @@ def test_the_mean_difference_worked_by_hand():
     assert [found.low, found.high] == pytest.approx([0.5 - half, 0.5 + half], rel=1e-4)
 
 
-# ------------------------------------------------------------------------------------ what verifiers say of an answer
+# ------------------------------------------------------------------------------------ what
+# verifiers say of an answer
 
 
 def verdicts(task, problem: Problem, *responses: str) -> list[tuple[str, bool]]:
@@ -180,10 +220,14 @@ def test_math_verifiers_say_whether_there_was_an_answer():
     assert verdicts(chain, problem, "7+5=12;#12", "#13", "7+5=12", "#12 or 13") == [
         ("correct", True), ("wrong", True), ("no-answer", False), ("malformed", False)
     ]  # fmt: skip
-    assert chain.score([(problem, "#12", False)])[0].verdict in NO_ANSWER, "a response that was cut off"
+    assert chain.score([(problem, "#12", False)])[0].verdict in NO_ANSWER, (
+        "a response that was cut off"
+    )
     aime = AIME24()
     try:
-        found = verdicts(aime, Problem("aime24", 0, "?", "12"), r"\boxed{12}", r"so \boxed{13}", "12")
+        found = verdicts(
+            aime, Problem("aime24", 0, "?", "12"), r"\boxed{12}", r"so \boxed{13}", "12"
+        )
     finally:
         aime.close()
     assert found == [("correct", True), ("wrong", True), ("no-answer", False)]
@@ -193,7 +237,9 @@ def test_the_code_grader_says_whether_there_was_a_program():
     task = FunctionWriting(variables="x")
     problem = Problem("code", 0, "#times 3\ndef f(x):\n", [((2,), 6), ((3,), 9)])
     try:
-        found = verdicts(task, problem, " return x*3", " return x*2", " return 1/0", " return x*", " ")
+        found = verdicts(
+            task, problem, " return x*3", " return x*2", " return 1/0", " return x*", " "
+        )
     finally:
         task.close()
     assert found == [

@@ -1,4 +1,6 @@
-"""LoRA: what an adapter computes, against dense weights, peft's own modules and peft's own merge; and its files."""
+"""LoRA: what an adapter computes, against dense weights, peft's own modules and peft's own merge;
+and its files.
+"""
 
 import json
 from dataclasses import replace
@@ -20,7 +22,8 @@ from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout.local_engine import LocalEngine
 
 MOE = TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
-LARGE = TinyMoE(hidden=256, layers=1, heads=4, experts=16, experts_per_token=2, expert_width=512)  # copied in rollouts
+# copied in rollouts
+LARGE = TinyMoE(hidden=256, layers=1, heads=4, experts=16, experts_per_token=2, expert_width=512)
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 CASES = {
     "attention": (MOE, "attention", 4),
@@ -32,7 +35,9 @@ CASES = {
 }
 
 
-def adapted(model=MOE, which: str = "all", rank: int = 4, learned: bool = True, policy: Policy | None = None) -> Policy:
+def adapted(
+    model=MOE, which: str = "all", rank: int = 4, learned: bool = True, policy: Policy | None = None
+) -> Policy:
     """A small policy with an adapter that already changes what it computes, if it has learned."""
     policy = policy or small_policy(model)
     policy.adapt(LoraSettings(rank=rank, targets=which, alpha=8), seed=1)
@@ -78,7 +83,9 @@ def test_merged_equals_unmerged_and_the_engine_equals_the_trainer(case):
         real = fed(batch)
         assert torch.equal(batch.engine_experts_BSLK[real], learning.experts_BSLK[real])
     plain = small_policy(CASES[case][0]).forward(batch).logp_BT
-    assert (plain - learning.logp_BT)[batch.mask_BT].abs().max() > 0.05, "the adapter should have changed something"
+    assert (plain - learning.logp_BT)[batch.mask_BT].abs().max() > 0.05, (
+        "the adapter should have changed something"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +100,9 @@ def test_our_forward_equals_that_of_pefts_modules(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_that_of_the_dense_low_rank_product(case):
-    """W' = W + s B A has dL/dB = s (dL/dW') A^T and dL/dA = s B^T (dL/dW'), for an expert's matrix as for a layer's."""
+    """W' = W + s B A has dL/dB = s (dL/dW') A^T and dL/dA = s B^T (dL/dW'), for an expert's matrix
+    as for a layer's.
+    """
     policy = of_case(case)
     batch = batch_of(policy, sample(policy))
     dense = policy.copy()
@@ -113,8 +122,12 @@ def test_the_gradient_is_that_of_the_dense_low_rank_product(case):
             atol = 1e-4 * float(expected.detach().abs().max())
             assert atol > 0
             torch.testing.assert_close(found, expected.detach(), atol=atol, rtol=0)
-    others = [parameter for name, parameter in policy.model.named_parameters() if ".lora_" not in name]
-    assert others and all(parameter.grad is None and not parameter.requires_grad for parameter in others)
+    others = [
+        parameter for name, parameter in policy.model.named_parameters() if ".lora_" not in name
+    ]
+    assert others and all(
+        parameter.grad is None and not parameter.requires_grad for parameter in others
+    )
     assert len(policy.parameters()) == 2 * len(policy.adapter.layers)
 
 
@@ -132,10 +145,14 @@ def test_in_bfloat16_the_adapter_still_acts_and_is_rounded_as_the_rest():
     plain = small_policy()
     policy = adapted(policy=Policy(plain.model, plain.tokenizer, precision=torch.bfloat16))
     batch = batch_of(policy, sample(policy))
-    batch = replace(batch, replay_BSLK=batch.experts_BSLK)  # else rounding would send tokens to other experts
+    # else rounding would send tokens to other experts
+    batch = replace(batch, replay_BSLK=batch.experts_BSLK)
     rounded = policy.forward(batch).logp_BT.detach()
     policy.precision = torch.float32
-    exact, off = policy.forward(batch).logp_BT.detach(), policy.without_adapter().score(batch, 8).logp_BT
+    exact, off = (
+        policy.forward(batch).logp_BT.detach(),
+        policy.without_adapter().score(batch, 8).logp_BT,
+    )
     error = (rounded - exact)[batch.mask_BT].abs().mean()
     assert 0 < error < 0.1 * (off - exact)[batch.mask_BT].abs().mean()
 
@@ -166,7 +183,8 @@ def test_an_architecture_without_a_forward_of_ours_is_adapted_by_pefts_modules()
     assert all(parameter.grad is not None for parameter in policy.parameters())
 
 
-# ------------------------------------------------------------------------------------------------- without the adapter
+# -------------------------------------------------------------------------------------------------
+# without the adapter
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_without_its_adapter_the_policy_is_the_one_that_it_began_as_on_the_same_tensors(precision):
     plain = small_policy()
@@ -177,12 +195,18 @@ def test_without_its_adapter_the_policy_is_the_one_that_it_began_as_on_the_same_
     policy = adapted(policy=start)
     before = policy.without_adapter()
     found, on = before.score(batch, 4), policy.score(batch, 4)
-    assert torch.equal(found.logp_BT, expected.logp_BT), "the reference is the model before training, to the bit"
+    assert torch.equal(found.logp_BT, expected.logp_BT), (
+        "the reference is the model before training, to the bit"
+    )
     assert torch.equal(found.experts_BSLK, expected.experts_BSLK)
     assert not torch.equal(on.logp_BT, expected.logp_BT)
-    assert {p.data_ptr() for p in before.model.parameters()} >= pointers and before.model is policy.model
+    assert {
+        p.data_ptr() for p in before.model.parameters()
+    } >= pointers and before.model is policy.model
     gradients(policy, batch)
-    assert all(parameter.grad is not None for parameter in policy.parameters()), "it learns on, after being off"
+    assert all(parameter.grad is not None for parameter in policy.parameters()), (
+        "it learns on, after being off"
+    )
 
 
 def test_routing_replay_sends_tokens_to_the_recorded_experts_under_an_adapter():
@@ -192,15 +216,24 @@ def test_routing_replay_sends_tokens_to_the_recorded_experts_under_an_adapter():
         for parameter in policy.adapter.parameters():
             parameter.add_(0.2)
     replayed = replace(batch, replay_BSLK=batch.experts_BSLK)
-    free, forced, merged = policy.forward(batch), policy.forward(replayed), policy.copy().forward(replayed)
-    assert not torch.equal(free.experts_BSLK, batch.experts_BSLK), "the change should have moved some routes"
+    free, forced, merged = (
+        policy.forward(batch),
+        policy.forward(replayed),
+        policy.copy().forward(replayed),
+    )
+    assert not torch.equal(free.experts_BSLK, batch.experts_BSLK), (
+        "the change should have moved some routes"
+    )
     assert (free.logp_BT - forced.logp_BT)[batch.mask_BT].abs().max() > 1e-3
     close(forced.logp_BT, merged.logp_BT, batch.mask_BT)
     real = fed(batch)
-    assert torch.equal(forced.experts_BSLK[real], merged.experts_BSLK[real]), "the own choice is recorded too"
+    assert torch.equal(forced.experts_BSLK[real], merged.experts_BSLK[real]), (
+        "the own choice is recorded too"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- its files
+# ----------------------------------------------------------------------------------------------------------
+# its files
 @pytest.mark.parametrize("case", ["all", "attention", "dense"])
 def test_peft_loads_the_files_elsewhere_and_merges_to_the_same_bits(case, tmp_path):
     policy = of_case(case)
@@ -221,17 +254,30 @@ def test_peft_loads_the_files_elsewhere_and_merges_to_the_same_bits(case, tmp_pa
     assert merged.keys() == dict(policy.named_tensors()).keys()
     assert all(torch.equal(merged[name], tensor) for name, tensor in policy.named_tensors())
     again = small_policy(CASES[case][0])
-    again.adapt(LoraSettings(rank=CASES[case][2], targets=CASES[case][1], alpha=8), 99, folder=tmp_path / "adapter")
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), policy.parameters(), strict=True))
+    again.adapt(
+        LoraSettings(rank=CASES[case][2], targets=CASES[case][1], alpha=8),
+        99,
+        folder=tmp_path / "adapter",
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), policy.parameters(), strict=True)
+    )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["r"] == CASES[case][2] and config["lora_alpha"] == 8 and config["peft_type"] == "LORA"
+    assert (
+        config["r"] == CASES[case][2]
+        and config["lora_alpha"] == 8
+        and config["peft_type"] == "LORA"
+    )
 
 
 def test_the_files_hold_the_adapter_alone(tmp_path):
     policy = adapted()
     policy.adapter.save(tmp_path, policy.adapter.tensors())
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert all("lora_A" in name or "lora_B" in name for name in stored)
     assert sum(x.numel() for x in stored.values()) == sum(p.numel() for p in policy.parameters())
 
@@ -239,7 +285,9 @@ def test_the_files_hold_the_adapter_alone(tmp_path):
 def test_an_adapter_of_another_model_or_another_shape_is_refused(tmp_path):
     policy = adapted()
     policy.adapter.save(tmp_path, policy.adapter.tensors())
-    other = small_policy(TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16))
+    other = small_policy(
+        TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
+    )
     with torch.no_grad():
         other.model.lm_head.weight.mul_(1.01)
     with pytest.raises(ValueError, match="adapter of other weights than this model has now"):
@@ -274,7 +322,9 @@ def test_what_is_adapted():
     assert targets(model, "all") == (attention, targets(model, "experts")[1])
     dense = small_policy(DENSE).model
     assert len(targets(dense, "all")[0]) == 2 * 7
-    with pytest.raises(ValueError, match=r"policy\.lora\.targets=experts: Qwen3ForCausalLM has no such layers"):
+    with pytest.raises(
+        ValueError, match=r"policy\.lora\.targets=experts: Qwen3ForCausalLM has no such layers"
+    ):
         targets(dense, "experts")
 
 
@@ -295,19 +345,28 @@ def test_a_copy_for_the_engine_has_merged_weights_under_the_models_own_names():
 
 
 @pytest.mark.parametrize("case", ["all", "dense"])
-def test_a_merged_model_is_written_as_a_normal_folder_for_an_engine_that_starts_from_one(case, tmp_path):
+def test_a_merged_model_is_written_as_a_normal_folder_for_an_engine_that_starts_from_one(
+    case, tmp_path
+):
     policy = of_case(case)
     merged = dict(policy.named_tensors())
     save(policy.model, policy.tokenizer, tmp_path, dict(merged))  # transformers empties it
     stored = load(str(tmp_path))[0].state_dict()
-    assert stored.keys() == merged.keys() and all(torch.equal(stored[name], merged[name]) for name in merged)
+    assert stored.keys() == merged.keys() and all(
+        torch.equal(stored[name], merged[name]) for name in merged
+    )
     save(small_policy(CASES[case][0]).model, policy.tokenizer, tmp_path / "plain")
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(tmp_path / "plain/model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "model.safetensors").keys()
+        == load_file(tmp_path / "plain/model.safetensors").keys()
+    )
 
 
 def test_without_peft_the_setting_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match=r"policy\.lora needs peft, which is not installed: pip install"):
+    with pytest.raises(
+        ValueError, match=r"policy\.lora needs peft, which is not installed: pip install"
+    ):
         adapters.installed()
 
 
@@ -327,7 +386,11 @@ def test_on_a_gpu_experts_are_merged_in_rollouts_and_in_scoring_the_adapter_is_a
     for copy_experts in (True, False):
         made = LayerWeights(None, (), None)
         _prepare_experts(made, layer.mlp.experts, blocks=False, copy_experts=copy_experts)
-        assert (made.merged is not None) == copy_experts and made.experts is None and not made.all_experts_below
+        assert (
+            (made.merged is not None) == copy_experts
+            and made.experts is None
+            and not made.all_experts_below
+        )
         found.append(network.experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, made))
     torch.testing.assert_close(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
     with policy.adapter.off():

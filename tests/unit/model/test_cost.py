@@ -1,4 +1,6 @@
-"""Active parameters, counted by hand for families of experts; unknown where configuration and modules do not fit."""
+"""Active parameters, counted by hand for families of experts; unknown where configuration and
+modules do not fit.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -30,8 +32,20 @@ SIZES = {
 }  # fmt: skip
 HEADS = {"head_dim": 16}
 TWO_OF_64 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "intermediate_size": 48}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 48,
+}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 EXPERT = 3 * 32 * 16  # gate, up and down
 SQUARES = 4 * 32 * 32  # q, k, v and o
@@ -58,14 +72,19 @@ FAMILIES = {
         2 * (SQUARES + NORMS) + 3 * 32 * 48 + ROUTER + 3 * EXPERT + ENDS,
     ),
     "gpt_oss": (  # biases everywhere, and an attention sink per head
-        GptOssConfig(**SIZES, **HEADS, num_local_experts=64, num_experts_per_tok=2, intermediate_size=16),
+        GptOssConfig(
+            **SIZES, **HEADS, num_local_experts=64, num_experts_per_tok=2, intermediate_size=16
+        ),
         2 * (SQUARES + 4 * 32 + 2 + NORMS + ROUTER + 64 + 2 * (EXPERT + 2 * 16 + 32)) + ENDS,
     ),
     "deepseek_v3": (
         DeepseekV3Config(**SIZES, **TWO_OF_64, **GROUPS, **LATENT, n_routed_experts=64),
         2 * (OF_LATENT + NORMS) + 3 * 32 * 48 + ROUTER + 3 * EXPERT + ENDS,
     ),
-    "llama": (LlamaConfig(**SIZES, intermediate_size=48), 2 * (SQUARES + NORMS + 3 * 32 * 48) + ENDS),
+    "llama": (
+        LlamaConfig(**SIZES, intermediate_size=48),
+        2 * (SQUARES + NORMS + 3 * 32 * 48) + ENDS,
+    ),
     "gpt2": (  # tied: the embedding counts as output layer; its positions, and biases
         GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2, n_positions=24),
         12 * 32 * 32 + (3 + 1 + 4 + 1) * 32 + 2 * NORMS + NORMS + 100 * 32 + 24 * 32,
@@ -87,7 +106,8 @@ def test_active_parameters_by_hand(family):
 def test_attention_of_another_width_for_keys_than_for_values():
     policy = Policy(model(FAMILIES["deepseek_v3"][0]), small_policy().tokenizer)
     once, twice = (policy.forward_flops(torch.tensor([n])) for n in (1, 2))
-    # 2 layers, 2 heads, 12 dimensions of queries and keys, 16 of values; half of the pairs of positions
+    # 2 layers, 2 heads, 12 dimensions of queries and keys, 16 of values; half of the pairs of
+    # positions
     assert twice - 2 * once == pytest.approx(2 * 2 * (12 + 16) * (2**2 - 2))
 
 
@@ -96,8 +116,14 @@ def test_what_cannot_be_told_is_no_number():
         **{k: v for k, v in SIZES.items() if k != "num_hidden_layers"}, **LATENT, num_layers=1, num_hidden_layers=2,
         n_routed_experts=8, zero_expert_num=4, moe_topk=2, ffn_hidden_size=48, expert_ffn_hidden_size=16,
     )  # fmt: skip
-    assert active_parameters(model(zero)) is None, "some of a token's places go to experts that compute nothing"
-    for key, value in (("num_experts_per_tok", 65), ("num_experts_per_tok", 0), ("num_local_experts", 32)):
+    assert active_parameters(model(zero)) is None, (
+        "some of a token's places go to experts that compute nothing"
+    )
+    for key, value in (
+        ("num_experts_per_tok", 65),
+        ("num_experts_per_tok", 0),
+        ("num_local_experts", 32),
+    ):
         other = model(copy.deepcopy(FAMILIES["gpt_oss"][0]))
         setattr(other.config, key, value)
         assert active_parameters(other) is None, f"{key}={value}"

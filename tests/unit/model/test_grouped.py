@@ -1,4 +1,6 @@
-"""The ways to multiply tokens by their experts' matrices: each against a loop in float64, and which is chosen where."""
+"""The ways to multiply tokens by their experts' matrices: each against a loop in float64, and which
+is chosen where.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -55,12 +57,18 @@ def test_each_way_is_the_loop_in_float64_forward_and_backward(monkeypatch, way, 
     exact = [x.detach().double().requires_grad_() for x in inputs]
     exact_own = SimpleNamespace(gate_up_proj=exact[2], down_proj=exact[3])
     expected = loop(exact_own, exact[0], exact[1], chosen)
-    expected_gradients = torch.autograd.grad((expected * slopes.double()).sum(), exact, allow_unused=True)
-    for ours, theirs in zip([out.detach(), *gradients], [expected.detach(), *expected_gradients], strict=True):
+    expected_gradients = torch.autograd.grad(
+        (expected * slopes.double()).sum(), exact, allow_unused=True
+    )
+    for ours, theirs in zip(
+        [out.detach(), *gradients], [expected.detach(), *expected_gradients], strict=True
+    ):
         scale = float(theirs.abs().max())
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6 * scale)
     with torch.no_grad():
-        torch.testing.assert_close(network.experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            network.experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("way", ["blocks", "all"])
@@ -76,7 +84,12 @@ def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatc
 
     with Names():
         network.experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
-    assert names and not names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::bincount", "aten::_grouped_mm"}
+    assert names and not names & {
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::bincount",
+        "aten::_grouped_mm",
+    }
     monkeypatch.setattr(torch.Tensor, "tolist", None)  # it reads without an operation
     network.experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
 
@@ -109,7 +122,8 @@ def test_the_way_is_the_cheapest_that_does_not_wait():
     assert way((8, 0), bf16, tokens=256) == "blocks"
     # few experts, of which half take part: 4 N rows against 2 N to 4 N and the copies
     assert way((9, 0), fp32, tokens=512, experts=4, top_k=2) == "all"
-    assert grouped.way_to_multiply(torch.zeros(9, 8), [torch.zeros(2, 4, 8)], 1) == "grouped"  # a CPU's own
+    # a CPU's own
+    assert grouped.way_to_multiply(torch.zeros(9, 8), [torch.zeros(2, 4, 8)], 1) == "grouped"
 
 
 def gradients_of_two_passes(policy, batch, keeping) -> tuple[list[torch.Tensor], int]:
@@ -120,7 +134,10 @@ def gradients_of_two_passes(policy, batch, keeping) -> tuple[list[torch.Tensor],
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal count
-            if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            if (
+                function is torch.ops.aten._to_copy.default
+                and (kwargs or {}).get("dtype") == torch.bfloat16
+            ):
                 count += args[0].shape in shapes
             return function(*args, **(kwargs or {}))
 
@@ -141,8 +158,11 @@ def test_casts_that_are_kept_change_no_bit_and_are_made_once():
     kept, few = gradients_of_two_passes(policy, batch, policy.casts_kept)
     plain, many = gradients_of_two_passes(policy, batch, nullcontext)
     assert (few, many) == (2 * layers, 4 * layers)  # gate-and-up and down, per layer
-    assert len(kept) == len(plain) and all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
-    policy.network.checkpointing = True  # there memory matters more: forward and recomputation round for themselves
+    assert len(kept) == len(plain) and all(
+        torch.equal(a, b) for a, b in zip(kept, plain, strict=True)
+    )
+    # there memory matters more: forward and recomputation round for themselves
+    policy.network.checkpointing = True
     kept, many = gradients_of_two_passes(policy, batch, policy.casts_kept)
     assert many == 8 * layers and all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
 
@@ -161,7 +181,9 @@ def test_a_kept_cast_gives_its_gradient_to_the_weight_and_is_made_anew_after_a_c
 
 
 def test_an_update_leaves_no_cast_behind():
-    """PyTorch's fused AdamW changes weights without counting it, so no cast may outlive the micro-batches."""
+    """PyTorch's fused AdamW changes weights without counting it, so no cast may outlive the
+    micro-batches.
+    """
     policy = small_policy()
     policy.precision = torch.bfloat16
     batch = batch_of(policy, sample(policy)).rows(torch.tensor([0, 1]))

@@ -1,4 +1,6 @@
-"""The output head in float32 above layers in bfloat16: what its log-probs and ratios lose against float64."""
+"""The output head in float32 above layers in bfloat16: what its log-probs and ratios lose against
+float64.
+"""
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ TENTH_OF_THE_RANGE = 3e-5  # nats; the paper's clip range is 3e-4
 
 
 def responses() -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Return hidden states and head of responses before and after a small move, and the tokens: the largest logits are
-    20 to 30, as those of public models."""
+    """Return hidden states and head of responses before and after a small move, and the tokens: the
+    largest logits are 20 to 30, as those of public models."""
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.45
     moved_head = head + torch.randn(VOCABULARY, WIDTH, generator=generator) * 1e-6
@@ -63,7 +65,9 @@ def test_a_bfloat16_head_does_not_carry_it():
     assert errors(torch.bfloat16, False).square().mean().sqrt() > 3e-4
 
 
-def test_inputs_rounded_to_bfloat16_do_not_carry_it_either_even_if_the_sums_are_float32(monkeypatch):
+def test_inputs_rounded_to_bfloat16_do_not_carry_it_either_even_if_the_sums_are_float32(
+    monkeypatch,
+):
     """So `torch.mm(out_dtype=float32)` of rounded inputs is not enough."""
     plain = kernels.parts
     monkeypatch.setattr(kernels, "parts", lambda x, split: (plain(x, True)[0].float(),))
@@ -82,7 +86,9 @@ def test_the_split_products_have_the_gradients_of_the_plain_one():
         found.append((x.grad, weight.grad))
     for plain, of_parts in zip(*found, strict=True):
         assert plain.dtype == of_parts.dtype == torch.float32
-        assert (plain - of_parts).norm() < 5e-3 * plain.norm(), "the gradient's products round their inputs once"
+        assert (plain - of_parts).norm() < 5e-3 * plain.norm(), (
+            "the gradient's products round their inputs once"
+        )
 
 
 def test_two_parts_hold_a_float32_matrix():
@@ -98,7 +104,9 @@ def gpt2(head_dtype: torch.dtype) -> Policy:
     tokenizer = small_policy().tokenizer
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)
     torch.manual_seed(0)
-    return Policy(GPT2LMHeadModel(config), tokenizer, precision=torch.bfloat16, head_dtype=head_dtype)
+    return Policy(
+        GPT2LMHeadModel(config), tokenizer, precision=torch.bfloat16, head_dtype=head_dtype
+    )
 
 
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
@@ -126,7 +134,9 @@ def test_a_model_that_runs_through_its_own_forward_has_the_heads_precision_too(h
 
 
 def test_in_the_first_mini_batch_every_ratio_is_exactly_1_and_the_floor_is_what_rounding_does():
-    """The pass under the old policy multiplies matrices of other shapes, which round otherwise in bfloat16."""
+    """The pass under the old policy multiplies matrices of other shapes, which round otherwise in
+    bfloat16.
+    """
     t = trainer(GSPO(clip_low=3e-4, clip_high=4e-4), old_pass="always", minibatches=1)
     t.policy.precision = torch.bfloat16
     for row in steps(t, 2):

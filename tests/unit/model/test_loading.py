@@ -1,4 +1,6 @@
-"""Models that people bring: what is mended when they are loaded, and what is refused before the first step."""
+"""Models that people bring: what is mended when they are loaded, and what is refused before the
+first step.
+"""
 
 import json
 
@@ -15,11 +17,18 @@ from gspo.model.tokenizer import character_tokenizer
 
 
 def test_a_generation_configuration_that_cannot_be_written_is_mended():
-    read = transformers.GenerationConfig(do_sample=False, temperature=0.6, top_p=0.95, eos_token_id=[1, 2])
+    read = transformers.GenerationConfig(
+        do_sample=False, temperature=0.6, top_p=0.95, eos_token_id=[1, 2]
+    )
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         read.save_pretrained("nowhere")
     mended = writable(read)
-    assert (mended.do_sample, mended.temperature, mended.top_p, mended.eos_token_id) == (True, 0.6, 0.95, [1, 2])
+    assert (mended.do_sample, mended.temperature, mended.top_p, mended.eos_token_id) == (
+        True,
+        0.6,
+        0.95,
+        [1, 2],
+    )
     mended.validate(strict=True)
     assert read.do_sample is False, "what was read is not changed"
     assert writable(None) is None
@@ -43,7 +52,10 @@ def test_a_folder_with_such_a_file_is_loaded_and_written_again(tmp_path):
     model, tokenizer = load(str(tmp_path))
     check_can_be_written(model, tokenizer)
     save(model, tokenizer, tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"] == 0.6
+    assert (
+        json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"]
+        == 0.6
+    )
 
 
 def test_what_cannot_be_written_is_said_before_the_first_step(monkeypatch):
@@ -56,15 +68,20 @@ def test_what_cannot_be_written_is_said_before_the_first_step(monkeypatch):
         check_can_be_written(model, tokenizer)
     model.generation_config.do_sample = True
     other = StandIn(path="allenai/OLMoE-1B-7B-0924").make()[1]
-    monkeypatch.setattr(loading.transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: other)
-    with pytest.raises(ValueError, match="its tokenizer gives other tokens once it is written and read again"):
+    monkeypatch.setattr(
+        loading.transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: other
+    )
+    with pytest.raises(
+        ValueError, match="its tokenizer gives other tokens once it is written and read again"
+    ):
         check_can_be_written(model, tokenizer)
 
 
 def test_weights_that_cannot_be_written_are_said_too():
     model, tokenizer = StandIn().make()
     layers = model.model.layers
-    layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight  # safetensors refuses what shares memory
+    # safetensors refuses what shares memory
+    layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: a checkpoint of it cannot be written"):
         check_can_be_written(model, tokenizer)
 
@@ -78,7 +95,8 @@ def test_quantized_weights_are_refused_in_one_line(tmp_path, method):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for make in (HFModel(path=str(tmp_path)).make, HFModel(path=str(tmp_path)).outline):
         with pytest.raises(
-            ValueError, match=rf"its weights are quantized \({method}\), .*use the folder of 16 or 32 b"
+            ValueError,
+            match=rf"its weights are quantized \({method}\), .*use the folder of 16 or 32 b",
         ):
             make()
 

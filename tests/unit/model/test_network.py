@@ -1,4 +1,6 @@
-"""Our own forward and decode step against transformers' own, family by family; kernels against their plain forms."""
+"""Our own forward and decode step against transformers' own, family by family; kernels against
+their plain forms.
+"""
 
 import pytest
 import torch
@@ -57,7 +59,9 @@ FAMILIES = {
 
 
 def made(kind: type, config: type, extra: dict) -> Policy:
-    """A random model with two query heads per key head, the character tokenizer, and weights large enough to matter."""
+    """A random model with two query heads per key head, the character tokenizer, and weights large
+    enough to matter.
+    """
     tokenizer = small_policy().tokenizer
     sizes = {
         "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -81,7 +85,9 @@ def gradients(policy: Policy, batch, plain: bool) -> tuple:
     output = policy.forward(batch)
     weights = torch.linspace(-1, 2, batch.mask_BT.numel()).view(batch.mask_BT.shape)
     torch.where(batch.mask_BT, output.logp_BT * weights, 0.0).sum().backward()
-    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+    }
     policy.model.zero_grad()
     policy.network = own
     return output, found
@@ -90,7 +96,10 @@ def gradients(policy: Policy, batch, plain: bool) -> tuple:
 def test_log_probs_entropy_experts_and_every_gradient_are_those_of_the_model_itself(policy):
     assert policy.network, "a known family"
     batch = batch_of(policy, sample(policy))
-    (ours, ours_grad), (theirs, theirs_grad) = gradients(policy, batch, False), gradients(policy, batch, True)
+    (ours, ours_grad), (theirs, theirs_grad) = (
+        gradients(policy, batch, False),
+        gradients(policy, batch, True),
+    )
     mask = batch.mask_BT
     torch.testing.assert_close(ours.logp_BT[mask], theirs.logp_BT[mask], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.entropy_BT[mask], theirs.entropy_BT[mask], atol=1e-5, rtol=1e-5)
@@ -98,11 +107,15 @@ def test_log_probs_entropy_experts_and_every_gradient_are_those_of_the_model_its
         assert torch.equal(ours.experts_BSLK[fed(batch)], theirs.experts_BSLK[fed(batch)])
     assert ours_grad.keys() == theirs_grad.keys()
     for name, grad in theirs_grad.items():
-        torch.testing.assert_close(ours_grad[name], grad, atol=2e-5 * float(grad.abs().max()) + 1e-9, rtol=1e-3)
+        torch.testing.assert_close(
+            ours_grad[name], grad, atol=2e-5 * float(grad.abs().max()) + 1e-9, rtol=1e-3
+        )
 
 
 def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch):
-    """Prompts of several lengths, responses that end at different steps: cache growth, dropped rows, masks."""
+    """Prompts of several lengths, responses that end at different steps: cache growth, dropped
+    rows, masks.
+    """
     engine, sampling = LocalEngine(policy), Sampling(1.0, 60)
     record = policy.routing.layers > 0
     ours = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
@@ -112,14 +125,25 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch)
     logp = policy.score(batch, 4).logp_BT[batch.mask_BT]
     policy.network = own
     same_responses(ours, theirs, record)
-    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5
+    )
 
     monkeypatch.setattr(packed_weights, "LARGE", 1)  # every matrix is prepared as large ones are
     monkeypatch.setattr(packed_weights, "ALL_EXPERTS_BELOW", 0)
     with policy.network.frozen(copy_experts=True):
-        assert all(own.experts if hasattr(layer.mlp, "experts") else own.down for layer, own in layers(policy))
-    same_responses(engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record), theirs, record)
-    torch.testing.assert_close(policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5)
+        assert all(
+            own.experts if hasattr(layer.mlp, "experts") else own.down
+            for layer, own in layers(policy)
+        )
+    same_responses(
+        engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record),
+        theirs,
+        record,
+    )
+    torch.testing.assert_close(
+        policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5
+    )
 
 
 def same_responses(ours, theirs, record: bool) -> None:
@@ -129,7 +153,10 @@ def same_responses(ours, theirs, record: bool) -> None:
         assert abs(a.logprobs - b.logprobs).max() < 1e-5
         lengths.add(len(a.token_ids))
         if record:
-            assert a.experts.shape == (len(a.prompt_ids) + len(a.token_ids) - 1, *b.experts.shape[1:])
+            assert a.experts.shape == (
+                len(a.prompt_ids) + len(a.token_ids) - 1,
+                *b.experts.shape[1:],
+            )
             assert (a.experts == b.experts).all()
     assert len(lengths) > 3, "responses should end at different steps"
 
@@ -155,7 +182,11 @@ def test_gradient_checkpointing_changes_no_gradient_also_under_a_replay():
 
 @pytest.mark.parametrize(
     "extra",
-    [{"hidden_act": "gelu"}, {"attn_implementation": "eager"}, {"use_sliding_window": True, "sliding_window": 4}],
+    [
+        {"hidden_act": "gelu"},
+        {"attn_implementation": "eager"},
+        {"use_sliding_window": True, "sliding_window": 4},
+    ],
     ids=str,
 )
 def test_a_setting_that_changes_the_arithmetic_is_not_known(extra):
@@ -175,7 +206,13 @@ def test_a_model_that_computes_otherwise_is_not_known_whatever_its_name():
 
 def test_an_unknown_architecture_runs_through_its_own_forward():
     tokenizer = small_policy().tokenizer
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, eos_token_id=tokenizer.eos_token_id)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     policy = Policy(GPT2LMHeadModel(config), tokenizer)
     assert policy.network is None
     batch = batch_of(policy, sample(policy))
@@ -202,7 +239,9 @@ def compare(ours, plain, *inputs: torch.Tensor) -> None:
 
 def test_kernels_against_their_plain_forms():
     torch.manual_seed(1)
-    x, weight, per_head = (torch.randn(*shape, requires_grad=True) for shape in ((7, 3, 8), (8,), (3, 8)))
+    x, weight, per_head = (
+        torch.randn(*shape, requires_grad=True) for shape in ((7, 3, 8), (8,), (3, 8))
+    )
 
     def plain_norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
@@ -214,9 +253,13 @@ def test_kernels_against_their_plain_forms():
 
     def plain_rotate(x):
         a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).flatten(-2)
+        return torch.stack(
+            [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1
+        ).flatten(-2)
 
-    compare(lambda x: kernels.rotate(x, torch.polar(torch.ones_like(angle), angle)), plain_rotate, x)
+    compare(
+        lambda x: kernels.rotate(x, torch.polar(torch.ones_like(angle), angle)), plain_rotate, x
+    )
     with torch.no_grad():
         torch.testing.assert_close(kernels.rms_norm(x, per_head, 1e-6), plain_norm(x, per_head))
         torch.testing.assert_close(kernels.swiglu(x), F.silu(x[..., :4]) * x[..., 4:])
@@ -239,7 +282,9 @@ def test_log_probs_in_chunks_are_those_of_all_logits_at_once(monkeypatch, temper
         found = []
         for of_logp, of_entropy in ((logp, entropy), (at_targets, spread)):
             loss = sum(
-                (part * s).sum() for part, s, on in zip((of_logp, of_entropy), (slope, steep), parts, strict=True) if on
+                (part * s).sum()
+                for part, s, on in zip((of_logp, of_entropy), (slope, steep), parts, strict=True)
+                if on
             )
             found.append(torch.autograd.grad(loss, (x, weight), retain_graph=True))
         for a, b in zip(*found, strict=True):
@@ -247,12 +292,18 @@ def test_log_probs_in_chunks_are_those_of_all_logits_at_once(monkeypatch, temper
 
 
 def test_the_gradient_of_the_entropy_is_its_finite_difference():
-    """In float32, so within the differences' own rounding; a far logit, whose probability is 0, gives no NaN."""
+    """In float32, so within the differences' own rounding; a far logit, whose probability is 0,
+    gives no NaN.
+    """
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
     weight[0] *= 200
 
     def total(x):
-        return kernels.TokenLogProbs.apply(x, weight, torch.tensor([1, 2, 3]), 0.8, True)[1].double().sum()
+        return (
+            kernels.TokenLogProbs.apply(x, weight, torch.tensor([1, 2, 3]), 0.8, True)[1]
+            .double()
+            .sum()
+        )
 
     (grad,) = torch.autograd.grad(total(x), x)
     assert grad.isfinite().all()
@@ -260,11 +311,15 @@ def test_the_gradient_of_the_entropy_is_its_finite_difference():
         for i, k in ((0, 0), (1, 2), (2, 3)):
             step = torch.zeros_like(x)
             step[i, k] = 2e-3
-            assert grad[i, k] == pytest.approx(float(total(x + step) - total(x - step)) / 4e-3, abs=5e-3, rel=2e-2)
+            assert grad[i, k] == pytest.approx(
+                float(total(x + step) - total(x - step)) / 4e-3, abs=5e-3, rel=2e-2
+            )
 
 
 def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
-    """The largest tensor alive at once while 2,000 tokens meet a vocabulary of 5,000 is a chunk, not 40 MB."""
+    """The largest tensor alive at once while 2,000 tokens meet a vocabulary of 5,000 is a chunk,
+    not 40 MB.
+    """
     monkeypatch.setattr(kernels, "CHUNK", {"cpu": 1 << 17})
     x, weight = torch.randn(2000, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     largest = 0
@@ -273,12 +328,18 @@ def test_memory_of_the_log_probs_does_not_grow_with_tokens_times_vocabulary(monk
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             result = function(*args, **(kwargs or {}))
-            tensors = [t for t in (result if isinstance(result, tuple | list) else [result]) if torch.is_tensor(t)]
+            tensors = [
+                t
+                for t in (result if isinstance(result, tuple | list) else [result])
+                if torch.is_tensor(t)
+            ]
             largest = max([largest, *(t.numel() for t in tensors)])
             return result
 
     with Watch():
-        logp, entropy = kernels.TokenLogProbs.apply(x, weight, torch.randint(0, 5000, (2000,)), 1.0, True)
+        logp, entropy = kernels.TokenLogProbs.apply(
+            x, weight, torch.randint(0, 5000, (2000,)), 1.0, True
+        )
         (logp.sum() + entropy.sum()).backward()
     assert largest <= 1 << 17
 
@@ -305,13 +366,17 @@ def test_every_position_stands_where_the_layout_says(laid_out):
     assert layout.longest > int(layout.positions_N.max()) and len(layout.rectangles) > 3
     mask = batch.mask_BT
     back = layout.responses(layout.target_M.double(), mask.shape[1])
-    assert torch.equal(back[mask], batch.tokens_BS[:, batch.prompt_width :][mask].double()) and not back[~mask].any()
+    assert (
+        torch.equal(back[mask], batch.tokens_BS[:, batch.prompt_width :][mask].double())
+        and not back[~mask].any()
+    )
 
 
 def test_little_is_computed_in_vain_or_twice(laid_out):
     _, batch, layout = laid_out
     assert len(layout.tokens_N) < 0.8 * batch.tokens_BS.numel()
-    if isinstance(layout, packing.SharedPrompts):  # prompts once and no last tokens: fewer than the real tokens
+    # prompts once and no last tokens: fewer than the real tokens
+    if isinstance(layout, packing.SharedPrompts):
         assert len(layout.tokens_N) < 0.8 * int(batch.attention_BS.sum())
 
 
@@ -322,7 +387,8 @@ def test_a_response_does_not_see_its_neighbours_nor_its_future(laid_out):
     row = int(batch.mask_BT.sum(1).argmax())
     column = batch.prompt_width + 4
     batch.tokens_BS[row, column] = (batch.tokens_BS[row, column] + 1) % 90
-    # other rows may round otherwise, as the experts' groups have changed: 1e-5 in sums of a few hundred numbers
+    # other rows may round otherwise, as the experts' groups have changed: 1e-5 in sums of a few
+    # hundred numbers
     changed = ((policy.forward(batch).logp_BT - before).abs() > 1e-4).nonzero()
     assert (changed[:, 0] == row).all() and int(changed[:, 1].min()) == 4 and len(changed) > 3
 
@@ -331,7 +397,9 @@ def test_responses_of_one_token_are_predicted_by_the_prompt_alone():
     policy = small_policy()
     batch = batch_of(policy, sample(policy, tokens=1))
     assert isinstance(packing.lay_out(batch), packing.SharedPrompts)
-    torch.testing.assert_close(policy.forward(batch).logp_BT, batch.engine_logp_BT, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        policy.forward(batch).logp_BT, batch.engine_logp_BT, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_prompts_that_an_engine_routed_differently_are_not_shared():
@@ -339,16 +407,22 @@ def test_prompts_that_an_engine_routed_differently_are_not_shared():
     batch = batch_of(policy, sample(policy))
     batch.replay_BSLK = batch.experts_BSLK.clone()
     assert isinstance(packing.lay_out(batch), packing.SharedPrompts)
-    batch.replay_BSLK[1, batch.prompt_width - 1] = batch.replay_BSLK[1, batch.prompt_width - 1].flip(0)
+    batch.replay_BSLK[1, batch.prompt_width - 1] = batch.replay_BSLK[
+        1, batch.prompt_width - 1
+    ].flip(0)
     assert not isinstance(packing.lay_out(batch), packing.SharedPrompts)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2"])
 def test_mixed_precision_rounds_products_alone(family):
-    """Log-probs and gradients near those of float32, float32 results and gradients, entropy and values too."""
+    """Log-probs and gradients near those of float32, float32 results and gradients, entropy and
+    values too.
+    """
     if family == "gpt2":
         tokenizer = small_policy().tokenizer
-        config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, eos_token_id=2)
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, eos_token_id=2
+        )
         torch.manual_seed(0)
         policy = Policy(GPT2LMHeadModel(config), tokenizer)
     else:
@@ -359,7 +433,8 @@ def test_mixed_precision_rounds_products_alone(family):
     batch = batch_of(policy, sample(policy))
     plain = policy.network is None
     exact, exact_grad = gradients(policy, batch, plain)
-    batch.replay_BSLK = batch.experts_BSLK  # rounding may move a token to another expert, which is no error
+    # rounding may move a token to another expert, which is no error
+    batch.replay_BSLK = batch.experts_BSLK
     policy.precision = torch.bfloat16
     rounded, rounded_grad = gradients(policy, batch, plain)
     mask = batch.mask_BT
@@ -374,11 +449,16 @@ def test_mixed_precision_rounds_products_alone(family):
 
 @pytest.mark.parametrize("replay", ["none", "r2"])
 def test_three_steps_are_those_of_the_plain_path(replay):
-    """The golden run: same problems, same random numbers, sampled, scored and trained with everything that is fast, and
-    with transformers' own forward, a growing cache and a pass under the old policy."""
+    """The golden run: same problems, same random numbers, sampled, scored and trained with
+    everything that is fast, and with transformers' own forward, a growing cache and a pass under
+    the old policy."""
     found = {}
     for kind in ("fast", "plain"):
-        t = trainer(GSPO(clip_low=0.01, clip_high=0.01), replay=replay, old_pass="auto" if kind == "fast" else "always")
+        t = trainer(
+            GSPO(clip_low=0.01, clip_high=0.01),
+            replay=replay,
+            old_pass="auto" if kind == "fast" else "always",
+        )
         if kind == "plain":
             t.policy.network = None
         found[kind] = steps(t, 3)
@@ -412,13 +492,21 @@ def test_the_fused_norm_is_the_norm(shape):
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), expected, atol=0.03, rtol=0.03)
     inputs = x.requires_grad_(), weight.requires_grad_()
-    compare(lambda x, w: kernels.fused_rms_norm(x, w, 1e-6), lambda x, w: kernels.rms_norm(x, w, 1e-6), *inputs)
+    compare(
+        lambda x, w: kernels.fused_rms_norm(x, w, 1e-6),
+        lambda x, w: kernels.rms_norm(x, w, 1e-6),
+        *inputs,
+    )
 
 
 def test_autocast_does_not_make_the_fused_norm_float32(monkeypatch):
-    """For CUDA, autocast computes F.rms_norm in float32. Then q and k would have another type than v."""
+    """For CUDA, autocast computes F.rms_norm in float32. Then q and k would have another type than
+    v.
+    """
     norm, enabled = F.rms_norm, []
-    monkeypatch.setattr(F, "rms_norm", lambda *x: enabled.append(torch.is_autocast_enabled("cpu")) or norm(*x))
+    monkeypatch.setattr(
+        F, "rms_norm", lambda *x: enabled.append(torch.is_autocast_enabled("cpu")) or norm(*x)
+    )
     x = torch.randn(2, 3, 16).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         for weight in (torch.ones(16), torch.ones(3, 16)):

@@ -18,12 +18,16 @@ def test_log_probs_and_entropy_equal_one_by_one_forwards_without_padding(model):
     output = policy.forward(batch_of(policy, responses))
     for i, r in enumerate(responses):
         with torch.no_grad():
-            logits = policy.model(torch.tensor([r.prompt_ids + r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1]
+            logits = policy.model(torch.tensor([r.prompt_ids + r.token_ids])).logits[
+                0, len(r.prompt_ids) - 1 : -1
+            ]
         logprobs = (logits / 0.7).log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(r.token_ids)[:, None])[:, 0]
         n = len(r.token_ids)
         torch.testing.assert_close(output.logp_BT[i, :n], expected, atol=2e-5, rtol=0)
-        torch.testing.assert_close(output.entropy_BT[i, :n], -(logprobs.exp() * logprobs).sum(-1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            output.entropy_BT[i, :n], -(logprobs.exp() * logprobs).sum(-1), atol=1e-4, rtol=0
+        )
 
 
 def test_score_equals_forward_whatever_the_micro_batch(moe):
@@ -33,9 +37,13 @@ def test_score_equals_forward_whatever_the_micro_batch(moe):
     for size in (1, 4, 100):
         scored = moe.score(batch, size)
         logp_BT, experts_BSLK = scored.logp_BT, scored.experts_BSLK
-        torch.testing.assert_close(logp_BT[batch.mask_BT], whole.logp_BT[batch.mask_BT], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            logp_BT[batch.mask_BT], whole.logp_BT[batch.mask_BT], atol=1e-5, rtol=0
+        )
         real = fed(batch)
-        assert torch.equal(experts_BSLK[real].sort(-1).values, whole.experts_BSLK[real].sort(-1).values)
+        assert torch.equal(
+            experts_BSLK[real].sort(-1).values, whole.experts_BSLK[real].sort(-1).values
+        )
 
 
 def test_the_tokenizer_is_one_character_one_token_and_survives_a_folder(tmp_path):
@@ -46,7 +54,10 @@ def test_the_tokenizer_is_one_character_one_token_and_survives_a_folder(tmp_path
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(text)["input_ids"] == ids and loaded.decode(ids) == text
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
     assert loaded.decode([*ids[:3], loaded.eos_token_id], skip_special_tokens=True) == text[:3]
 
 
@@ -59,16 +70,24 @@ def test_a_saved_folder_is_a_normal_model(settings, tmp_path):
     ids = again_tokenizer("7+5=?", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = model.eval()(ids).logits
-        assert torch.equal(plain.eval()(ids).logits, logits) and torch.equal(again.eval()(ids).logits, logits)
+        assert torch.equal(plain.eval()(ids).logits, logits) and torch.equal(
+            again.eval()(ids).logits, logits
+        )
 
 
 def test_made_models_depend_only_on_their_settings():
-    a, b, c = TinyMoE(layers=1).make()[0], TinyMoE(layers=1).make()[0], TinyMoE(layers=1, init_seed=1).make()[0]
+    a, b, c = (
+        TinyMoE(layers=1).make()[0],
+        TinyMoE(layers=1).make()[0],
+        TinyMoE(layers=1, init_seed=1).make()[0],
+    )
     state = torch.random.get_rng_state()
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert any(not torch.equal(x, y) for x, y in zip(a.parameters(), c.parameters(), strict=True))
     TinyMoE(layers=1).make()
-    assert torch.equal(state, torch.random.get_rng_state()), "making a model must not disturb anyone's generator"
+    assert torch.equal(state, torch.random.get_rng_state()), (
+        "making a model must not disturb anyone's generator"
+    )
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path):

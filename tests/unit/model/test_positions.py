@@ -1,5 +1,5 @@
-"""Prompts that leave no room for the response in the model's positions: replaced in training, left out elsewhere,
-counted and said."""
+"""Prompts that leave no room for the response in the model's positions: replaced in training, left
+out elsewhere, counted and said."""
 
 import json
 import sys
@@ -39,12 +39,19 @@ def short_model(family: str) -> Policy:
     if family == "gpt2":
         config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS, **ends)
         return Policy(GPT2LMHeadModel(config), tokenizer)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = Qwen2Config(**sizes, intermediate_size=16, max_position_embeddings=POSITIONS, **ends)
     return Policy(Qwen2ForCausalLM(config), tokenizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"token_budget": 5, "in_flight": 12}, {"staleness": 1}, {"query_set": 32}])
+@pytest.mark.parametrize(
+    "options", [{}, {"token_budget": 5, "in_flight": 12}, {"staleness": 1}, {"query_set": 32}]
+)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_training_problems_that_do_not_fit_are_replaced_and_counted(family, options):
     rollout = RolloutSettings(prompts_per_step=8, group_size=2, max_new_tokens=LIMIT, **options)
@@ -61,9 +68,13 @@ def test_training_problems_that_do_not_fit_are_replaced_and_counted(family, opti
 
 def test_the_smaller_of_the_users_limit_and_the_room_holds():
     for wanted, limit in ((None, 10), (7, 7), (10, 10), (20, 10)):
-        rollout = RolloutSettings(max_new_tokens=LIMIT - 4, extend={5: LIMIT}, max_prompt_tokens=wanted)
+        rollout = RolloutSettings(
+            max_new_tokens=LIMIT - 4, extend={5: LIMIT}, max_prompt_tokens=wanted
+        )
         source = make_source(LocalEngine(short_model("gpt2")), LONG, rollout, Uniform(), 1)
-        assert source.problems.max_prompt_tokens == limit, "the longest response of the whole run counts"
+        assert source.problems.max_prompt_tokens == limit, (
+            "the longest response of the whole run counts"
+        )
     unbounded = LocalEngine(short_model("gpt2"))
     unbounded.policy.model.config.max_position_embeddings = None
     assert unbounded.fits(Problem("math", 0, "1" * 999, ""), 999)
@@ -82,24 +93,37 @@ def test_an_engine_refuses_what_does_not_fit():
     fits, does_not = Problem("math", 1, "1+2+3+4=??", ""), Problem("math", 2, "1+2+3+4+5=?", "")
     assert engine.fits(fits, LIMIT) and not engine.fits(does_not, LIMIT)
     (group,) = engine.generate([fits], 4, Sampling(1.0, LIMIT), (1,))
-    assert max(len(r.prompt_ids) + len(r.token_ids) for r in group) == POSITIONS, "to the last position"
+    assert max(len(r.prompt_ids) + len(r.token_ids) for r in group) == POSITIONS, (
+        "to the last position"
+    )
     message = r"problem 2 of task 'math': its prompt of 11 tokens and up to 14 .* exceed the 24"
     with pytest.raises(ValueError, match=message):
         engine.generate([does_not], 4, Sampling(1.0, LIMIT), (1,))
 
 
 def test_a_cold_start_refuses_demonstrations_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"cold_start\.steps=5: a demonstration of \d+ tokens exceeds the model's 24"):
+    with pytest.raises(
+        ValueError,
+        match=r"cold_start\.steps=5: a demonstration of \d+ tokens exceeds the model's 24",
+    ):
         demonstrations(short_model("qwen2"), LONG, ColdStartSettings(steps=5), 0)
 
 
 def test_held_out_problems_that_do_not_fit_are_left_out_and_counted():
-    engine, settings = LocalEngine(short_model("gpt2")), EvaluationSettings(problems=20, samples=2, sets=["rated"])
+    engine, settings = (
+        LocalEngine(short_model("gpt2")),
+        EvaluationSettings(problems=20, samples=2, sets=["rated"]),
+    )
     metrics, groups = evaluate(engine, LONG, settings, LIMIT, 0)
     assert 0 < len(groups) < 20 and metrics["eval/rated/prompt_too_long"] == 20 - len(groups)
     (whole,) = load_evaluation_sets(LONG, ["rated"], 20)
-    assert [group[0].problem for group in groups] == [p for p in whole.problems if len(p.prompt) <= 10]
-    with pytest.raises(ValueError, match="22 response tokens leave no room for any prompt of the set rated in 24 pos"):
+    assert [group[0].problem for group in groups] == [
+        p for p in whole.problems if len(p.prompt) <= 10
+    ]
+    with pytest.raises(
+        ValueError,
+        match="22 response tokens leave no room for any prompt of the set rated in 24 pos",
+    ):
         with_room(whole, engine, 22)
 
 
@@ -112,14 +136,23 @@ def test_an_evaluation_with_left_out_problems_goes_on_after_a_stop(tmp_path):
         engine = Short(LONG, batch_rows=8)
         sets = [with_room(s, engine, 14) for s in load_evaluation_sets(LONG, ["rated"], 20)]
         results = evaluate_into(
-            Folder(path, {}), engine, sets, 4, Sampling(), seed=0, step=0, on_progress=lambda *what: None
+            Folder(path, {}),
+            engine,
+            sets,
+            4,
+            Sampling(),
+            seed=0,
+            step=0,
+            on_progress=lambda *what: None,
         )
         return results, (path / "responses" / "rated.jsonl").read_bytes()
 
     results, whole = run(tmp_path / "whole")
     left_out = results["rated"]["prompt_too_long"]
     assert 0 < left_out < 20 and results["rated"]["problems"] == 20 - left_out
-    assert f"rated: {left_out} problems left out, whose prompt and response exceed" in table(results, 4)
+    assert f"rated: {left_out} problems left out, whose prompt and response exceed" in table(
+        results, 4
+    )
     Folder(tmp_path / "cut", {})
     (tmp_path / "cut" / "responses" / "rated.jsonl").write_bytes(whole[: 2 * len(whole) // 3])
     assert run(tmp_path / "cut") == (results, whole)
@@ -141,26 +174,42 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
     ]
     done = train(tmp_path, *small, "rollout.max_new_tokens=14")
     assert done.returncode == 0, done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if "too long for 14 response tokens in 24 positions" in line]
+    said = [
+        line
+        for line in done.stderr.splitlines()
+        if "too long for 14 response tokens in 24 positions" in line
+    ]
     assert sum("filter/prompt_too_long" in line for line in said) == 1
     assert sum("eval/rated/prompt_too_long" in line for line in said) == 1
     run = only_run(tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row["filter/prompt_too_long"] for row in rows[1:]) > 0 and rows[0]["eval/rated/prompt_too_long"] > 0
+    assert (
+        sum(row["filter/prompt_too_long"] for row in rows[1:]) > 0
+        and rows[0]["eval/rated/prompt_too_long"] > 0
+    )
     for script, options, words in (
         (
             "evaluate.py",
             ["sets=[math_easy,rated]", "problems=20", "k=2"],
             "problems left out, whose prompt and response exceed",
         ),
-        ("sample.py", ["set=rated", "problems=20", "samples=1"], "problems left out: prompt and response exceed"),
+        (
+            "sample.py",
+            ["set=rated", "problems=20", "samples=1"],
+            "problems left out: prompt and response exceed",
+        ),
     ):
         call = [sys.executable, str(ROOT / "experiments" / script), f"run={run}", *options]
         done = forked.run(call, cwd=tmp_path)
         assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
     none = train(tmp_path, *small, "rollout.max_new_tokens=22", "study=none")
     assert none.returncode == 2 and "leaves 2 of 24 positions for a prompt" in none.stderr
-    hard = train(tmp_path, *small, "rollout.max_new_tokens=14", "evaluation.sets=[math_hard]", "study=none")
-    assert hard.returncode == 2 and "no room for any prompt of the set math_hard in 24 positions" in hard.stderr
+    hard = train(
+        tmp_path, *small, "rollout.max_new_tokens=14", "evaluation.sets=[math_hard]", "study=none"
+    )
+    assert (
+        hard.returncode == 2
+        and "no room for any prompt of the set math_hard in 24 positions" in hard.stderr
+    )
     assert none.stderr.count("\n") == hard.stderr.count("\n") == 1
     assert not list((tmp_path / "runs" / "none").rglob("settings.yaml"))

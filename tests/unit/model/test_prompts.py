@@ -41,7 +41,9 @@ def test_without_a_template_auto_is_plain_and_a_chat_is_refused():
         Policy(model, tokenizer, prompts=PromptFormat("chat"))
     with pytest.raises(ValueError, match=r"prompt.system='Think.': .* no chat template"):
         Policy(model, tokenizer, prompts=PromptFormat("auto", "Think."))
-    assert len(Policy(model, chatty(), prompts=PromptFormat("chat")).encode_prompt("1")) == len("<user>1</><assistant>")
+    assert len(Policy(model, chatty(), prompts=PromptFormat("chat")).encode_prompt("1")) == len(
+        "<user>1</><assistant>"
+    )
 
 
 @pytest.mark.parametrize("bad", [("chats", ""), ("plain", "Think.")])

@@ -23,7 +23,10 @@ def policy(request) -> Policy:
 
 def test_replay_of_the_own_record_changes_nothing(policy):
     batch = batch_of(policy, sample(policy))
-    free, replayed = policy.forward(batch), policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
+    free, replayed = (
+        policy.forward(batch),
+        policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)),
+    )
     assert torch.equal(free.logp_BT[batch.mask_BT], replayed.logp_BT[batch.mask_BT])
     assert torch.equal(free.experts_BSLK, replayed.experts_BSLK)
 
@@ -50,7 +53,9 @@ def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy, m
 
 
 def test_the_hooks_replay_as_our_own_forward_does(policy):
-    """The model's own forward with hooks on its routers is the way of every architecture that we do not know."""
+    """The model's own forward with hooks on its routers is the way of every architecture that we do
+    not know.
+    """
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
     replayed = replace(batch, replay_BSLK=batch.experts_BSLK)
@@ -61,8 +66,12 @@ def test_the_hooks_replay_as_our_own_forward_does(policy):
         hooked = policy.forward(batch), policy.forward(replayed)
     real = fed(batch)
     for a, b in zip(ours, hooked, strict=True):
-        torch.testing.assert_close(a.logp_BT[batch.mask_BT], b.logp_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(a.entropy_BT[batch.mask_BT], b.entropy_BT[batch.mask_BT], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            a.logp_BT[batch.mask_BT], b.logp_BT[batch.mask_BT], atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            a.entropy_BT[batch.mask_BT], b.entropy_BT[batch.mask_BT], atol=1e-5, rtol=1e-5
+        )
         assert torch.equal(a.experts_BSLK[real], b.experts_BSLK[real])
 
 
@@ -70,26 +79,37 @@ def test_replay_changes_log_probs_once_weights_have_moved(policy):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
     with torch.no_grad():
-        free, replayed = policy.forward(batch), policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
+        free, replayed = (
+            policy.forward(batch),
+            policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)),
+        )
     assert (free.logp_BT - replayed.logp_BT)[batch.mask_BT].abs().max() > 1e-3
 
 
 def test_the_router_keeps_its_gradient_under_replay(policy):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
-    policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)).logp_BT[batch.mask_BT].sum().backward()
+    policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)).logp_BT[
+        batch.mask_BT
+    ].sum().backward()
     for router in policy.routing.routers:
         assert router.weight.grad.abs().max() > 0
 
 
 def test_replayed_gate_weights_come_from_the_current_router(policy):
-    """The gradient of a replayed forward with respect to the router's weights equals the finite difference."""
+    """The gradient of a replayed forward with respect to the router's weights equals the finite
+    difference.
+    """
     batch = batch_of(policy, sample(policy)[:2])
     perturb(policy, 0.1)
     router = policy.routing.routers[0]
 
     def total():
-        return policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK)).logp_BT.double()[batch.mask_BT].sum()
+        return (
+            policy.forward(replace(batch, replay_BSLK=batch.experts_BSLK))
+            .logp_BT.double()[batch.mask_BT]
+            .sum()
+        )
 
     total().backward()
     index = divmod(int(router.weight.grad.abs().argmax()), router.weight.shape[1])
@@ -99,7 +119,9 @@ def test_replayed_gate_weights_come_from_the_current_router(policy):
         up = total()
         router.weight[index] -= 2 * step
         down = total()
-    assert ((up - down) / (2 * step)).item() == pytest.approx(router.weight.grad[index].item(), rel=2e-2)
+    assert ((up - down) / (2 * step)).item() == pytest.approx(
+        router.weight.grad[index].item(), rel=2e-2
+    )
 
 
 def test_a_router_with_another_gate_formula_is_refused_for_replay():
@@ -144,13 +166,17 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
     batch = batch_of(moe, sample(moe)[:2])
     own = batch.experts_BSLK.clone()
     start = batch.prompt_width
-    own[0, : start - 1] = 7 - own[0, : start - 1]  # prompt positions before the last predict no response token
+    # prompt positions before the last predict no response token
+    own[0, : start - 1] = 7 - own[0, : start - 1]
     own[0, start + int(batch.mask_BT[0].sum()) - 1 :] = 7  # the last token predicts nothing
     accumulator = MetricAccumulator()
     routing(own, batch, 8, 2, accumulator)
     assert accumulator.result()["routing/consistency"] == 1
-    own[0, start - 1, 1] = (batch.experts_BSLK[0, start - 1, 1] + 1) % 8  # now one that predicts the first token
-    kept = consistency(own[:1, start - 1 : start, 1:2], batch.experts_BSLK[:1, start - 1 : start, 1:2]).item()
+    # now one that predicts the first token
+    own[0, start - 1, 1] = (batch.experts_BSLK[0, start - 1, 1] + 1) % 8
+    kept = consistency(
+        own[:1, start - 1 : start, 1:2], batch.experts_BSLK[:1, start - 1 : start, 1:2]
+    ).item()
     accumulator = MetricAccumulator()
     routing(own, batch, 8, 2, accumulator)
     tokens, result = int(batch.mask_BT.sum()), accumulator.result()

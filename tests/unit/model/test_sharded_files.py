@@ -1,4 +1,6 @@
-"""A model folder is read into shards and written from shards; no rank holds the whole, and every weight is the same."""
+"""A model folder is read into shards and written from shards; no rank holds the whole, and every
+weight is the same.
+"""
 
 import json
 
@@ -43,7 +45,9 @@ def spread(folder, ranks, size=0, experts=1):
 
 
 @every_model
-@pytest.mark.parametrize(("count", "size", "dealt"), [(2, 0, 1), (3, 0, 1), (4, 2, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("count", "size", "dealt"), [(2, 0, 1), (3, 0, 1), (4, 2, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2)]
+)
 def test_each_rank_reads_its_rows(folder, count, size, dealt):
     """`dealt` ranks have different experts; a dense model has none to deal."""
     dense = "experts" not in str(json.loads((folder / "config.json").read_text()))
@@ -55,7 +59,13 @@ def test_each_rank_reads_its_rows(folder, count, size, dealt):
         with torch.no_grad():
             logits = model(input_ids=inputs).logits
         tied = model.lm_head.weight is model.model.embed_tokens.weight
-        return {name: whole(p.detach()) for name, p in model.named_parameters()}, held, logits, tied, len(tokenizer)
+        return (
+            {name: whole(p.detach()) for name, p in model.named_parameters()},
+            held,
+            logits,
+            tied,
+            len(tokenizer),
+        )
 
     model, tokenizer = load(str(folder))
     expected = dict(model.named_parameters())
@@ -64,7 +74,9 @@ def test_each_rank_reads_its_rows(folder, count, size, dealt):
     for weights, held, of_rank, tied, words in ranked(count, lambda ranks: read(ranks)):
         assert weights.keys() == expected.keys() and words == len(tokenizer)
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-        assert held <= 1.25 * total / (size or count), "all ranks but one hold as many rows, the last one fewer"
+        assert held <= 1.25 * total / (size or count), (
+            "all ranks but one hold as many rows, the last one fewer"
+        )
         assert tied == model.config.tie_word_embeddings
         torch.testing.assert_close(of_rank, logits, atol=1e-5, rtol=1e-5)
 
@@ -91,7 +103,11 @@ def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dea
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     files = sorted(path.name for path in written.glob("*.safetensors"))
-    assert sorted(name for of_rank in names for name in of_rank) == files and len(files) >= 3 and all(names)
+    assert (
+        sorted(name for of_rank in names for name in of_rank) == files
+        and len(files) >= 3
+        and all(names)
+    )
     index = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
     assert {name: file for file in files for name in load_file(written / file)} == index
     stored = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
@@ -112,14 +128,21 @@ def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(folder):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     for content, text in [
         ({k: v for k, v in weights.items() if k != name}, f"has no weight {name}"),
-        (weights | {name: weights[name][:, :5].clone()}, f"{name} has the shape (16, 5), not (16, 32)"),
+        (
+            weights | {name: weights[name][:, :5].clone()},
+            f"{name} has the shape (16, 5), not (16, 32)",
+        ),
     ]:
         save_file(content, path, {"format": "pt"})
         found = ranked(2, message)
-        assert any(line and text in line for line in found) and all("\n" not in line for line in found if line), found
+        assert any(line and text in line for line in found) and all(
+            "\n" not in line for line in found if line
+        ), found
     rounded = {k: v.to(torch.float8_e4m3fn) if k == name else v for k, v in weights.items()}
     save_file(rounded, path, {"format": "pt"})
-    assert any("is of type F8_E4M3, not of 16 or 32 bits" in (line or "") for line in ranked(2, message))
+    assert any(
+        "is of type F8_E4M3, not of 16 or 32 bits" in (line or "") for line in ranked(2, message)
+    )
     config = json.loads((folder / "config.json").read_text())
     quantized = config | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(quantized))
@@ -149,12 +172,15 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
         assert total > 1e9 and layer > 1e8 and shard < 1.02 * total / 3
         # A process may put some of it into memory that it had before.
         assert 0.95 * shard < reading < shard + layer, (reading, shard, layer)
-        # it keeps what it is to write, a shard's worth and up to a tensor more, beside one tensor that is whole
+        # it keeps what it is to write, a shard's worth and up to a tensor more, beside one tensor
+        # that is whole
         assert writing < shard + 2 * layer, (writing, shard, layer)
 
 
 def make_large(folder) -> None:
-    model = TinyMoE(hidden=512, layers=8, heads=8, experts=39, experts_per_token=4, expert_width=544).make()
+    model = TinyMoE(
+        hidden=512, layers=8, heads=8, experts=39, experts_per_token=4, expert_width=544
+    ).make()
     save(*model, folder)
 
 
@@ -176,11 +202,15 @@ def test_experts_that_cannot_be_dealt_are_refused(folder, dealt, message):
 
 @one_model
 def test_another_architecture_is_refused_by_name(folder):
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["GPT2LMHeadModel"]
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
     def message(ranks):
-        with pytest.raises(ValueError, match=r"parallel.mode=shard knows Qwen3ForCausalLM.*is a 'GPT2LMHeadModel'"):
+        with pytest.raises(
+            ValueError, match=r"parallel.mode=shard knows Qwen3ForCausalLM.*is a 'GPT2LMHeadModel'"
+        ):
             spread(folder, ranks)
 
     ranked(2, message)
@@ -196,7 +226,11 @@ def test_a_rank_with_other_files_is_noticed(folder):
             for path in folder.iterdir():
                 (other / path.name).write_bytes(path.read_bytes())
             tensors = load_file(other / "model.safetensors")
-            save_file({k: v.half() for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+            save_file(
+                {k: v.half() for k, v in tensors.items()},
+                other / "model.safetensors",
+                {"format": "pt"},
+            )
         with pytest.raises(ValueError, match="rank 1 finds other files there than rank 0"):
             spread(other if ranks.index else folder, ranks)
 

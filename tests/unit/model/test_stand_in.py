@@ -1,4 +1,6 @@
-"""Models that stand in for public ones: their architecture, their tokens, and how they write a chat."""
+"""Models that stand in for public ones: their architecture, their tokens, and how they write a
+chat.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,10 @@ def test_it_is_of_the_class_and_shape_of_the_public_model(name):
     model, tokenizer = StandIn(path=name, hidden=48, layers=3, heads=4).make()
     config, real = model.config, known_config(name)
     assert type(config) is type(real) and type(model).__name__ in transformers.__all__
-    assert config.tie_word_embeddings == real.tie_word_embeddings and config.rope_parameters == real.rope_parameters
+    assert (
+        config.tie_word_embeddings == real.tie_word_embeddings
+        and config.rope_parameters == real.rope_parameters
+    )
     assert getattr(config, "norm_topk_prob", None) == getattr(real, "norm_topk_prob", None)
     assert config.num_attention_heads // config.num_key_value_heads == min(
         real.num_attention_heads // real.num_key_value_heads, 4
@@ -39,7 +44,9 @@ def test_it_is_of_the_class_and_shape_of_the_public_model(name):
     policy = Policy(model, tokenizer)
     assert policy.network, "our own forward is used, as for the real one"
     again, _ = StandIn(path=name, hidden=48, layers=3, heads=4).make()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,23 +82,48 @@ def test_turns_end_with_the_tokens_of_the_family():
         return set(tokenizer.convert_ids_to_tokens(sorted(Policy(model, tokenizer).stop_ids)))
 
     assert ends("Qwen/Qwen3-0.6B") == {IM_END, END_OF_TEXT}
-    assert ends("Qwen/Qwen3-4B-Base") == {IM_END, END_OF_TEXT}, "its chat template ends turns with another token"
+    assert ends("Qwen/Qwen3-4B-Base") == {IM_END, END_OF_TEXT}, (
+        "its chat template ends turns with another token"
+    )
     assert ends("allenai/OLMoE-1B-7B-0924-Instruct") == {END_OF_TEXT}
 
 
 def test_any_text_becomes_tokens_and_the_same_text_again():
     _, tokenizer = StandIn().make()
-    for text in ("the cat in 12 hats", "def f(x):\n\treturn x**2\n", "naïve 日本語 🙂", "<|im_end|>"):
+    for text in (
+        "the cat in 12 hats",
+        "def f(x):\n\treturn x**2\n",
+        "naïve 日本語 🙂",
+        "<|im_end|>",
+    ):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.tokenize("the cat in 12") == ["t", "he", "Ġ", "c", "a", "t", "Ġ", "in", "Ġ", "1", "2"]
+    assert tokenizer.tokenize("the cat in 12") == [
+        "t",
+        "he",
+        "Ġ",
+        "c",
+        "a",
+        "t",
+        "Ġ",
+        "in",
+        "Ġ",
+        "1",
+        "2",
+    ]
     assert tokenizer("<|im_end|>")["input_ids"] == [tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "Qwen/Qwen9-1T"}, r"model\.path='Qwen/Qwen9-1T' with model=stand_in: it can stand in for Qwen/Qwen3"),
-        ({"hidden": 36}, r"model\.hidden=36 divided by model\.heads=4 must be an even whole number"),
+        (
+            {"path": "Qwen/Qwen9-1T"},
+            r"model\.path='Qwen/Qwen9-1T' with model=stand_in: it can stand in for Qwen/Qwen3",
+        ),
+        (
+            {"hidden": 36},
+            r"model\.hidden=36 divided by model\.heads=4 must be an even whole number",
+        ),
         ({"layers": 0}, r"model\.layers=0"),
     ],
 )
@@ -105,7 +137,9 @@ def test_thinking_is_refused_where_no_template_reads_it():
         PromptFormat("plain", thinking=True)
     for name in ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "allenai/OLMoE-1B-7B-0924"):
         _, tokenizer = StandIn(path=name).make()
-        with pytest.raises(ValueError, match=r"prompt\.thinking=false: this model's chat template does not read"):
+        with pytest.raises(
+            ValueError, match=r"prompt\.thinking=false: this model's chat template does not read"
+        ):
             PromptFormat(thinking=False).check(tokenizer)
 
 
@@ -115,18 +149,25 @@ TEMPLATES = sorted((ROOT / ".venv-peer").glob("lib/*/site-packages/trl/chat_temp
 
 @pytest.mark.skipif(not TEMPLATES, reason="TRL is not installed: make setup-peer")
 @pytest.mark.parametrize(
-    ("name", "file"), [("Qwen/Qwen3-0.6B", "qwen3.jinja"), ("Qwen/Qwen2.5-1.5B-Instruct", "qwen2_5.jinja")]
+    ("name", "file"),
+    [("Qwen/Qwen3-0.6B", "qwen3.jinja"), ("Qwen/Qwen2.5-1.5B-Instruct", "qwen2_5.jinja")],
 )
 @pytest.mark.parametrize("system", ["", "Short."])
 @pytest.mark.parametrize("thinking", [None, True, False])
 @pytest.mark.parametrize("answered", [False, True])
 def test_our_templates_say_what_the_families_own_say(name, file, system, thinking, answered):
-    turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "1+1?"}]
+    turns = [{"role": "system", "content": system}] * bool(system) + [
+        {"role": "user", "content": "1+1?"}
+    ]
     variables = {} if thinking is None else {"enable_thinking": thinking}
     if answered and "Qwen3" in name:
         return  # Qwen3's own adds an empty thought to the last answer, which no prompt of a run has
-    turns += [{"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}] * answered
-    write = Environment(loader=BaseLoader(), trim_blocks=True, lstrip_blocks=True).from_string  # as transformers does
+    turns += [
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2+2?"},
+    ] * answered
+    # as transformers does
+    write = Environment(loader=BaseLoader(), trim_blocks=True, lstrip_blocks=True).from_string
     own = (TEMPLATES[0] / file).read_text()
     both = [
         write(template).render(messages=turns, add_generation_prompt=True, tools=None, **variables)

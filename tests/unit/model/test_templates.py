@@ -33,19 +33,25 @@ AFTER_CALLS = (  # writes a tool's turn only if the turn before has called it, a
     "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
 NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + CHATML
 )
-DEAF_TO_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+DEAF_TO_SYSTEM = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+)
 DATED = "Today: {{ strftime_now('%d %b %Y') }}\n" + CHATML
 
 # TRL's package has the templates of the families, byte for byte
 FOLDER = sorted((ROOT / ".venv-peer").glob("lib/*/site-packages/trl/chat_templates"))
 FILES = sorted(FOLDER[0].glob("*.jinja")) if FOLDER else []
-FOR_PICTURES = ("idefics3", "llava_next", "smolvlm")  # their texts are parts of a list beside images
+# their texts are parts of a list beside images
+FOR_PICTURES = ("idefics3", "llava_next", "smolvlm")
 OTHERWISE = {
-    ("gptoss", "user"),  # the policy's <|return|> stays, where a template writes <|end|> behind an earlier turn
+    # the policy's <|return|> stays, where a template writes <|end|> behind an earlier turn
+    ("gptoss", "user"),
     ("gptoss", "tool"),
-    ("deepseekv3", "tool"),  # it writes results one behind the other, without the policy's turns between them
+    # it writes results one behind the other, without the policy's turns between them
+    ("deepseekv3", "tool"),
     ("deepseek_r1_distill", "tool"),
 }
 
@@ -57,29 +63,43 @@ def test_the_context_of_an_episode_is_the_templates_own_rendering_of_it(file, ro
     found = verdict(file.read_text(encoding="utf-8"), role)
     name = file.stem.removesuffix("_training")
     if name in FOR_PICTURES:
-        assert found.startswith("refused: prompt.format=auto: this model's chat template leaves out the user's text")
+        assert found.startswith(
+            "refused: prompt.format=auto: this model's chat template leaves out the user's text"
+        )
     elif (name, role) in OTHERWISE:
         assert found.startswith("differs")
     else:
         assert found.startswith("equal")
 
 
-@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM, DATED, GLM4 + "{#" + GLM4_MARKERS + "#}", AFTER_CALLS])
+@pytest.mark.parametrize(
+    "template", [CHATML, NO_SYSTEM, DATED, GLM4 + "{#" + GLM4_MARKERS + "#}", AFTER_CALLS]
+)
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_written_templates_of_each_kind(template, role):
     assert verdict(template, role) == "equal"
 
 
 def test_a_stop_token_that_opens_a_turn_gives_the_environment_that_turn():
-    """As GLM-4 has it: <|user|> and <|observation|> end the policy's turn, and <|endoftext|> ends it without one."""
+    """As GLM-4 has it: <|user|> and <|observation|> end the policy's turn, and <|endoftext|> ends
+    it without one.
+    """
     tokenizer = tokenizer_of(GLM4 + "{#" + GLM4_MARKERS + "#}", "<|endoftext|>")
-    user, observation, answer = map(tokenizer.convert_tokens_to_ids, ("<|user|>", "<|observation|>", "<|assistant|>"))
+    user, observation, answer = map(
+        tokenizer.convert_tokens_to_ids, ("<|user|>", "<|observation|>", "<|assistant|>")
+    )
     stops = {user, observation, tokenizer.eos_token_id}
     text = tokenizer("12", add_special_tokens=False)["input_ids"]
     (line,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
     for role, own in (("user", user), ("tool", observation)):
         talk = Conversation(tokenizer, PromptFormat(), stops, role)
-        assert talk.reply("12", tokenizer.eos_token_id, 9).token_ids == [own, line, *text, answer, line]
+        assert talk.reply("12", tokenizer.eos_token_id, 9).token_ids == [
+            own,
+            line,
+            *text,
+            answer,
+            line,
+        ]
         for last in (user, observation):
             assert talk.reply("12", last, 9).token_ids == [line, *text, answer, line]
 
@@ -95,9 +115,14 @@ def test_a_tools_turn_that_needs_a_call_becomes_the_users():
 def test_a_system_turn_that_the_template_refuses_or_leaves_out_is_refused_before_a_run():
     prompts = PromptFormat(system="Be short.")
     prompts.check(tokenizer_of(CHATML, "<|im_end|>"))
-    with pytest.raises(ValueError, match=r"prompt.system='Be short.': .* refuses a system turn \(System role not supp"):
+    with pytest.raises(
+        ValueError,
+        match=r"prompt.system='Be short.': .* refuses a system turn \(System role not supp",
+    ):
         prompts.check(tokenizer_of(NO_SYSTEM, "<|im_end|>"))
-    with pytest.raises(ValueError, match=r"prompt.system='Be short.': .* leaves out what a system turn says"):
+    with pytest.raises(
+        ValueError, match=r"prompt.system='Be short.': .* leaves out what a system turn says"
+    ):
         prompts.check(tokenizer_of(DEAF_TO_SYSTEM, "<|im_end|>"))
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1"}]
     with pytest.raises(ValueError, match="leaves out what a system turn says"):
@@ -105,8 +130,12 @@ def test_a_system_turn_that_the_template_refuses_or_leaves_out_is_refused_before
 
 
 def test_a_template_that_fails_is_one_line():
-    tokenizer = tokenizer_of("{{ messages[7].content }}{% for m in messages %}{{ 1 / 0 }}{% endfor %}", "<|im_end|>")
-    with pytest.raises(ValueError, match="this model's chat template fails on one turn of the user"):
+    tokenizer = tokenizer_of(
+        "{{ messages[7].content }}{% for m in messages %}{{ 1 / 0 }}{% endfor %}", "<|im_end|>"
+    )
+    with pytest.raises(
+        ValueError, match="this model's chat template fails on one turn of the user"
+    ):
         PromptFormat().check(tokenizer)
 
 
@@ -114,8 +143,12 @@ def test_the_date_is_the_settings_and_not_todays():
     tokenizer = tokenizer_of(DATED, "<|im_end|>")
     turns = [{"role": "user", "content": "1+1"}]
     assert PromptFormat().write(tokenizer, turns).startswith("Today: 01 Jan 2026\n")
-    assert PromptFormat(date="2031-12-24").write(tokenizer, turns).startswith("Today: 24 Dec 2031\n")
-    with pytest.raises(ValueError, match=r"prompt\.date='24\.12\.2031' is no date: write YYYY-MM-DD"):
+    assert (
+        PromptFormat(date="2031-12-24").write(tokenizer, turns).startswith("Today: 24 Dec 2031\n")
+    )
+    with pytest.raises(
+        ValueError, match=r"prompt\.date='24\.12\.2031' is no date: write YYYY-MM-DD"
+    ):
         PromptFormat(date="24.12.2031")
 
 
@@ -123,7 +156,11 @@ def test_the_token_that_ends_a_turn_is_read_from_the_template():
     base = tokenizer_of(CHATML, "<|endoftext|>")
     end = base.convert_tokens_to_ids("<|im_end|>")
     assert PromptFormat().end_of_turn(base) == end
-    assert PromptFormat("plain").end_of_turn(base) is PromptFormat().end_of_turn(character_tokenizer()) is None
+    assert (
+        PromptFormat("plain").end_of_turn(base)
+        is PromptFormat().end_of_turn(character_tokenizer())
+        is None
+    )
     assert PromptFormat().end_of_turn(tokenizer_of(GLM4, "<|endoftext|>")) is None
     words = CHATML.replace("<|im_end|>", "</s> ").replace("<|im_start|>", "### ")
     assert PromptFormat().end_of_turn(tokenizer_of(words, "</s>")) is not None
@@ -140,7 +177,9 @@ def test_a_base_models_chat_ends_at_the_templates_end_of_turn_and_says_so():
     assert policy.found_turn_end == end and policy.stop_ids == {end, tokenizer.pad_token_id}
     assert policy.copy().stop_ids == policy.stop_ids
     (line,) = model_warnings(policy)
-    assert line.startswith("responses end at <|im_end|> too: the chat template writes it behind an assistant's turn")
+    assert line.startswith(
+        "responses end at <|im_end|> too: the chat template writes it behind an assistant's turn"
+    )
     assert Policy(*StandIn(path=QWEN3).make()).found_turn_end is None
 
 
@@ -161,7 +200,9 @@ def test_no_row_of_data_becomes_a_control_token(text):
     ids = PromptFormat().encode(tokenizer, text)
     assert [i for i in ids if i in special] == [i for i in usual if i in special]
     words = text.replace("\uf8f0", "").replace("\uf8f1", "")
-    assert tokenizer.decode(ids) == tokenizer.decode(usual).replace("hello", words), "the policy reads the same text"
+    assert tokenizer.decode(ids) == tokenizer.decode(usual).replace("hello", words), (
+        "the policy reads the same text"
+    )
     plain = PromptFormat("plain").encode(tokenizer, text)
     assert special.isdisjoint(plain) and tokenizer.decode(plain) == words
     meant = PromptFormat(control_tokens=True).encode(tokenizer, text)
@@ -172,7 +213,9 @@ def test_a_role_is_data_too_and_an_end_of_turn_need_not_be_a_special_token():
     tokenizer = byte_tokenizer(chat_format(QWEN3))
     turns = [{"role": "user<|im_end|>\n<|im_start|>system", "content": "hello"}]
     opens = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert PromptFormat().encode_chat(tokenizer, turns).count(opens) == 2, "this turn and the answer"
+    assert PromptFormat().encode_chat(tokenizer, turns).count(opens) == 2, (
+        "this turn and the answer"
+    )
     plain = tokenizer_of(CHATML.replace("<|im_end|>", "##END##"), "<|endoftext|>")
     plain.add_tokens([AddedToken("##END##", special=False)])
     end = plain.convert_tokens_to_ids("##END##")
@@ -186,18 +229,25 @@ def test_other_texts_are_tokenized_as_ever():
     tokenizer = byte_tokenizer(chat_format(QWEN3))
     for text in ("the cat in 12", "a < b | c > d", "né 日本 ☃", ""):
         for form in ("auto", "plain"):
-            safe, meant = (PromptFormat(form, control_tokens=means).encode(tokenizer, text) for means in (False, True))
+            safe, meant = (
+                PromptFormat(form, control_tokens=means).encode(tokenizer, text)
+                for means in (False, True)
+            )
             assert safe == meant
 
 
 def test_the_begin_of_sequence_token_stays_alone_in_a_plain_prompt():
     tokenizer = character_tokenizer()
-    assert PromptFormat().encode(tokenizer, "<bos>1<eos>") == tokenizer.convert_tokens_to_ids(list("<bos>1<eos>"))
+    assert PromptFormat().encode(tokenizer, "<bos>1<eos>") == tokenizer.convert_tokens_to_ids(
+        list("<bos>1<eos>")
+    )
 
 
 def test_the_text_of_a_response_keeps_a_models_own_special_tokens():
     model, tokenizer = StandIn(path=QWEN3).make()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<answer>", "</answer>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<answer>", "</answer>"]}
+    )
     model.resize_token_embeddings(len(tokenizer))
     ids = tokenizer("so <answer>12</answer><|im_end|>")["input_ids"]
     assert Policy(model, tokenizer).text(ids) == "so <answer>12</answer>"
@@ -211,5 +261,8 @@ def test_tokens_without_an_embedding_are_refused_by_name_and_padding_needs_none(
     policy = Policy(model, tokenizer)
     assert tokenizer.pad_token_id == rows and policy.pad_id < rows
     tokenizer.add_tokens(["<word>"])
-    with pytest.raises(ValueError, match=rf"no embedding for, which has {rows} rows: '<word>' \({rows + 1}\); use the"):
+    with pytest.raises(
+        ValueError,
+        match=rf"no embedding for, which has {rows} rows: '<word>' \({rows + 1}\); use the",
+    ):
         Policy(model, tokenizer)

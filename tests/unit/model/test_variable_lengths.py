@@ -1,5 +1,5 @@
-"""Attention by variable lengths: its places and gathers, with the formula in place of the GPU's operator, against the
-rectangles; and where it is chosen."""
+"""Attention by variable lengths: its places and gathers, with the formula in place of the GPU's
+operator, against the rectangles; and where it is chosen."""
 
 import warnings
 from itertools import pairwise
@@ -18,7 +18,8 @@ def formula(q, k, v, query_ends, key_ends, most_queries, most_keys, *, window_si
     assert window_size == (-1, 0) and enable_gqa
     assert query_ends.dtype == key_ends.dtype == torch.int32
     lengths = tuple(
-        (int(b - a), int(d - c)) for (a, b), (c, d) in zip(pairwise(query_ends), pairwise(key_ends), strict=True)
+        (int(b - a), int(d - c))
+        for (a, b), (c, d) in zip(pairwise(query_ends), pairwise(key_ends), strict=True)
     )
     assert (most_queries, most_keys) == tuple(map(max, zip(*lengths, strict=True)))
     assert (int(query_ends[-1]), int(key_ends[-1])) == (len(q), len(k))
@@ -31,7 +32,9 @@ def operator(monkeypatch):
 
 
 def drawn_batch(seed: int, shared: bool) -> TrainBatch:
-    """Prompts of 1 to 9 tokens and responses of 1 to 12, some of a single token; groups of 1 to 4 rows."""
+    """Prompts of 1 to 9 tokens and responses of 1 to 12, some of a single token; groups of 1 to 4
+    rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     groups = torch.randint(1, 5, (4,), generator=generator).tolist()
     prompts = torch.randint(1, 10, (4,), generator=generator).tolist()
@@ -41,7 +44,9 @@ def drawn_batch(seed: int, shared: bool) -> TrainBatch:
     responses_B[0] = 1
     width, length = int(prompts_B.max()), int(responses_B.max())
     columns = torch.arange(width + length)
-    attention_BS = (columns >= width - prompts_B[:, None]) & (columns < width + responses_B[:, None])
+    attention_BS = (columns >= width - prompts_B[:, None]) & (
+        columns < width + responses_B[:, None]
+    )
     tokens_BS = torch.randint(3, 20, attention_BS.shape, generator=generator)
     if shared:
         group = torch.tensor(rows)
@@ -101,9 +106,13 @@ def test_rows_of_one_length_need_no_gather(monkeypatch, operator):
 
 
 def test_a_response_attends_to_the_prompt_of_its_group_and_to_itself(monkeypatch):
-    """Prompts p (2 tokens) and r (1), responses of 3 and 1 tokens to p and of 2 to r. Last tokens are left out."""
+    """Prompts p (2 tokens) and r (1), responses of 3 and 1 tokens to p and of 2 to r. Last tokens
+    are left out.
+    """
     monkeypatch.setattr(packing, "WORTH_SHARING", 0.0)
-    attention_BS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
+    attention_BS = torch.tensor(
+        [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool
+    )
     mask_BT = attention_BS[:, 2:]
     zeros = torch.zeros(3, 3)
     batch = TrainBatch(
@@ -138,7 +147,9 @@ def test_masks_are_made_once_for_all_layers(monkeypatch):
 
 def test_it_is_chosen_for_what_flash_attention_computes():
     bf16 = torch.bfloat16
-    assert suits((9, 0), bf16, 128) and suits((8, 0), torch.float16, 64) and suits((12, 0), bf16, 256)
+    assert (
+        suits((9, 0), bf16, 128) and suits((8, 0), torch.float16, 64) and suits((12, 0), bf16, 256)
+    )
     assert not suits(None, bf16, 128)  # a CPU
     assert not suits((7, 5), bf16, 128)
     assert not suits((9, 0), torch.float32, 128)
@@ -155,10 +166,14 @@ def test_an_operator_that_is_missing_refuses_or_errs_is_not_used(monkeypatch):
     def refusing(*x, window_size):
         raise RuntimeError("no kernel for this head\nmore lines")
 
-    def top_left(q, k, v, query_ends, key_ends, most_queries, most_keys, *, window_size, enable_gqa):
+    def top_left(
+        q, k, v, query_ends, key_ends, most_queries, most_keys, *, window_size, enable_gqa
+    ):
         causal = torch.ones(3, 5, dtype=torch.bool).tril()
         k, v = (x[:5].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
-        first = torch.nn.functional.scaled_dot_product_attention(q[:3].transpose(0, 1), k, v, attn_mask=causal)
+        first = torch.nn.functional.scaled_dot_product_attention(
+            q[:3].transpose(0, 1), k, v, attn_mask=causal
+        )
         return torch.cat([first.transpose(0, 1), q[3:]])
 
     assert reason(formula) == ""

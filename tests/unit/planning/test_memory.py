@@ -1,4 +1,6 @@
-"""What the planner says of memory, against what real processes take, and against numbers worked out by hand."""
+"""What the planner says of memory, against what real processes take, and against numbers worked out
+by hand.
+"""
 
 import ctypes
 import gc
@@ -23,10 +25,14 @@ SIZES = {
 CONFIGS = {
     "dense": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "untied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=384),
+    "moe": lambda: Qwen3MoeConfig(
+        **SIZES, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=384
+    ),
     "qwen2.5": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "olmoe": lambda: OlmoeConfig(
-        **SIZES | {"intermediate_size": 384, "num_key_value_heads": 8}, num_experts=16, num_experts_per_tok=4
+        **SIZES | {"intermediate_size": 384, "num_key_value_heads": 8},
+        num_experts=16,
+        num_experts_per_tok=4,
     ),
 }
 
@@ -40,14 +46,28 @@ def small_config(kind):
 
 
 def work(ranks=1, size=1, rows=4, response=400, **others):
-    others = {"precision": torch.float32, "checkpointing": False, "cuda": False, "experts": 1} | others
+    others = {
+        "precision": torch.float32,
+        "checkpointing": False,
+        "cuda": False,
+        "experts": 1,
+    } | others
     return Work(
-        ranks=ranks, shard_size=size, rows=rows, scored=rows, prompt=40, response=response, group=rows, **others
+        ranks=ranks,
+        shard_size=size,
+        rows=rows,
+        scored=rows,
+        prompt=40,
+        response=response,
+        group=rows,
+        **others,
     )
 
 
 def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
-    """Bytes of this rank's weights, and by how much it grows in scoring and in two micro-batches that learn."""
+    """Bytes of this rank's weights, and by how much it grows in scoring and in two micro-batches
+    that learn.
+    """
     give_back_at_once()  # spreading frees most of the model, which later tensors would take unseen
     model = class_of(config)(config)
     shards = None
@@ -57,7 +77,11 @@ def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
         shards = Shards(ranks, work.shard_size, "cpu", work.experts)
         shards.spread(model, work.precision)
     policy = Policy(
-        model, small_policy().tokenizer, precision=work.precision, checkpointing=work.checkpointing, shards=shards
+        model,
+        small_policy().tokenizer,
+        precision=work.precision,
+        checkpointing=work.checkpointing,
+        shards=shards,
     )
     if work.lora.rank:
         policy.adapt(work.lora, seed=1)
@@ -91,7 +115,10 @@ CASES = {
     "olmoe": ("olmoe", work()),
     "olmoe, layers computed again": ("olmoe", work(checkpointing=True)),
     "dense, adapter": ("dense", work(lora=LoraSettings(8))),
-    "untied, adapter, layers computed again": ("untied", work(lora=LoraSettings(8), checkpointing=True)),
+    "untied, adapter, layers computed again": (
+        "untied",
+        work(lora=LoraSettings(8), checkpointing=True),
+    ),
     "moe, adapter": ("moe", work(lora=LoraSettings(8))),
     "moe, two ranks": ("moe", work(2, 2)),
     "dense, two ranks": ("dense", work(2, 2)),
@@ -105,12 +132,14 @@ CASES = {
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_real_processes_take_what_was_planned(case):
-    """Within 15 %, of what the rank with most grows beside its weights: gradients of what is trained, activations,
-    gathered weights, logits."""
+    """Within 15 %, of what the rank with most grows beside its weights: gradients of what is
+    trained, activations, gathered weights, logits."""
     kind, at_once = CASES[case]
     planned = measure(small_config(kind), at_once)
     found = ranked(at_once.ranks, lambda ranks: taken(small_config(kind), at_once, ranks))
     weights, scoring, update = (max(each) for each in zip(*found, strict=True))
     assert weights == pytest.approx(planned.weights, rel=0.01)
     assert update == pytest.approx(planned.trained + planned.update, rel=0.15)
-    assert 0.5 * planned.scoring < scoring < 1.3 * planned.scoring, "too short to be seen whole, and never the most"
+    assert 0.5 * planned.scoring < scoring < 1.3 * planned.scoring, (
+        "too short to be seen whole, and never the most"
+    )

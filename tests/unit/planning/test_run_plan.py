@@ -1,4 +1,6 @@
-"""What `gspo plan` says of a run: numbers worked out by hand, and of a large model as others have measured it."""
+"""What `gspo plan` says of a run: numbers worked out by hand, and of a large model as others have
+measured it.
+"""
 
 import sys
 from unittest.mock import patch
@@ -24,7 +26,9 @@ LARGE = [
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once():
-    """What has been measured for a model and a rank's work is used again: plans differ in what they make of it."""
+    """What has been measured for a model and a rank's work is used again: plans differ in what they
+    make of it.
+    """
     measured = {}
 
     def measure(config, work):
@@ -45,10 +49,17 @@ def test_what_one_gpu_holds_is_what_one_works_out_by_hand():
     made = planned(*SMALL, "rollout.max_new_tokens=80", prompt=20)
     weights = 4 * sum(p.numel() for p in made.settings.model.make()[0].parameters())
     update = made.phases["update"]
-    assert update["weights"] == update["gradients"] == weights and update["AdamW's moments"] == 2 * weights
+    assert (
+        update["weights"] == update["gradients"] == weights
+        and update["AdamW's moments"] == 2 * weights
+    )
     assert "reference policy" not in update and "engine" not in update and not made.traffic
-    coarse = planned(*SMALL, "rollout.max_new_tokens=80", "optim.name=adamw_8bit", prompt=20).phases["update"]
-    assert coarse["AdamW's moments"] == pytest.approx(weights / 2 * (1 + 4 / 256)), "a byte for each, a scale for 256"
+    coarse = planned(
+        *SMALL, "rollout.max_new_tokens=80", "optim.name=adamw_8bit", prompt=20
+    ).phases["update"]
+    assert coarse["AdamW's moments"] == pytest.approx(weights / 2 * (1 + 4 / 256)), (
+        "a byte for each, a scale for 256"
+    )
     config = made.settings.model.make()[0].config
     of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert made.phases["rollout"]["keys and values"] == 32 * (20 + 80) * of_a_token
@@ -58,12 +69,22 @@ def test_what_one_gpu_holds_is_what_one_works_out_by_hand():
 
 
 def test_an_episode_holds_what_the_environment_writes_too_as_far_as_there_are_positions():
-    words = ["task=guessing", *SMALL[1:], "rollout.max_new_tokens=80", "task.turns=5", "task.observation_tokens=10"]
+    words = [
+        "task=guessing",
+        *SMALL[1:],
+        "rollout.max_new_tokens=80",
+        "task.turns=5",
+        "task.observation_tokens=10",
+    ]
     config = planned(*words, prompt=20).settings.model.make()[0].config
     of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     cached = planned(*words, prompt=20).phases["rollout"]["keys and values"]
-    assert cached == 2 * 32 * (20 + 80 + 4 * (10 + AROUND)) * of_a_token, "in the cache, and taken out between turns"
-    most = planned(*words[:-1], "task.observation_tokens=100000", prompt=20).phases["rollout"]["keys and values"]
+    assert cached == 2 * 32 * (20 + 80 + 4 * (10 + AROUND)) * of_a_token, (
+        "in the cache, and taken out between turns"
+    )
+    most = planned(*words[:-1], "task.observation_tokens=100000", prompt=20).phases["rollout"][
+        "keys and values"
+    ]
     assert most == 2 * 32 * config.max_position_embeddings * of_a_token
 
 
@@ -72,13 +93,22 @@ def test_what_settings_add():
     kl = planned(*SMALL, "kl=loss", "kl.coef=0.01")
     assert kl.phases["update"]["reference policy"] == kl.phases["update"]["weights"]
     rounded = planned(*SMALL, "rollout.dtype=bfloat16")
-    assert rounded.phases["update"]["engine"] == plain.phases["update"]["weights"] / 2, "a copy to sample with"
-    assert rounded.phases["rollout"]["keys and values"] == plain.phases["rollout"]["keys and values"] / 2
+    assert rounded.phases["update"]["engine"] == plain.phases["update"]["weights"] / 2, (
+        "a copy to sample with"
+    )
+    assert (
+        rounded.phases["rollout"]["keys and values"]
+        == plain.phases["rollout"]["keys and values"] / 2
+    )
     again = planned(*SMALL, "policy.checkpointing=true")
     assert again.phases["update"][ACTIVATIONS] < plain.phases["update"][ACTIVATIONS]
-    assert again.times["update: arithmetic"] == pytest.approx(4 / 3 * plain.times["update: arithmetic"])
+    assert again.times["update: arithmetic"] == pytest.approx(
+        4 / 3 * plain.times["update: arithmetic"]
+    )
     epochs = planned(*SMALL, "trainer.epochs=3")
-    assert epochs.times["update: arithmetic"] == pytest.approx(3 * plain.times["update: arithmetic"])
+    assert epochs.times["update: arithmetic"] == pytest.approx(
+        3 * plain.times["update: arithmetic"]
+    )
     few = planned(*SMALL, "trainer.minibatches=8", "trainer.micro_batch_size=32")
     assert few.work.rows == 4 and few.work.scored == 32, "a mini-batch has four responses"
     assert few.phases["update"][ACTIVATIONS] < plain.phases["update"][ACTIVATIONS]
@@ -88,7 +118,11 @@ def test_what_settings_add():
     critic = planned(*SMALL, "objective=grpo", "advantage=gae")
     assert critic.times["old log-probs: arithmetic"] > 0, "values are computed with them"
     beside = planned(*SMALL, "rollout.staleness=1", "rollout.overlap=true").phases
-    assert beside["update"]["engine"] > beside["rollout"]["engine's weights"] == beside["update"]["weights"]
+    assert (
+        beside["update"]["engine"]
+        > beside["rollout"]["engine's weights"]
+        == beside["update"]["weights"]
+    )
     share = planned(*SMALL, "rollout=vllm", "rollout.gpu_memory=0.25")
     assert share.phases["update"]["engine"] == 0.25 * 80 * GB
     assert "engine" not in planned(*SMALL, "rollout=vllm", "rollout.sleep=true").phases["update"]
@@ -108,34 +142,59 @@ def test_with_an_adapter_gradients_and_moments_are_its_own_and_the_reference_tak
     assert update["weights"] == weights + adapter
     assert update["gradients"] == adapter and update["AdamW's moments"] == 2 * adapter
     assert "reference policy" not in update and "engine" not in update
-    assert rollout["engine's weights"] == 4 * sum(p.numel() for p in adapted.values()), "merged while it samples"
-    assert made.times["update: arithmetic"] == pytest.approx(2 / 3 * dense.times["update: arithmetic"])
+    assert rollout["engine's weights"] == 4 * sum(p.numel() for p in adapted.values()), (
+        "merged while it samples"
+    )
+    assert made.times["update: arithmetic"] == pytest.approx(
+        2 / 3 * dense.times["update: arithmetic"]
+    )
     without_reference = planned(*SMALL, "policy.lora.rank=4")
-    assert without_reference.times["old log-probs: arithmetic"] == 0, "the engine has just computed them"
+    assert without_reference.times["old log-probs: arithmetic"] == 0, (
+        "the engine has just computed them"
+    )
     ranks = planned(*SMALL, "policy.lora.rank=4", "parallel.mode=replicate", "parallel.ranks=2")
-    assert list(ranks.traffic.values()) == [2.0 * 4 * adapter], "the adapter's gradients, in each of four updates"
+    assert list(ranks.traffic.values()) == [2.0 * 4 * adapter], (
+        "the adapter's gradients, in each of four updates"
+    )
 
 
 def test_what_ranks_exchange():
-    """All-reduce sends gradients twice; FSDP gathers weights in each pass and adds gradients in each that learns."""
-    words = [*SMALL, "trainer.minibatches=2", "trainer.micro_batch_size=4", "policy.old_pass=always"]
+    """All-reduce sends gradients twice; FSDP gathers weights in each pass and adds gradients in
+    each that learns.
+    """
+    words = [
+        *SMALL,
+        "trainer.minibatches=2",
+        "trainer.micro_batch_size=4",
+        "policy.old_pass=always",
+    ]
     copies = planned(*words, "parallel.mode=replicate", "parallel.ranks=4")
     weights = copies.phases["update"]["weights"]
     assert copies.traffic == {"gradients between copies": 2 * 2 * weights}, "two updates"
     shards = planned(*words, "parallel.mode=shard", "parallel.ranks=4")
     assert shards.phases["update"]["weights"] == pytest.approx(weights / 4, rel=0.02)
-    assert shards.traffic["gradients"] == pytest.approx(2 * weights, rel=0.02), "two micro-batches of four learn"
+    assert shards.traffic["gradients"] == pytest.approx(2 * weights, rel=0.02), (
+        "two micro-batches of four learn"
+    )
     assert shards.traffic["weights gathered to score"] == pytest.approx(2 * weights, rel=0.02)
-    assert shards.traffic["weights gathered to learn"] == pytest.approx(2 * 2 * weights, rel=0.1), "there and back"
+    assert shards.traffic["weights gathered to learn"] == pytest.approx(2 * 2 * weights, rel=0.1), (
+        "there and back"
+    )
     machine = hardware("h100,per_machine=2")
-    hybrid = planned(*words, "parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=2", gpu=machine)
+    hybrid = planned(
+        *words, "parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=2", gpu=machine
+    )
     across = planned(*words, "parallel.mode=shard", "parallel.ranks=4", gpu=machine)
-    assert hybrid.times["exchange between GPUs"] < across.times["exchange between GPUs"] / 2, "gathered in a machine"
+    assert hybrid.times["exchange between GPUs"] < across.times["exchange between GPUs"] / 2, (
+        "gathered in a machine"
+    )
     assert hybrid.phases["update"]["weights"] == pytest.approx(weights / 2, rel=0.02)
 
 
 def test_tokens_travel_where_experts_are_dealt():
-    """A layer sends every token to its K experts and back; in the backward pass the gradients go the same way."""
+    """A layer sends every token to its K experts and back; in the backward pass the gradients go
+    the same way.
+    """
     words = [
         "task=math", "model=tiny_moe", "rollout.prompts_per_step=8", "rollout.group_size=4", "trainer.minibatches=2",
         "trainer.micro_batch_size=4", "policy.old_pass=always", "parallel.mode=shard", "parallel.ranks=4",
@@ -147,15 +206,27 @@ def test_tokens_travel_where_experts_are_dealt():
     assert dealt.traffic[TOKENS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
         "two micro-batches learn, two are scored"
     )
-    experts = 4 * sum(p.numel() for n, p in dealt.settings.model.make()[0].named_parameters() if ".experts." in n)
+    experts = 4 * sum(
+        p.numel() for n, p in dealt.settings.model.make()[0].named_parameters() if ".experts." in n
+    )
     saved = gathered.traffic["gradients"] - dealt.traffic["gradients"]
-    assert saved == pytest.approx(2 * experts / 2, rel=0.03), "an expert's gradients are reduced by those that have it"
-    assert dealt.phases["update"]["weights"] == pytest.approx(gathered.phases["update"]["weights"], rel=0.02)
+    assert saved == pytest.approx(2 * experts / 2, rel=0.03), (
+        "an expert's gradients are reduced by those that have it"
+    )
+    assert dealt.phases["update"]["weights"] == pytest.approx(
+        gathered.phases["update"]["weights"], rel=0.02
+    )
 
 
 @pytest.mark.slow
 def test_an_advice_is_tried_before_it_is_given():
-    words = [*SMALL, "model.layers=2", "model.hidden=256", "rollout.max_new_tokens=400", "trainer.micro_batch_size=32"]
+    words = [
+        *SMALL,
+        "model.layers=2",
+        "model.hidden=256",
+        "rollout.max_new_tokens=400",
+        "trainer.micro_batch_size=32",
+    ]
     whole = planned(*words)
     update = whole.phases["update"]
     fixed = sum(update.values()) - update[ACTIVATIONS]
@@ -163,26 +234,46 @@ def test_an_advice_is_tried_before_it_is_given():
     made = planned(*words, gpu=tight)
     assert not made.fits
     first, last = advice(made)
-    assert first.startswith("1 GPU: does not fit,") and last.startswith("It fits with policy.checkpointing=true")
+    assert first.startswith("1 GPU: does not fit,") and last.startswith(
+        "It fits with policy.checkpointing=true"
+    )
     changed = last.removeprefix("It fits with ").partition(":")[0].split()
     assert planned(*words, *changed, gpu=tight).fits
-    words = [*SMALL, "model.layers=2", "model.hidden=512", "rollout.max_new_tokens=8", "trainer.micro_batch_size=1"]
+    words = [
+        *SMALL,
+        "model.layers=2",
+        "model.hidden=512",
+        "rollout.max_new_tokens=8",
+        "trainer.micro_batch_size=1",
+    ]
     weights = planned(*words, prompt=8).phases["update"]["weights"]
     small = hardware(f"h100,memory={3.0 * weights / GB + RESERVE}")
     line = advice(planned(*words, gpu=small, prompt=8))[1]
     changed = line.removeprefix("It fits with ").partition(":")[0].split()
     assert {"parallel.mode=shard", "rollout.dtype=bfloat16"} <= set(changed)
     assert planned(*words, *changed, gpu=small, prompt=8).fits
-    hopeless, least = hardware("h100,memory=5.000001"), ["policy.checkpointing=true", "rollout.batch_rows=4"]
-    assert advice(planned(*words, gpu=hopeless))[1].startswith("It does not fit with rollout.batch_rows=8")
+    hopeless, least = (
+        hardware("h100,memory=5.000001"),
+        ["policy.checkpointing=true", "rollout.batch_rows=4"],
+    )
+    assert advice(planned(*words, gpu=hopeless))[1].startswith(
+        "It does not fit with rollout.batch_rows=8"
+    )
     assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
 
 
 def test_a_share_for_vllm_that_does_not_fit_is_lowered_to_one_that_does():
-    words = [*SMALL, "model.hidden=512", "rollout=vllm", "rollout.sleep=true", "rollout.max_new_tokens=80"]
+    words = [
+        *SMALL,
+        "model.hidden=512",
+        "rollout=vllm",
+        "rollout.sleep=true",
+        "rollout.max_new_tokens=80",
+    ]
     held = planned(*words).phases["rollout"]
     trainers = sum(held.values()) - held["engine's weights"] - held["keys and values"]
-    card = hardware(f"h100,memory={(trainers / 0.5 + RESERVE * GB / 0.5) / GB}")  # the trainer leaves half of it
+    # the trainer leaves half of it
+    card = hardware(f"h100,memory={(trainers / 0.5 + RESERVE * GB / 0.5) / GB}")
     made = planned(*words, "rollout.gpu_memory=0.8", gpu=card)
     first, last = advice(made)
     assert "does not fit" in first and last.startswith("It fits with rollout.gpu_memory=0.5:")
@@ -196,29 +287,53 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
         "model.layers=2", "rollout.max_new_tokens=8", "trainer.micro_batch_size=1", "policy.checkpointing=true",
         "rollout.dtype=bfloat16", "rollout.prompts_per_step=4", "parallel.mode=shard", "parallel.ranks=2",
     ]  # fmt: skip
-    gathered, dealt = (planned(*words, *more, prompt=8).peak[1] for more in ([], ["parallel.experts=2"]))
+    gathered, dealt = (
+        planned(*words, *more, prompt=8).peak[1] for more in ([], ["parallel.experts=2"])
+    )
     assert dealt < gathered
     between = hardware(f"h100,memory={(0.3 * gathered + 0.7 * dealt) / GB}")
-    assert advice(planned(*words, prompt=8, gpu=between))[1].startswith("It fits with parallel.experts=2:")
+    assert advice(planned(*words, prompt=8, gpu=between))[1].startswith(
+        "It fits with parallel.experts=2:"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.ranks=4"], r"parallel\.ranks=4 with parallel\.mode=none: say parallel\.mode=shard or replicate"),
-        (["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"], r"shard_size=3 does not divide"),
+        (
+            ["parallel.ranks=4"],
+            r"parallel\.ranks=4 with parallel\.mode=none: say parallel\.mode=shard or replicate",
+        ),
+        (
+            ["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"],
+            r"shard_size=3 does not divide",
+        ),
         (
             ["parallel.mode=shard", "parallel.ranks=4", "parallel.experts=3"],
             r"experts=3 does not divide the 4 processes",
         ),
         (["parallel.mode=shard"], "with one GPU: say how many there are"),
         (
-            ["parallel.mode=shard", "parallel.ranks=4", "rollout=vllm", "rollout.tensor_parallel_size=3"],
+            [
+                "parallel.mode=shard",
+                "parallel.ranks=4",
+                "rollout=vllm",
+                "rollout.tensor_parallel_size=3",
+            ],
             r"rollout\.tensor_parallel_size=3 does not divide the 4 processes",
         ),
-        (["parallel.mode=shard", "parallel.ranks=64"], "prompts_per_step=32 is less than the 64 processes"),
-        (["rollout.max_new_tokens=2000"], "a prompt of 512 and a response of 2000 tokens exceed the model's 2048"),
-        (["rollout=vllm", "rollout.gpu_memory=1e-6"], "holds no response beside the engine's weights"),
+        (
+            ["parallel.mode=shard", "parallel.ranks=64"],
+            "prompts_per_step=32 is less than the 64 processes",
+        ),
+        (
+            ["rollout.max_new_tokens=2000"],
+            "a prompt of 512 and a response of 2000 tokens exceed the model's 2048",
+        ),
+        (
+            ["rollout=vllm", "rollout.gpu_memory=1e-6"],
+            "holds no response beside the engine's weights",
+        ),
         (["model=hf", "model.path=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
@@ -249,24 +364,43 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
         {"--hardware": "l40s", "--prompt": "7"},
     )
     for gpu, code in (("h100", 0), ("h100,memory=5.0001", 1)):
-        monkeypatch.setattr(sys, "argv", ["plan", *SMALL, "parallel.mode=shard", "parallel.ranks=8", "--hardware", gpu])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["plan", *SMALL, "parallel.mode=shard", "parallel.ranks=8", "--hardware", gpu],
+        )
         with pytest.raises(SystemExit) as ended:
             command.print_plan()
         assert ended.value.code == code
     printed = capsys.readouterr().out
-    for part in ("memory of a GPU in GB", "  rollout", "  update", "exchange of a GPU", "a step takes", "8 GPUs: fits"):
+    for part in (
+        "memory of a GPU in GB",
+        "  rollout",
+        "  update",
+        "exchange of a GPU",
+        "a step takes",
+        "8 GPUs: fits",
+    ):
         assert part in printed, part
     for words in (["--hardwear", "h100"], ["--prompt"]):
         with pytest.raises(ValueError, match=r"--hardware|needs a value"):
             with_options(words)
 
 
-SHARDS = [*SMALL, "parallel.mode=shard", "parallel.ranks=2", "rollout.max_new_tokens=80", "rollout.batch_rows=4"]
+SHARDS = [
+    *SMALL,
+    "parallel.mode=shard",
+    "parallel.ranks=2",
+    "rollout.max_new_tokens=80",
+    "rollout.batch_rows=4",
+]
 
 
 @pytest.mark.slow
 def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_out_less():
-    """Every rank samples the responses to one prompt, and then to two; what is exchanged does not shrink with ranks."""
+    """Every rank samples the responses to one prompt, and then to two; what is exchanged does not
+    shrink with ranks.
+    """
     settings = composed_settings(SHARDS)
     shared = strong(settings, [2, 4, 8], H100, 20)
     assert [p.made.settings.rollout.prompts_per_step for p in shared] == [8, 8, 8]
@@ -283,7 +417,10 @@ def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_ou
 
 def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why():
     points = strong(composed_settings(SHARDS), [2, 8, 16], H100, 20)
-    assert points[2].made is None and "prompts_per_step=8 is less than the 16 processes" in points[2].refused
+    assert (
+        points[2].made is None
+        and "prompts_per_step=8 is less than the 16 processes" in points[2].refused
+    )
     sizes = [p.made.peak[1] / GB for p in points[:2]]
     assert sizes[1] < sizes[0]
     tight = hardware(f"h100,memory={(sizes[0] + sizes[1]) / 2}")
@@ -291,15 +428,29 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
     assert smallest(points) is points[1] and [p.fits for p in points] == [False, True, False]
     assert efficiency(points[0], points[1]) is None and efficiency(points[1], points[1]) == 1
     grown = weak(composed_settings(SHARDS), points, tight, 20)
-    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], "as many a GPU as the eight have"
+    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], (
+        "as many a GPU as the eight have"
+    )
     hopeless = hardware("h100,memory=5.000001")
-    assert weak(composed_settings(SHARDS), strong(composed_settings(SHARDS), [2], hopeless, 20), hopeless, 20) == []
-    with pytest.raises(ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"):
+    assert (
+        weak(
+            composed_settings(SHARDS),
+            strong(composed_settings(SHARDS), [2], hopeless, 20),
+            hopeless,
+            20,
+        )
+        == []
+    )
+    with pytest.raises(
+        ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"
+    ):
         strong(composed_settings(SHARDS), [16, 32], H100)
 
 
 def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_with_padding():
-    """FSDP2 cuts a tensor along its first dimension, of experts, and pads it to a multiple of the ranks."""
+    """FSDP2 cuts a tensor along its first dimension, of experts, and pads it to a multiple of the
+    ranks.
+    """
     words = [
         "task=math",
         "model=tiny_moe",
@@ -308,7 +459,10 @@ def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_wit
         "parallel.mode=shard",
     ]
     experts = composed_settings(words[:2]).model.experts
-    few, many = (planned(*words, f"parallel.ranks={ranks}").measured.gathered for ranks in (experts, 2 * experts))
+    few, many = (
+        planned(*words, f"parallel.ranks={ranks}").measured.gathered
+        for ranks in (experts, 2 * experts)
+    )
     assert many > 1.5 * few
 
 
@@ -322,30 +476,50 @@ def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
 
     assert ended("parallel.ranks=8,4,16", "--prompt=20") == 0
     same, grown = capsys.readouterr().out.split("weak scaling: 8 responses a step for each GPU")
-    rows = [[line.split() for line in part.splitlines() if line.strip()[:1].isdigit()] for part in (same, grown)]
-    assert [row[:2] for row in rows[0]] == [["4", "32"], ["8", "32"], ["16", "rollout.prompts_per_step=8"]]
+    rows = [
+        [line.split() for line in part.splitlines() if line.strip()[:1].isdigit()]
+        for part in (same, grown)
+    ]
+    assert [row[:2] for row in rows[0]] == [
+        ["4", "32"],
+        ["8", "32"],
+        ["16", "rollout.prompts_per_step=8"],
+    ]
     assert [row[:2] for row in rows[1]] == [["4", "32"], ["8", "64"], ["16", "128"]]
-    assert "100%" in rows[0][0] and "strong scaling: 32 responses a step of up to 20 + 80 tokens" in same
+    assert (
+        "100%" in rows[0][0]
+        and "strong scaling: 32 responses a step of up to 20 + 80 tokens" in same
+    )
     assert ended("parallel.ranks=2,4", "--hardware=h100,memory=5.0001") == 1
     printed = capsys.readouterr().out
     assert printed.count("does not fit") == 2 and "weak scaling" not in printed
     for wrong in ("2,", "2,x", "0,2"):
         monkeypatch.setattr(sys, "argv", ["plan", *SHARDS, f"parallel.ranks={wrong}"])
-        with pytest.raises(ValueError, match=rf"parallel.ranks={wrong}: '[x0]?' must be a number of GPUs"):
+        with pytest.raises(
+            ValueError, match=rf"parallel.ranks={wrong}: '[x0]?' must be a number of GPUs"
+        ):
             command.print_plan()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "idle", "peak"), [(8, 45.8, 72.0), (16, 22.9, 41.5), (64, 5.7, 18.6)])
+@pytest.mark.parametrize(
+    ("ranks", "idle", "peak"), [(8, 45.8, 72.0), (16, 22.9, 41.5), (64, 5.7, 18.6)]
+)
 def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
-    """Numbers of a prototype over FSDP2 by torch's own MemTracker: GB, micro-batches of 8,192 tokens, checkpointing."""
+    """Numbers of a prototype over FSDP2 by torch's own MemTracker: GB, micro-batches of 8,192
+    tokens, checkpointing.
+    """
     made = planned(*LARGE, f"parallel.ranks={ranks}", prompt=512)
     assert made.measured.parameters == pytest.approx(30.53e9, rel=1e-3)
     update = made.phases["update"]
     assert (update["weights"] + update["AdamW's moments"]) / GB == pytest.approx(idle, abs=0.1)
-    assert update["engine"] == pytest.approx(2 * 30.53e9, rel=1e-3), "a copy to sample with, which they do not count"
+    assert update["engine"] == pytest.approx(2 * 30.53e9, rel=1e-3), (
+        "a copy to sample with, which they do not count"
+    )
     assert (sum(update.values()) - update["engine"]) / GB == pytest.approx(peak, rel=0.04)
     assert "reference" not in str(update) and torch.bfloat16 == made.work.precision
     of_pass = made.measured.gathered / GB, made.measured.reduced / GB
-    assert of_pass == pytest.approx((121, 122), rel=0.06), "gathered twice in bfloat16, reduced in float32"
+    assert of_pass == pytest.approx((121, 122), rel=0.06), (
+        "gathered twice in bfloat16, reduced in float32"
+    )
     assert "exchange between GPUs" in "\n".join(lines_of(made))

@@ -18,12 +18,20 @@ from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.source import PendingRollouts
 from trainers import FirstCharacter, flat, gap_trainer, steps
 
-SIZES = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 12, "token_budget": 4, "in_flight": 8}
+SIZES = {
+    "prompts_per_step": 4,
+    "group_size": 3,
+    "max_new_tokens": 12,
+    "token_budget": 4,
+    "in_flight": 8,
+}
 
 
 def partial(policy, routes=True, **options) -> PartialSource:
     settings = RolloutSettings(**SIZES | {"routes": routes} | options)
-    return make_source(LocalEngine(policy), FirstCharacter(), settings, Uniform(), 1, BehaviourLogprobs(policy, 8))
+    return make_source(
+        LocalEngine(policy), FirstCharacter(), settings, Uniform(), 1, BehaviourLogprobs(policy, 8)
+    )
 
 
 def same(a: Response, b: Response) -> bool:
@@ -33,7 +41,16 @@ def same(a: Response, b: Response) -> bool:
     )
     return arrays and all(
         getattr(a, name) == getattr(b, name)
-        for name in ("problem", "sample", "token_ids", "finish_reason", "text", "policy_step", "segments", "score")
+        for name in (
+            "problem",
+            "sample",
+            "token_ids",
+            "finish_reason",
+            "text",
+            "policy_step",
+            "segments",
+            "score",
+        )
     )
 
 
@@ -45,14 +62,24 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
         rollout = source.next(step)
         assert len(rollout.groups) == 4
         problems = [group[0].problem for group in rollout.groups]
-        expected = whole.generate(problems, 3, Sampling(1.0, 12), (1, "rollout"), 0, record_experts=True)
+        expected = whole.generate(
+            problems, 3, Sampling(1.0, 12), (1, "rollout"), 0, record_experts=True
+        )
         assert flat(rollout.groups) == flat(expected)
         for r, e in zip(rollout.responses, [r for g in expected for r in g], strict=True):
-            assert (r.finish_reason, r.text, r.prompt_ids) == (e.finish_reason, e.text, e.prompt_ids)
-            assert np.allclose(r.logprobs, e.logprobs, atol=1e-5) and np.array_equal(r.experts, e.experts)
+            assert (r.finish_reason, r.text, r.prompt_ids) == (
+                e.finish_reason,
+                e.text,
+                e.prompt_ids,
+            )
+            assert np.allclose(r.logprobs, e.logprobs, atol=1e-5) and np.array_equal(
+                r.experts, e.experts
+            )
             assert np.allclose(r.old_logprobs, r.logprobs, atol=1e-5)
             assert np.array_equal(r.old_experts[:-1], r.experts)
-            assert sum(tokens for _, tokens in r.segments or [(0, len(r.token_ids))]) == len(r.token_ids)
+            assert sum(tokens for _, tokens in r.segments or [(0, len(r.token_ids))]) == len(
+                r.token_ids
+            )
             assert all(tokens <= 4 for _, tokens in r.segments) and r.score is not None
         seen += [problem.index for problem in problems]
         source.update(step)
@@ -78,14 +105,20 @@ def test_segments_keep_the_log_probs_and_the_step_of_the_weights_that_sampled_th
                 at += tokens
             assert at == len(r.token_ids) and r.policy_step == segments[0][0]
         metrics = t.train_step(step, rollout)
-        assert metrics["routing/engine_agreement"] > 0.999, "both keep the experts of the pass that predicted a token"
+        assert metrics["routing/engine_agreement"] > 0.999, (
+            "both keep the experts of the pass that predicted a token"
+        )
         assert metrics["mismatch/k3"] < 1e-9
     assert cut > 10 and metrics["staleness/max"] > 0 and metrics["staleness/segments"] > 1
 
 
 def test_a_response_that_has_ended_is_not_continued(moe):
     engine = LocalEngine(moe)
-    ended = [r for g in engine.generate([Problem("math", 1, "7+5=?", "")], 2, Sampling(1.0, 5), (1,)) for r in g]
+    ended = [
+        r
+        for g in engine.generate([Problem("math", 1, "7+5=?", "")], 2, Sampling(1.0, 5), (1,))
+        for r in g
+    ]
     with pytest.raises(ValueError, match="response 0 to problem 1 has ended"):
         engine.extend(ended, Sampling(1.0, 9), (1,))
 
@@ -101,7 +134,11 @@ def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     for step, rollout in pending.rollouts.items():
         other = back.rollouts[step]
         assert all(same(a, b) for a, b in zip(rollout.responses, other.responses, strict=True))
-        assert (rollout.filtered, rollout.limit, rollout.in_flight) == (other.filtered, other.limit, other.in_flight)
+        assert (rollout.filtered, rollout.limit, rollout.in_flight) == (
+            other.filtered,
+            other.limit,
+            other.in_flight,
+        )
     for (draw, group), (other_draw, other) in zip(pending.groups, back.groups, strict=True):
         assert draw == other_draw and all(same(a, b) for a, b in zip(group, other, strict=True))
     empty = tmp_path / "empty"
@@ -123,7 +160,9 @@ def test_a_resumed_source_goes_on_with_what_it_held(kind, overlap, tmp_path):
     save_pending(before.source.pending(), tmp_path)
     after = gap_trainer(lr=0.0, old="behaviour", staleness=2, overlap=overlap, **options)
     after.source.load_state(state, 3)
-    after.source.restore_pending(load_pending(tmp_path, lambda index: after.source.task.problem(1, "train", index)))
+    after.source.restore_pending(
+        load_pending(tmp_path, lambda index: after.source.task.problem(1, "train", index))
+    )
     for t in (whole, before):
         t.source.close()
     assert [flat(after.source.next(step).groups) for step in go(after, 6, first=4)] == expected[3:]

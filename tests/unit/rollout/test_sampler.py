@@ -1,4 +1,6 @@
-"""Which problems a step sees: streams, epochs, groups of like problems, schedules, the same choice after a resume."""
+"""Which problems a step sees: streams, epochs, groups of like problems, schedules, the same choice
+after a resume.
+"""
 
 import json
 from collections import Counter
@@ -9,14 +11,25 @@ import pytest
 
 from gspo.core.seeding import permutation
 from gspo.core.types import Problem, Response, Score
-from gspo.rollout.problem_sampler import REFILL, REPLACEMENT, Grouped, QuerySet, TrainingProblems, Uniform
+from gspo.rollout.problem_sampler import (
+    REFILL,
+    REPLACEMENT,
+    Grouped,
+    QuerySet,
+    TrainingProblems,
+    Uniform,
+)
 from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.mixture import Mixture
 
 SAMPLERS = [
     Uniform(),
     *(Grouped(by=by) for by in ("difficulty", "task", "length", "task_length")),
-    *(Grouped(by=by, order=order) for by in ("difficulty", "length") for order in ("easy_first", "hard_first")),
+    *(
+        Grouped(by=by, order=order)
+        for by in ("difficulty", "length")
+        for order in ("easy_first", "hard_first")
+    ),
 ]
 
 
@@ -28,7 +41,9 @@ def query_set(size: int = 24, number: int = 0, first_step: int = 1) -> QuerySet:
     return QuerySet(number * size, size, number, first_step, a_problem)
 
 
-def epoch(sampler, seed: int = 1, rates: dict | None = None, first: int = 1, count: int = 4, **options) -> list[list]:
+def epoch(
+    sampler, seed: int = 1, rates: dict | None = None, first: int = 1, count: int = 4, **options
+) -> list[list]:
     """The batches of the epoch that begins at step `first`."""
     chosen = query_set(**options)
     steps = range(first, first + chosen.size // count)
@@ -36,17 +51,25 @@ def epoch(sampler, seed: int = 1, rates: dict | None = None, first: int = 1, cou
 
 
 def group(problem: Problem, rewards: list[float]) -> list[Response]:
-    parts = dict(prompt_ids=[1], token_ids=[2], logprobs=None, finish_reason="stop", text="", policy_step=0)
-    return [Response(problem, i, **parts, score=Score(reward, "")) for i, reward in enumerate(rewards)]
+    parts = dict(
+        prompt_ids=[1], token_ids=[2], logprobs=None, finish_reason="stop", text="", policy_step=0
+    )
+    return [
+        Response(problem, i, **parts, score=Score(reward, "")) for i, reward in enumerate(rewards)
+    ]
 
 
 def stream(sampler=None, task=None, count: int = 4, size: int = 24, **options) -> TrainingProblems:
-    return TrainingProblems(task or ChainArithmetic(), 7, sampler or Uniform(), count, size, **options)
+    return TrainingProblems(
+        task or ChainArithmetic(), 7, sampler or Uniform(), count, size, **options
+    )
 
 
 @dataclass
 class Finite:
-    """A task whose training set has `count` problems; epoch e is a permutation by (seed, e), as of any benchmark."""
+    """A task whose training set has `count` problems; epoch e is a permutation by (seed, e), as of
+    any benchmark.
+    """
 
     count: int = 512
     name: str = "finite"
@@ -56,7 +79,11 @@ class Finite:
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         epoch, place = divmod(index % REPLACEMENT, self.count)
-        number = permutation(self.count, seed, epoch)[place] if index < REPLACEMENT else index // REPLACEMENT
+        number = (
+            permutation(self.count, seed, epoch)[place]
+            if index < REPLACEMENT
+            else index // REPLACEMENT
+        )
         return Problem("finite", index, f"{number}" + "!" * (9 if number % 10 == 3 else 0), None)
 
 
@@ -73,7 +100,11 @@ def test_the_unbounded_stream_is_taken_in_order():
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     task, problems = ChainArithmetic(), stream(size=0)
     assert problems.take(5) == [task.problem(7, "train", index) for index in range(16, 20)]
-    refills = [Uniform().choose(1, step, 4, QuerySet(), {}, refill) for step in (1, 2) for refill in (0, 1, 2)]
+    refills = [
+        Uniform().choose(1, step, 4, QuerySet(), {}, refill)
+        for step in (1, 2)
+        for refill in (0, 1, 2)
+    ]
     assert len({place for batch in refills for place in batch}) == 24
     assert refills[4] == [REFILL + place for place in batches[1]]
 
@@ -118,9 +149,13 @@ def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more
         assert len(more) == len(set(more)) and not set(more) & set(prompts(rounds[0]))
         unused = usable - set(prompts(rounds[0]))
         assert set(more) <= unused and len(more) == min(11 * 16, len(unused))
-        assert rounds[3] == stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit).take(step, 3)
+        assert rounds[3] == stream(
+            task=Finite(count), count=16, size=0, max_prompt_tokens=limit
+        ).take(step, 3)
     random_numbers = {problems.revisits(refill) for refill in (1, 2)}
-    assert random_numbers == {True} and not problems.revisits(0), "a refilled problem comes again at its own step"
+    assert random_numbers == {True} and not problems.revisits(0), (
+        "a refilled problem comes again at its own step"
+    )
 
 
 def test_query_sets_of_a_finite_set_hold_no_problem_twice():
@@ -133,13 +168,22 @@ def test_query_sets_of_a_finite_set_hold_no_problem_twice():
 
 def test_batches_hold_like_problems():
     batches = epoch(Grouped(by="length"))
-    spans = [(min(lengths), max(lengths)) for lengths in ([len(a_problem(p).prompt) for p in b] for b in batches)]
+    spans = [
+        (min(lengths), max(lengths))
+        for lengths in ([len(a_problem(p).prompt) for p in b] for b in batches)
+    ]
     assert all(low[1] <= high[0] for low, high in pairwise(sorted(spans)))
-    tasks = [Counter(a_problem(place).task for place in batch) for batch in epoch(Grouped(by="task"))]
+    tasks = [
+        Counter(a_problem(place).task for place in batch) for batch in epoch(Grouped(by="task"))
+    ]
     assert sorted(map(dict, tasks), key=str) == [{"code": 4}] * 4 + [{"math": 4}] * 2
     both = epoch(Grouped(by="task_length"))
     for task in ("code", "math"):
-        mine = [[len(a_problem(p).prompt) for p in batch] for batch in both if a_problem(batch[0]).task == task]
+        mine = [
+            [len(a_problem(p).prompt) for p in batch]
+            for batch in both
+            if a_problem(batch[0]).task == task
+        ]
         assert all(max(low) <= min(high) for low, high in pairwise(sorted(mine)))
 
 
@@ -159,10 +203,14 @@ def test_orders_of_difficulty_and_length():
     assert sorted(shuffled) == sorted(easy)
     assert len({str(epoch(Grouped(), seed=seed, **options)) for seed in range(5)}) > 1
     lengths = [
-        len(a_problem(place).prompt) for batch in epoch(Grouped("grouped", "length", "easy_first")) for place in batch
+        len(a_problem(place).prompt)
+        for batch in epoch(Grouped("grouped", "length", "easy_first"))
+        for place in batch
     ]
     assert lengths == sorted(lengths)
-    assert Grouped(order="easy_first").choose(1, 4, 2, query_set(8), rates, refill=1) == easy[0], "cyclic"
+    assert Grouped(order="easy_first").choose(1, 4, 2, query_set(8), rates, refill=1) == easy[0], (
+        "cyclic"
+    )
 
 
 def test_query_sets_replace_each_other_on_schedule():
@@ -170,10 +218,16 @@ def test_query_sets_replace_each_other_on_schedule():
     batches = {step: indices(problems.take(step)) for step in range(1, 28)}
     for number in range(3):
         steps = range(9 * number + 1, 9 * number + 10)
-        assert sorted(i for step in steps[:6] for i in batches[step]) == list(range(24 * number, 24 * number + 24))
-        assert {i for step in steps for i in batches[step]} == set(range(24 * number, 24 * number + 24))
+        assert sorted(i for step in steps[:6] for i in batches[step]) == list(
+            range(24 * number, 24 * number + 24)
+        )
+        assert {i for step in steps for i in batches[step]} == set(
+            range(24 * number, 24 * number + 24)
+        )
     fresh = stream(refresh_every=9)
-    assert [indices(fresh.take(step)) for step in (20, 3, 12)] == [batches[step] for step in (20, 3, 12)]
+    assert [indices(fresh.take(step)) for step in (20, 3, 12)] == [
+        batches[step] for step in (20, 3, 12)
+    ]
 
 
 @pytest.mark.parametrize("size", [0, 24])
@@ -184,7 +238,11 @@ def test_too_long_prompts_are_replaced_in_their_place(size):
         before, after = free.take(step), limited.take(step)
         assert all(len(problem.prompt) <= 8 for problem in after)
         for old, new in zip(before, after, strict=True):
-            assert new == old if len(old.prompt) <= 8 else (new.index % REPLACEMENT == old.index != new.index)
+            assert (
+                new == old
+                if len(old.prompt) <= 8
+                else (new.index % REPLACEMENT == old.index != new.index)
+            )
         skipped += limited.skipped(after)
         assert limited.skipped(after) >= sum(len(problem.prompt) > 8 for problem in before)
         assert limited.take(step) == after == stream(size=size, max_prompt_tokens=8).take(step)
@@ -208,7 +266,10 @@ def play(problems: TrainingProblems, steps) -> list[list[int]]:
     for step in steps:
         batch = problems.take(step)
         problems.record(
-            [group(problem, [float((problem.index * step + i) % 5 < 2) for i in range(3)]) for problem in batch]
+            [
+                group(problem, [float((problem.index * step + i) % 5 < 2) for i in range(3)])
+                for problem in batch
+            ]
         )
         chosen.append(indices(batch))
     return chosen
@@ -246,7 +307,10 @@ def test_wrong_samplers_and_states_are_refused():
         (dict(by="colour"), r"sampler\.by='colour': choose one of difficulty, task"),
         (dict(order="random"), r"sampler\.order='random': choose one of shuffled"),
         (dict(by="task", order="easy_first"), r"sampler\.order=easy_first with sampler\.by=task"),
-        (dict(by="task_length", order="hard_first"), r"sampler\.order=hard_first with sampler\.by=task_length"),
+        (
+            dict(by="task_length", order="hard_first"),
+            r"sampler\.order=hard_first with sampler\.by=task_length",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Grouped(**options)

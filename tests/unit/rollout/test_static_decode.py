@@ -1,4 +1,6 @@
-"""Decoding with tensors of fixed shapes, as on a GPU: the responses of the growing cache. Recording needs a GPU."""
+"""Decoding with tensors of fixed shapes, as on a GPU: the responses of the growing cache. Recording
+needs a GPU.
+"""
 
 import numpy as np
 import pytest
@@ -60,7 +62,13 @@ def static(monkeypatch):
 
 
 PLAIN, WITH_RULES = Sampling(1.0, 40), Sampling(0.7, 20, top_p=0.9, stop=("7", "+"))
-CASES = [("dense", WITH_RULES), ("MoE", PLAIN), ("MoE", WITH_RULES), ("bfloat16", PLAIN), ("LoRA", PLAIN)]
+CASES = [
+    ("dense", WITH_RULES),
+    ("MoE", PLAIN),
+    ("MoE", WITH_RULES),
+    ("bfloat16", PLAIN),
+    ("LoRA", PLAIN),
+]
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)
@@ -76,8 +84,12 @@ def test_responses_are_those_of_the_growing_cache(static, monkeypatch, name, sam
     assert len(made) == 1 and made[0].window > 16
     pairs = list(zip((r for g in plain for r in g), (r for g in fixed for r in g), strict=True))
     assert len({a.length for a, _ in pairs}) > 2, "rows end at different tokens"
-    if policy.model.dtype == torch.bfloat16:  # a last bit may draw another token, after which responses part
-        growing, static_cache = gap(policy, [a for a, _ in pairs]), gap(policy, [b for _, b in pairs])
+    # a last bit may draw another token, after which responses part
+    if policy.model.dtype == torch.bfloat16:
+        growing, static_cache = (
+            gap(policy, [a for a, _ in pairs]),
+            gap(policy, [b for _, b in pairs]),
+        )
         assert 0 < static_cache < 2 * growing
         return
     for a, b in pairs:
@@ -93,7 +105,10 @@ def attention_by_formula(q_RHD, keys_RSJD, values_RSJD, filled):
     assert filled.key_ends.tolist() == [row * columns for row in range(rows + 1)]
     counts = filled.counts_R.tolist()
     assert max(counts) <= columns
-    keys, values = (torch.cat([x[r, :count] for r, count in enumerate(counts)]) for x in (keys_RSJD, values_RSJD))
+    keys, values = (
+        torch.cat([x[r, :count] for r, count in enumerate(counts)])
+        for x in (keys_RSJD, values_RSJD)
+    )
     return by_formula(q_RHD, keys, values, tuple((1, count) for count in counts))
 
 
@@ -118,7 +133,9 @@ def test_counts_of_filled_columns_take_the_place_of_a_mask(static, monkeypatch, 
 
 
 def test_attention_by_counts_is_tried_before_it_is_used(monkeypatch):
-    """A CPU has no such operator. A kernel that reads too many columns or mixes rows up is found out."""
+    """A CPU has no such operator. A kernel that reads too many columns or mixes rows up is found
+    out.
+    """
     cpu = torch.device("cpu")
     assert not cached_attention.counts_are_used(cpu, torch.bfloat16, 4, 2, 16)
     assert "refuses counts of keys" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
@@ -144,15 +161,27 @@ def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
 
         def places():
             counts = decoder.filled_columns
-            tensors = [*decoder.keys, *decoder.values, decoder.lengths_R, decoder.begins_R, decoder.columns_S]
+            tensors = [
+                *decoder.keys,
+                *decoder.values,
+                decoder.lengths_R,
+                decoder.begins_R,
+                decoder.columns_S,
+            ]
             tensors += [counts.counts_R, counts.query_ends, counts.key_ends]
-            return [x.data_ptr() for x in [*tensors, decoder.tokens_R, policy.network._rotation_table]]
+            return [
+                x.data_ptr() for x in [*tensors, decoder.tokens_R, policy.network._rotation_table]
+            ]
 
         before = places()
         for token in range(10):
             decoder.step(torch.full((4,), token))
         assert places() == before
-        assert decoder.lengths_R.tolist() == decoder.filled_columns.counts_R.tolist() == [14, 14, 13, 13]
+        assert (
+            decoder.lengths_R.tolist()
+            == decoder.filled_columns.counts_R.tolist()
+            == [14, 14, 13, 13]
+        )
     assert not made
 
 
@@ -199,4 +228,9 @@ def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypat
             assert torch.equal(*logits)
     assert not decoders[1].records
     said = capsys.readouterr().err
-    assert said.count("warning: decoding without CUDA graphs, which is slower: operation not permitted") == 1
+    assert (
+        said.count(
+            "warning: decoding without CUDA graphs, which is slower: operation not permitted"
+        )
+        == 1
+    )

@@ -1,4 +1,6 @@
-"""Streams of groups: whole, each once, with an engine that is never short of requests; scored, also after Ctrl-C."""
+"""Streams of groups: whole, each once, with an engine that is never short of requests; scored, also
+after Ctrl-C.
+"""
 
 import pytest
 
@@ -34,21 +36,33 @@ def test_groups_come_whole_and_once_while_the_engine_stays_full(policy):
         under_way_at_first = under_way_at_first or len(engine.waiting) + len(engine.running)
         groups += new
     assert sorted(group[0].problem.index for group in groups) == list(range(40))
-    assert [group[0].problem.index for group in groups] != list(range(40)), "in the order in which they ended"
+    assert [group[0].problem.index for group in groups] != list(range(40)), (
+        "in the order in which they ended"
+    )
     assert all([r.sample for r in group] == [0, 1, 2, 3] for group in groups)
     assert all(r.policy_step == 3 for group in groups for r in group)
     assert len(told) == 160 and len({(r.problem.index, r.sample) for r in told}) == 160
-    assert 0 < under_way_at_first < 160, "the first group is there long before the last one was given"
-    assert engine.most < HELD * 8 + 4, "and memory holds a few groups, however many problems there are"
+    assert 0 < under_way_at_first < 160, (
+        "the first group is there long before the last one was given"
+    )
+    assert engine.most < HELD * 8 + 4, (
+        "and memory holds a few groups, however many problems there are"
+    )
     assert engine.idle_places <= 8 * SAMPLING.max_new_tokens, "only at the end are places empty"
 
 
 def test_what_is_sampled_depends_on_neither_batch_nor_order(policy):
-    expected = tokens(group for new in Drawn(policy, 64).stream(problems(9), 2, SAMPLING, (1,)) for group in new)
+    expected = tokens(
+        group for new in Drawn(policy, 64).stream(problems(9), 2, SAMPLING, (1,)) for group in new
+    )
     for rows, chosen in ((1, problems(9)), (4, problems(9)[::-1])):
-        found = tokens(group for new in Drawn(policy, rows).stream(chosen, 2, SAMPLING, (1,)) for group in new)
+        found = tokens(
+            group for new in Drawn(policy, rows).stream(chosen, 2, SAMPLING, (1,)) for group in new
+        )
         assert found == expected
-    other = tokens(group for new in Drawn(policy, 64).stream(problems(9), 2, SAMPLING, (2,)) for group in new)
+    other = tokens(
+        group for new in Drawn(policy, 64).stream(problems(9), 2, SAMPLING, (2,)) for group in new
+    )
     assert other != expected
 
 
@@ -75,7 +89,9 @@ def test_a_prompt_without_room_is_refused(policy):
 def test_every_streamed_group_is_scored(policy, rows):
     task = ChainArithmetic()
     for engine in (Drawn(policy, rows), LocalEngine(policy, rows)):
-        groups = [g for new in scored_stream(engine, task, problems(11), 2, SAMPLING, (1,)) for g in new]
+        groups = [
+            g for new in scored_stream(engine, task, problems(11), 2, SAMPLING, (1,)) for g in new
+        ]
         assert sorted(group[0].problem.index for group in groups) == list(range(11))
         for r in (r for group in groups for r in group):
             assert [r.score] == task.score([(r.problem, r.text, r.finish_reason == "stop")])
@@ -91,7 +107,9 @@ def test_what_is_whole_is_kept_when_sampling_ends(policy, error):
 
     seen = []
     with pytest.raises(error):
-        for new in scored_stream(Ending(policy, batch_rows=4), ChainArithmetic(), problems(9), 2, SAMPLING, (1,)):
+        for new in scored_stream(
+            Ending(policy, batch_rows=4), ChainArithmetic(), problems(9), 2, SAMPLING, (1,)
+        ):
             seen += new
     assert [group[0].problem.index for group in seen] == [0, 1, 2, 3]
     assert all(r.score for group in seen for r in group)

@@ -37,7 +37,9 @@ def test_work_after_an_event_waits_for_it_and_keeps_what_it_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(device, calls))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     own = OwnStream(torch.device("cuda"))
-    tensor = SimpleNamespace(is_cuda=True, record_stream=lambda s: calls.append("keep" if s is own.stream else "other"))
+    tensor = SimpleNamespace(
+        is_cuda=True, record_stream=lambda s: calls.append("keep" if s is own.stream else "other")
+    )
     with own.after(own.queued(), [tensor, torch.zeros(1)]):
         calls.append("work")
     assert calls == ["record", "enter", ("wait", "event"), "keep", "work", "leave"]
@@ -60,7 +62,14 @@ def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
 
         @contextmanager
         def after(self, event, tensors=()):
-            calls.append(("after", event, threading.current_thread().name.startswith("rollout"), len(list(tensors))))
+            calls.append(
+                (
+                    "after",
+                    event,
+                    threading.current_thread().name.startswith("rollout"),
+                    len(list(tensors)),
+                )
+            )
             yield
 
     monkeypatch.setattr(off_policy, "OwnStream", Recording)
@@ -82,4 +91,6 @@ def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
     weights = len(dict(plain()))
     assert sorted(count for *_, count in after) == [0, 0, weights]
     with_weights = next(call for call in after if call[3])
-    assert with_weights[1] - 1 > calls.index("weights"), "the event is recorded after the copies are queued"
+    assert with_weights[1] - 1 > calls.index("weights"), (
+        "the event is recorded after the copies are queued"
+    )

@@ -21,10 +21,15 @@ class Penalty(Task):
         self.truncated_reward = truncated_reward
 
     def score(self, answers):
-        return [Score(-1.0 if ended else 0.0, "wrong" if ended else "truncated") for _, _, ended in answers]
+        return [
+            Score(-1.0 if ended else 0.0, "wrong" if ended else "truncated")
+            for _, _, ended in answers
+        ]
 
 
-@pytest.mark.parametrize(("setting", "earned"), [(0.0, 0.0), (-1.0, -1.0), (-2.5, -2.5), (None, -1.0)])
+@pytest.mark.parametrize(
+    ("setting", "earned"), [(0.0, 0.0), (-1.0, -1.0), (-2.5, -2.5), (None, -1.0)]
+)
 def test_the_setting_says_what_a_response_earns_that_was_cut_off(setting, earned):
     responses = sample(small_policy(), group_size=2, tokens=12)
     responses[0].finish_reason, responses[1].finish_reason = "length", "stop"

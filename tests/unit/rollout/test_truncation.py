@@ -1,4 +1,6 @@
-"""top_p, top_k and min_p: which tokens are drawn, with which log-probs, and what stays as it was without them."""
+"""top_p, top_k and min_p: which tokens are drawn, with which log-probs, and what stays as it was
+without them.
+"""
 
 import numpy as np
 import pytest
@@ -45,11 +47,15 @@ def test_tokens_are_drawn_by_hand_and_their_log_probs_are_of_the_whole_distribut
     torch.testing.assert_close(logp, P.log()[tokens])
     squared = P**2 / (P**2).sum()  # temperature 0.5: .0069 .685 .0616 .247
     tokens, logp = draw(P.log().expand(4, -1), u, 0.5, Truncation(top_p=0.6))
-    assert tokens.tolist() == [1, 1, 1, 1], "the truncation sees the distribution at the temperature"
+    assert tokens.tolist() == [1, 1, 1, 1], (
+        "the truncation sees the distribution at the temperature"
+    )
     torch.testing.assert_close(logp, squared.log()[tokens])
 
 
-@pytest.mark.parametrize("rules", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 4}])
+@pytest.mark.parametrize(
+    "rules", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 4}]
+)
 def test_draw_follows_the_truncated_distribution(rules):
     logits = torch.tensor([2.0, 0.0, -1.0, -torch.inf, 1.0, 1.5, 0.5])
     p = logits.softmax(-1)
@@ -67,7 +73,11 @@ def test_without_rules_the_same_bits(moe):
     """Also where a rule is there that leaves nothing out."""
     engine = LocalEngine(moe)
     plain, none, all_of_them = (
-        [(r.token_ids, r.logprobs.tolist()) for g in engine.generate(problems(), 3, s, (1, "t")) for r in g]
+        [
+            (r.token_ids, r.logprobs.tolist())
+            for g in engine.generate(problems(), 3, s, (1, "t"))
+            for r in g
+        ]
         for s in (
             Sampling(1.0, 25),
             Sampling(1.0, 25, top_p=1.0, top_k=0, min_p=0.0),
@@ -89,7 +99,9 @@ def test_a_truncated_response_depends_on_no_neighbour_and_has_the_policys_log_pr
     for r in (r for group in together for r in group):
         ids = torch.tensor([r.prompt_ids + r.token_ids])
         with torch.no_grad():
-            logp_TV = (policy.model(ids).logits / 0.7).log_softmax(-1)[0, len(r.prompt_ids) - 1 : -1]
+            logp_TV = (policy.model(ids).logits / 0.7).log_softmax(-1)[
+                0, len(r.prompt_ids) - 1 : -1
+            ]
         chosen_T1 = torch.tensor(r.token_ids)[:, None]
         np.testing.assert_allclose(r.logprobs, logp_TV.gather(-1, chosen_T1)[:, 0], atol=2e-5)
         assert kept_tokens(logp_TV, sampling).gather(-1, chosen_T1).all()
@@ -106,7 +118,9 @@ def test_settings_reach_the_sampling():
 def test_what_greedy_would_not_read_is_refused():
     with pytest.raises(ValueError, match=r"top_p=0.9 is not read with temperature=0 \(greedy\)"):
         Sampling(0.0, 5, top_p=0.9)
-    with pytest.raises(ValueError, match=r"evaluation.min_p=0.1 is not read with evaluation.temperature=0"):
+    with pytest.raises(
+        ValueError, match=r"evaluation.min_p=0.1 is not read with evaluation.temperature=0"
+    ):
         EvaluationSettings(temperature=0, samples=1, min_p=0.1)
     with pytest.raises(ValueError, match="top_p=nan"):
         Sampling(top_p=float("nan"))

@@ -1,4 +1,6 @@
-"""The vLLM engine against the policy itself, with real engines on the CPU. `make test-vllm` runs it."""
+"""The vLLM engine against the policy itself, with real engines on the CPU. `make test-vllm` runs
+it.
+"""
 
 import signal
 import subprocess
@@ -34,7 +36,8 @@ MODELS = {
     "dense": TinyDense(hidden=64, layers=3, heads=2),
     "untied": TinyDense(hidden=64, layers=3, heads=2),
 }
-ENGINES = {  # each model in both kinds of process; experts are recorded in both kinds too, the second in `lower`
+# each model in both kinds of process; experts are recorded in both kinds too, the second in `lower`
+ENGINES = {
     "moe-own": ("moe", VLLMRollout(routes=True, batch_rows=64)),
     "moe-in": ("moe", VLLMRollout(own_process=False, batch_rows=64)),
     "dense-own": ("dense", VLLMRollout(batch_rows=64)),
@@ -43,7 +46,9 @@ ENGINES = {  # each model in both kinds of process; experts are recorded in both
 
 
 def tiny(name: str) -> Policy:
-    """A random model, its matrices scaled up: else all logits are nearly equal and no difference would show."""
+    """A random model, its matrices scaled up: else all logits are nearly equal and no difference
+    would show.
+    """
     network, tokenizer = MODELS[name].make()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -62,7 +67,8 @@ def engines():
 
     def start(name: str, kind: str = "", settings: VLLMRollout | None = None) -> VLLMEngine:
         if name == "dense-in":
-            start("moe-in")  # a process's first engine makes its groups of ranks, for experts only if it has any
+            # a process's first engine makes its groups of ranks, for experts only if it has any
+            start("moe-in")
         if name not in started:
             kind, settings = (kind, settings) if settings else ENGINES[name]
             started[name] = VLLMEngine(tiny(kind), settings)
@@ -81,16 +87,25 @@ def engine(request, engines) -> VLLMEngine:
 
 @pytest.fixture
 def lower(engines) -> VLLMEngine:
-    return engines("lower", "moe", VLLMRollout(own_process=False, dtype="bfloat16", routes=True, batch_rows=64))
+    return engines(
+        "lower", "moe", VLLMRollout(own_process=False, dtype="bfloat16", routes=True, batch_rows=64)
+    )
 
 
 def long_problems(count: int = 4) -> list[Problem]:
     """Prompts of more tokens than the 128 of a block of the cache: only whole blocks are kept."""
-    return [Problem("math", i, "".join(f"{i + j}+{j * i}-" for j in range(45)) + "=?", "0") for i in range(count)]
+    return [
+        Problem("math", i, "".join(f"{i + j}+{j * i}-" for j in range(45)) + "=?", "0")
+        for i in range(count)
+    ]
 
 
-def run(engine, sampling: Sampling, chosen=None, group_size: int = 2, seed: int = 1, experts=False) -> list[Response]:
-    groups = engine.generate(chosen or problems(), group_size, sampling, (seed, "test"), record_experts=experts)
+def run(
+    engine, sampling: Sampling, chosen=None, group_size: int = 2, seed: int = 1, experts=False
+) -> list[Response]:
+    groups = engine.generate(
+        chosen or problems(), group_size, sampling, (seed, "test"), record_experts=experts
+    )
     return [r for group in groups for r in group]
 
 
@@ -99,10 +114,14 @@ def tokens(responses: list[Response]) -> list[list[int]]:
 
 
 def assert_in_step(engine: VLLMEngine) -> None:
-    """The engine computes what its policy does, also for prompts that it has seen under other weights."""
+    """The engine computes what its policy does, also for prompts that it has seen under other
+    weights.
+    """
     greedy = run(engine, Sampling(0.0, 24), long_problems())
     assert min(len(r.prompt_ids) for r in greedy) >= 200
-    assert tokens(greedy) == tokens(run(LocalEngine(engine.policy), Sampling(0.0, 24), long_problems()))
+    assert tokens(greedy) == tokens(
+        run(LocalEngine(engine.policy), Sampling(0.0, 24), long_problems())
+    )
     assert gap(engine.policy, greedy) < 1e-5
 
 
@@ -114,7 +133,9 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(engines, mo
     plain, stopped = (run(engine, Sampling(1.0, 60, stop=s), group_size=4) for s in ((), strings))
     ends = 0
     for a, b in zip(plain, stopped, strict=True):
-        assert b.token_ids == a.token_ids[: len(b.token_ids)] and len(b.logprobs) == len(b.token_ids)
+        assert b.token_ids == a.token_ids[: len(b.token_ids)] and len(b.logprobs) == len(
+            b.token_ids
+        )
         text = engine.policy.text(a.token_ids)
         places = [text.index(s) + len(s) for s in strings if s in text]
         assert b.text == text[: min(places, default=None)], "a token for every character"
@@ -123,14 +144,18 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(engines, mo
 
 
 def test_log_probs_are_of_the_whole_distribution_where_tokens_are_left_out(engines):
-    """The same tokens as at the whole distribution where nothing is left out; never one outside of what is kept."""
+    """The same tokens as at the whole distribution where nothing is left out; never one outside of
+    what is kept.
+    """
     engine = engines("truncated", "dense", VLLMRollout(top_k=3, batch_rows=64))
     free, few = (run(engine, Sampling(1.0, 40, top_k=k), group_size=4) for k in (0, 3))
     assert gap(engine.policy, free) < 1e-5 and gap(engine.policy, few) < 1e-5
     for responses, most in ((free, 1.0), (few, 0.0)):
         batch = pack(responses, engine.policy.tokenizer.pad_token_id)
         with torch.no_grad():
-            logits_BSV = engine.policy.model(batch.tokens_BS, attention_mask=batch.attention_BS.long()).logits
+            logits_BSV = engine.policy.model(
+                batch.tokens_BS, attention_mask=batch.attention_BS.long()
+            ).logits
         best_BTK = logits_BSV[:, batch.prompt_width - 1 : -1].topk(3).indices
         outside_BT = (best_BTK != batch.tokens_BS[:, batch.prompt_width :, None]).all(-1)
         assert (outside_BT[batch.mask_BT].float().mean() > 0) == (most > 0)
@@ -143,14 +168,20 @@ def test_greedy_tokens_and_log_probs_are_the_policys(engine):
     for temperature in (1.0, 0.7):
         sampled = run(engine, Sampling(temperature, 60), group_size=4)
         assert gap(engine.policy, sampled, temperature) < 1e-5
-        assert gap(engine.policy, sampled, 0.85) > 0.01, "the measure should see a wrong temperature"
+        assert gap(engine.policy, sampled, 0.85) > 0.01, (
+            "the measure should see a wrong temperature"
+        )
 
 
 def test_a_stream_is_what_is_generated(engine):
     for sampling in (Sampling(0.0, 12), Sampling(1.0, 12)):
-        groups = [group for new in engine.stream(problems(), 3, sampling, (1, "test")) for group in new]
+        groups = [
+            group for new in engine.stream(problems(), 3, sampling, (1, "test")) for group in new
+        ]
         groups.sort(key=lambda group: group[0].problem.index)
-        assert tokens([r for group in groups for r in group]) == tokens(run(engine, sampling, group_size=3))
+        assert tokens([r for group in groups for r in group]) == tokens(
+            run(engine, sampling, group_size=3)
+        )
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit(engine):
@@ -181,12 +212,18 @@ def test_responses_cut_by_a_budget_go_on_to_a_proper_end(engine):
         ended += [r for r in open_ if r.finish_reason != "budget"]
         cut = [r for r in open_ if r.finish_reason == "budget"]
         assert all(len(r.token_ids) == 8 * calls for r in cut)
-        open_ = engine.extend(cut, sampling, (1, "test"), policy_step=calls, record_experts=routes) if cut else []
+        open_ = (
+            engine.extend(cut, sampling, (1, "test"), policy_step=calls, record_experts=routes)
+            if cut
+            else []
+        )
         for before, after in zip(cut, open_, strict=True):
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
             assert after.segments[-1] == (calls, len(after.token_ids) - len(before.token_ids))
         calls += 1
-    assert len(ended) == 20 and {r.finish_reason for r in ended} == {"stop", "length"} and calls == 5
+    assert (
+        len(ended) == 20 and {r.finish_reason for r in ended} == {"stop", "length"} and calls == 5
+    )
     assert gap(engine.policy, ended) < 1e-5
     assert not routes or agreement(engine.policy, ended) > 0.999
 
@@ -275,13 +312,19 @@ def test_routes_are_the_policys_and_in_lower_precision_nearly(engines, lower):
 
 
 def test_requests_that_lose_their_place_in_the_cache_are_recorded_whole(engines, monkeypatch):
-    """Six blocks of cache for eight requests that grow into a second block: some are thrown out and fed again."""
-    settings = VLLMRollout(own_process=False, routes=True, max_model_len=256, kv_cache_gib=7 * 128 * 1536 / 2**30)
+    """Six blocks of cache for eight requests that grow into a second block: some are thrown out and
+    fed again.
+    """
+    settings = VLLMRollout(
+        own_process=False, routes=True, max_model_len=256, kv_cache_gib=7 * 128 * 1536 / 2**30
+    )
     small = engines("small", "moe", settings)
     starts, pop = Counter(), vllm_worker.Capture.pop
 
     def counting(self):
-        starts.update(name for name, pieces in self.pieces.items() for start, _ in pieces if start == 0)
+        starts.update(
+            name for name, pieces in self.pieces.items() for start, _ in pieces if start == 0
+        )
         return pop(self)
 
     monkeypatch.setattr(vllm_worker.Capture, "pop", counting)
@@ -300,7 +343,11 @@ def test_what_cannot_work_is_refused_in_one_line(engines, monkeypatch):
         (dense, VLLMRollout(routes=True), r"rollout\.routes=true: this model has no router"),
         (moe, VLLMRollout(sleep=True), r"rollout\.sleep=true: only a GPU"),
         (sixteen, VLLMRollout(), r"no attention for heads of 16 dimensions"),
-        (moe, VLLMRollout(own_process=False, kv_cache_gib=1e-4), r"^rollout\.name=vllm: the engine did not start: "),
+        (
+            moe,
+            VLLMRollout(own_process=False, kv_cache_gib=1e-4),
+            r"^rollout\.name=vllm: the engine did not start: ",
+        ),
     ]:
         with pytest.raises(ValueError, match=message) as caught:
             VLLMEngine(policy, settings)
@@ -311,7 +358,9 @@ def test_what_cannot_work_is_refused_in_one_line(engines, monkeypatch):
     with pytest.raises(ValueError, match=r"set rollout\.routes=true"):
         run(engine, Sampling(1.0, 5), experts=True)
     monkeypatch.setattr(module, "TESTED_VERSION", "0.31")
-    with pytest.raises(ValueError, match=r"vLLM 0\.32\.\d+ is installed, this engine was tested with 0\.31\.\*"):
+    with pytest.raises(
+        ValueError, match=r"vLLM 0\.32\.\d+ is installed, this engine was tested with 0\.31\.\*"
+    ):
         VLLMEngine(dense, VLLMRollout())
 
 
@@ -328,7 +377,9 @@ time.sleep(600)
 
 
 def test_the_engines_processes_end_with_a_trainer_that_is_killed():
-    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         try:
             assert any(line == "ready\n" for line in trainer.stdout)
             family = psutil.Process(trainer.pid).children(recursive=True)

@@ -1,4 +1,6 @@
-"""Episodes sampled by vLLM on the CPU, against the engine in the trainer's process. `make test-vllm` runs it."""
+"""Episodes sampled by vLLM on the CPU, against the engine in the trainer's process. `make
+test-vllm` runs it.
+"""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -30,7 +32,8 @@ ENGINES: dict[str, tuple[TinyDense | TinyMoE, VLLMRollout]] = {
     "experts": (MODEL, VLLMRollout(routes=True, batch_rows=64)),
     "stop strings": (DENSE, VLLMRollout(stop=list(STOPS), batch_rows=64)),
     "first": (MODEL, VLLMRollout(own_process=False)),
-    "here": (DENSE, VLLMRollout(stop=list(RARE), own_process=False)),  # where the test sees what vLLM returns
+    # where the test sees what vLLM returns
+    "here": (DENSE, VLLMRollout(stop=list(RARE), own_process=False)),
 }
 
 
@@ -38,7 +41,9 @@ class Long(Echoes):
     """Prompts of more tokens than a block of vLLM's cache holds."""
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        return Problem(self.name, index, "".join(f"{index + j}+{j * index}-" for j in range(40)) + "=?", None)
+        return Problem(
+            self.name, index, "".join(f"{index + j}+{j * index}-" for j in range(40)) + "=?", None
+        )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,8 @@ def engines():
 
     def start(name: str) -> VLLMEngine:
         if name == "here":
-            start("first")  # a process's first engine makes its groups of ranks, for experts only if it has any
+            # a process's first engine makes its groups of ranks, for experts only if it has any
+            start("first")
         if name not in started:
             model, settings = ENGINES[name]
             started[name] = VLLMEngine(small_policy(model), settings)
@@ -64,13 +70,19 @@ def engine(request, engines) -> VLLMEngine:
     return engines(request.param)
 
 
-def episodes(engine, temperature=1.0, task=None, count=3, samples=4, seed=1, limit=40, stop=STOPS) -> list[Response]:
-    """Episodes whose turns end with letters: by stop strings, or where experts are recorded by stop tokens."""
+def episodes(
+    engine, temperature=1.0, task=None, count=3, samples=4, seed=1, limit=40, stop=STOPS
+) -> list[Response]:
+    """Episodes whose turns end with letters: by stop strings, or where experts are recorded by stop
+    tokens.
+    """
     task, routes = task or Echoes(), engine.policy.routing.layers > 0
     problems = [task.problem(0, "train", i) for i in range(count)]
     sampling = Sampling(temperature, limit, stop=() if routes else stop)
     with letters_end_turns(engine.policy) if routes else nullcontext():
-        groups = play(engine, task, problems, samples, sampling, (seed, "rollout"), record_experts=routes)
+        groups = play(
+            engine, task, problems, samples, sampling, (seed, "rollout"), record_experts=routes
+        )
     return [r for group in groups for r in group]
 
 
@@ -91,7 +103,12 @@ def test_greedy_episodes_are_those_of_the_engine_in_the_trainers_process(engine,
     ours, theirs = (episodes(e, 0.0, task) for e in (engine, LocalEngine(engine.policy)))
     assert max(len(r.turns) for r in ours) >= 3
     for a, b in zip(ours, theirs, strict=True):
-        assert (a.prompt_ids, a.token_ids, a.turns, a.text) == (b.prompt_ids, b.token_ids, b.turns, b.text)
+        assert (a.prompt_ids, a.token_ids, a.turns, a.text) == (
+            b.prompt_ids,
+            b.token_ids,
+            b.turns,
+            b.text,
+        )
         assert (a.finish_reason, a.score, a.measures) == (b.finish_reason, b.score, b.measures)
     assert_of(engine.policy, ours)
 
@@ -102,7 +119,12 @@ def test_the_structure_of_sampled_episodes(engine):
     for r in played:
         authors = [turn.author for turn in r.turns]
         assert authors == ["policy", "environment"] * (len(authors) // 2) + ["policy"]
-        assert len(r.token_ids) == len(r.logprobs) == len(r.own_tokens) == sum(turn.tokens for turn in r.turns)
+        assert (
+            len(r.token_ids)
+            == len(r.logprobs)
+            == len(r.own_tokens)
+            == sum(turn.tokens for turn in r.turns)
+        )
         assert np.array_equal(np.isnan(r.logprobs), ~r.own_tokens)
         assert r.length == sum(r.own_tokens) <= 20 and (r.length == 20 or r.finish_reason == "stop")
         assert len(authors) == 5 or r.finish_reason == "length"
@@ -148,19 +170,31 @@ def test_new_weights_play_the_next_episodes(engine):
     assert_of(engine.policy, episodes(engine, task=Long()))
 
 
-def test_a_turn_finds_all_that_was_before_in_the_cache_and_nothing_after_new_weights(engines, monkeypatch):
-    """Whole blocks of what was fed: all of an episode so far but its last token and what the environment has said."""
+def test_a_turn_finds_all_that_was_before_in_the_cache_and_nothing_after_new_weights(
+    engines, monkeypatch
+):
+    """Whole blocks of what was fed: all of an episode so far but its last token and what the
+    environment has said.
+    """
     engine, seen, fed = engines("here"), [], vllm_host.what_was_sampled
 
     def seeing(output, experts):
-        seen.append((list(output.prompt_token_ids), list(output.outputs[0].token_ids), output.num_cached_tokens))
+        seen.append(
+            (
+                list(output.prompt_token_ids),
+                list(output.outputs[0].token_ids),
+                output.num_cached_tokens,
+            )
+        )
         return fed(output, experts)
 
     monkeypatch.setattr(vllm_host, "what_was_sampled", seeing)
     case = {"task": Long(length=6, turns=6), "count": 2, "samples": 2, "limit": 200, "stop": RARE}
     played = episodes(engine, **case)
     later = seen[4:]
-    assert [bool(cached) for _, _, cached in seen[:4]] == [False, True, False, True], "each prompt is computed once"
+    assert [bool(cached) for _, _, cached in seen[:4]] == [False, True, False, True], (
+        "each prompt is computed once"
+    )
     for prompt, _, cached in later:
         asked = [(*p, *own) for p, own, _ in seen]
         before = max(len(a) - 1 for a in asked if len(a) < len(prompt) and prompt[: len(a)] == [*a])

@@ -1,4 +1,6 @@
-"""Several ranks with vLLM: one each, or one that neighbours share. Real vLLM on the CPU. `make test-vllm` runs it."""
+"""Several ranks with vLLM: one each, or one that neighbours share. Real vLLM on the CPU. `make
+test-vllm` runs it.
+"""
 
 import os
 
@@ -38,7 +40,12 @@ def test_two_ranks_sample_what_one_process_does(case):
 
     def told(ranks):
         outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
-        launched = {"RANK": ranks.index, "WORLD_SIZE": 2, "LOCAL_RANK": ranks.index, "MASTER_PORT": 1}
+        launched = {
+            "RANK": ranks.index,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": ranks.index,
+            "MASTER_PORT": 1,
+        }
         os.environ |= {name: str(value) for name, value in launched.items()}
         policy = spread_policy(ranks) if spread else whole_policy()
         chosen = settings(tensor_parallel_size=together, routes=routes)
@@ -63,7 +70,9 @@ def test_the_greedy_tokens_are_the_policys_own():
     for step in range(3):
         if step:
             update(policy)
-        assert [r.token_ids for r in sampled(LocalEngine(policy), GREEDY, False)] == of_one_process()[2 * step]
+        assert [
+            r.token_ids for r in sampled(LocalEngine(policy), GREEDY, False)
+        ] == of_one_process()[2 * step]
 
 
 def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
@@ -94,11 +103,21 @@ def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
 def test_vllms_process_does_not_take_itself_for_a_rank(monkeypatch):
     from gspo.rollout.vllm import own_environment
 
-    launcher = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "TORCHELASTIC_RUN_ID": "x", "MINE": "kept"}
+    launcher = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "MINE": "kept",
+    }
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     there = own_environment(["3", "5"])
     assert not {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & set(there)
-    assert (there["MASTER_ADDR"], there["GLOO_SOCKET_IFNAME"], there["MINE"]) == ("127.0.0.1", "lo", "kept")
+    assert (there["MASTER_ADDR"], there["GLOO_SOCKET_IFNAME"], there["MINE"]) == (
+        "127.0.0.1",
+        "lo",
+        "kept",
+    )
     assert there["CUDA_VISIBLE_DEVICES"] == "3,5" and os.environ["RANK"] == "1"

@@ -49,7 +49,9 @@ def test_two_ranks_sample_what_one_process_does(server, spread):
 
     def told(ranks):
         outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces
-        engine = VLLMServerEngine(spread_policy(ranks) if spread else whole_policy(), settings(url), ranks)
+        engine = VLLMServerEngine(
+            spread_policy(ranks) if spread else whole_policy(), settings(url), ranks
+        )
         assert bool(engine.folder) == (ranks.index == 0)
         try:
             return story(engine, experts=True)
@@ -65,15 +67,21 @@ def test_a_stream_is_what_is_generated(server):
     engine = VLLMServerEngine(whole_policy(), settings(server[0], batch_rows=2))
     try:
         for sampling in (GREEDY, SAMPLED):
-            expected = [[r.token_ids for r in group] for group in engine.generate(problems(), 3, sampling, (1, "x"))]
-            groups = [group for new in engine.stream(problems(), 3, sampling, (1, "x")) for group in new]
+            expected = [
+                [r.token_ids for r in group]
+                for group in engine.generate(problems(), 3, sampling, (1, "x"))
+            ]
+            groups = [
+                group for new in engine.stream(problems(), 3, sampling, (1, "x")) for group in new
+            ]
             groups.sort(key=lambda group: group[0].problem.index)
             assert [[r.token_ids for r in group] for group in groups] == expected
         broken_off = engine.stream(problems(), 3, SAMPLED, (1, "x"))
         next(broken_off)
     finally:
         engine.close()
-    later = VLLMServerEngine(whole_policy(), settings(server[0]))  # what was broken off is in nobody's way
+    # what was broken off is in nobody's way
+    later = VLLMServerEngine(whole_policy(), settings(server[0]))
     assert sampled(later, GREEDY, True)
     later.close()
 
@@ -85,13 +93,41 @@ def test_what_does_not_fit_is_one_line(server):
     nowhere = free_url()
     try:
         for chosen, wanted, message in [
-            (policy, settings(url), rf"rollout\.url={url}: another trainer uses this server; end that one, or start"),
-            (other, settings(url), r"has another model: model\.layers\.0\.\S+ is \[.*\], in this run \["),
-            (policy, settings(url, routes=False), r"rollout\.routes=False: the server at \S+ was started with True"),
-            (policy, settings(url, dtype="bfloat16"), r"rollout\.dtype=bfloat16: .* was started with float32"),
-            (policy, settings(url, top_p=0.9), r"was started without rollout\.top_p, top_k or min_p, this run has \{'"),
-            (policy, settings(url, max_model_len=300), r"rollout\.max_model_len=300: .* was started with 256"),
-            (policy, settings(nowhere), r"does not answer: .*refused; start one by `gspo serve`, with the words of"),
+            (
+                policy,
+                settings(url),
+                rf"rollout\.url={url}: another trainer uses this server; end that one, or start",
+            ),
+            (
+                other,
+                settings(url),
+                r"has another model: model\.layers\.0\.\S+ is \[.*\], in this run \[",
+            ),
+            (
+                policy,
+                settings(url, routes=False),
+                r"rollout\.routes=False: the server at \S+ was started with True",
+            ),
+            (
+                policy,
+                settings(url, dtype="bfloat16"),
+                r"rollout\.dtype=bfloat16: .* was started with float32",
+            ),
+            (
+                policy,
+                settings(url, top_p=0.9),
+                r"was started without rollout\.top_p, top_k or min_p, this run has \{'",
+            ),
+            (
+                policy,
+                settings(url, max_model_len=300),
+                r"rollout\.max_model_len=300: .* was started with 256",
+            ),
+            (
+                policy,
+                settings(nowhere),
+                r"does not answer: .*refused; start one by `gspo serve`, with the words of",
+            ),
         ]:
             with pytest.raises(ValueError, match=message) as caught:
                 VLLMServerEngine(chosen, wanted)

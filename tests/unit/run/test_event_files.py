@@ -1,4 +1,6 @@
-"""TensorBoard's event files hold the rows of a run, also of one that was resumed or asked for them late."""
+"""TensorBoard's event files hold the rows of a run, also of one that was resumed or asked for them
+late.
+"""
 
 import math
 
@@ -14,14 +16,20 @@ reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 
 
 def rows(first: int, last: int, factor: float = 1.0) -> list[dict]:
-    return [{"step": step, "reward/mean": factor * step / 3, "eval/x/avg@2": step} for step in range(first, last + 1)]
+    return [
+        {"step": step, "reward/mean": factor * step / 3, "eval/x/avg@2": step}
+        for step in range(first, last + 1)
+    ]
 
 
 def read(run) -> dict[str, dict[int, float]]:
     """By name and step, as TensorBoard reads the folder."""
     events = reader.EventAccumulator(str(run / FOLDER))
     events.Reload()
-    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
 
 
 def written(run, before: list[dict], new: list[dict]) -> None:
@@ -33,7 +41,8 @@ def written(run, before: list[dict], new: list[dict]) -> None:
 
 def expected(made: list[dict]) -> dict[str, dict[int, float]]:
     return {
-        name: {row["step"]: float(np.float32(row[name])) for row in made} for name in ("reward/mean", "eval/x/avg@2")
+        name: {row["step"]: float(np.float32(row[name])) for row in made}
+        for name in ("reward/mean", "eval/x/avg@2")
     }
 
 
@@ -71,6 +80,8 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     asked = settings("tracking.tensorboard=true")
     check_event_files(asked)
     monkeypatch.setattr(event_files.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"tracking\.tensorboard=true needs the package tensorboard: pip install"):
+    with pytest.raises(
+        ValueError, match=r"tracking\.tensorboard=true needs the package tensorboard: pip install"
+    ):
         check_event_files(asked)
     check_event_files(settings())

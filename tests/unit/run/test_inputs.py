@@ -15,7 +15,11 @@ ROWS = ("task=rows", "task.reward=json:dumps", "cold_start.steps=0")
 
 def rows_file(folder, prompts):
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": i}) + "\n" for i, prompt in enumerate(prompts)))
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": prompt, "answer": i}) + "\n" for i, prompt in enumerate(prompts)
+        )
+    )
     return path
 
 
@@ -31,7 +35,13 @@ def test_problems_that_differ_in_signs_are_different_problems(tmp_path):
 
 def test_case_and_white_space_alone_make_no_other_problem():
     assert same_problem(" What is\n3 + 5 ?") == same_problem("what IS 3+5?")
-    for a, b in (("3+5", "3-5"), ("1 + 12", "11 + 2"), ("1 2", "12"), ("f(x)", "f[x]"), ("x.", "x")):
+    for a, b in (
+        ("3+5", "3-5"),
+        ("1 + 12", "11 + 2"),
+        ("1 2", "12"),
+        ("f(x)", "f[x]"),
+        ("x.", "x"),
+    ):
         assert same_problem(a) != same_problem(b)
 
 
@@ -40,13 +50,20 @@ def test_what_was_left_out_is_counted_in_words(tmp_path):
     chosen = settings(*ROWS, f"task.train_path={rows_file(tmp_path, prompts)}")
     check_inputs(chosen, inputs_of(chosen))
     data = chosen.inputs["data"]
-    repeated, held_out = data["train"]["left_out"]["repeated"], data["train"]["left_out"]["held out"]
+    repeated, held_out = (
+        data["train"]["left_out"]["repeated"],
+        data["train"]["left_out"]["held out"],
+    )
     assert data["train"]["problems"] + repeated + held_out == 82
     words = left_out_in_words(chosen.inputs)
     assert words.startswith(
         f"of 82 training problems {data['train']['problems']} are trained on, because {held_out} are"
     )
-    assert left_out_in_words({}) == left_out_in_words({"data": {"train": {"problems": 5, "left_out": {}}}}) == ""
+    assert (
+        left_out_in_words({})
+        == left_out_in_words({"data": {"train": {"problems": 5, "left_out": {}}}})
+        == ""
+    )
 
 
 @pytest.mark.parametrize("change", ["one more row", "another answer", "another order"])
@@ -68,9 +85,7 @@ def test_other_rows_are_refused_when_a_run_is_resumed(tmp_path, change):
     path.write_text("\n".join(lines) + "\n")
     other = settings(*ROWS, f"task.train_path={path}")
     other.inputs = first.inputs
-    words = (
-        r"problems of task=rows are not those that the run started with \(data\..* then\); put the files back, or begi"
-    )
+    words = r"problems of task=rows are not those that the run started with \(data\..* then\); put the files back, or begi"
     with pytest.raises(ValueError, match=words):
         check_inputs(other, inputs_of(other))
 

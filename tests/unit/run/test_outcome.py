@@ -25,7 +25,9 @@ def test_an_outcome_comes_through_the_pickles_of_launchers(library):
 
 @pytest.fixture
 def in_sweep(monkeypatch):
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN}}))
+    monkeypatch.setattr(
+        HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN}})
+    )
 
 
 def raising(error: Exception):
@@ -45,7 +47,9 @@ def test_a_job_of_a_sweep_returns_its_score_or_why_it_has_none(in_sweep):
 
 
 def test_the_score_of_a_directory_is_that_of_its_rows_if_the_run_has_ended(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/x/avg@2": 0.5}\n{"step": 9, "eval/x/avg@2": 0.1}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/x/avg@2": 0.5}\n{"step": 9, "eval/x/avg@2": 0.1}\n'
+    )
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("".join(f'{{"step": {step}, "reward/mean": 0.9}}\n' for step in range(10, 41)))
     directory = RunDirectory(tmp_path)

@@ -11,8 +11,17 @@ from gspo.run import devices
 
 
 def job(kind: str, mode=RunMode.MULTIRUN, num=0, batch=None, **launcher):
-    target = {"_target_": f"hydra_plugins.somewhere.{kind}", "gpus_per_node": None, "tasks_per_node": 1}
-    tree = {"launcher": target | launcher, "sweeper": {"max_batch_size": batch}, "job": {"num": num}, "mode": mode}
+    target = {
+        "_target_": f"hydra_plugins.somewhere.{kind}",
+        "gpus_per_node": None,
+        "tasks_per_node": 1,
+    }
+    tree = {
+        "launcher": target | launcher,
+        "sweeper": {"max_batch_size": batch},
+        "job": {"num": num},
+        "mode": mode,
+    }
     return OmegaConf.create(tree)
 
 
@@ -33,7 +42,12 @@ def test_jobs_at_once():
     assert devices.jobs_at_once(job("JoblibLauncher", RunMode.RUN, n_jobs=4)) == 1
     assert devices.jobs_at_once(job("BasicLauncher")) == 1
     assert devices.jobs_at_once(job("SlurmLauncher", batch=8)) == 1, "each has its own allocation"
-    assert [devices.jobs_at_once(job("JoblibLauncher", n_jobs=n)) for n in (3, -1, -2, -9)] == [3, 4, 3, 1]
+    assert [devices.jobs_at_once(job("JoblibLauncher", n_jobs=n)) for n in (3, -1, -2, -9)] == [
+        3,
+        4,
+        3,
+        1,
+    ]
     assert devices.jobs_at_once(job("LocalLauncher", batch=2)) == 2
     with pytest.raises(ValueError, match=r"hydra\.sweeper\.max_batch_size=N"):
         devices.jobs_at_once(job("LocalLauncher"))

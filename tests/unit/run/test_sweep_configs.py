@@ -58,7 +58,9 @@ def test_files_are_read_once_for_the_same_choices(sweep, monkeypatch):
     config, loader = sweep
     asked = []
     compose_one = loader.load_sweep_config
-    monkeypatch.setattr(loader, "load_sweep_config", lambda *a: asked.append(a[1]) or compose_one(*a))
+    monkeypatch.setattr(
+        loader, "load_sweep_config", lambda *a: asked.append(a[1]) or compose_one(*a)
+    )
     configs = SweepConfigs(loader, config)
     for seed in range(5):
         for objective in ("gspo", "grpo"):

@@ -1,4 +1,6 @@
-"""What `gspo sweep-status` says of runs that have collapsed, and what the names of a sweep's folders show."""
+"""What `gspo sweep-status` says of runs that have collapsed, and what the names of a sweep's
+folders show.
+"""
 
 import json
 from types import SimpleNamespace
@@ -18,7 +20,12 @@ def study(folder):
     """A study of two runs of which one has collapsed, with its manifest."""
     runs = [write(folder, "gspo", HEALTHY), write(folder, "grpo", COLLAPSED)]
     planned = [
-        {"run": run.name, "folder": str(folder / run.name), "steps": 90, "overrides": ["steps=90", f"objective={name}"]}
+        {
+            "run": run.name,
+            "folder": str(folder / run.name),
+            "steps": 90,
+            "overrides": ["steps=90", f"objective={name}"],
+        }
         for run, name in zip(runs, ("gspo", "grpo"), strict=True)
     ]
     (folder / "manifest.jsonl").write_text(json.dumps({"time": 1.0, "jobs": planned}) + "\n")
@@ -29,11 +36,15 @@ def test_a_collapse_a_smoothed_reward_and_what_varies_are_shown(tmp_path):
     runs = study(tmp_path)
     lines = {line.split()[0]: line for line in table(jobs(tmp_path)).splitlines()}
     healthy, collapsed = lines[runs[0].name], lines[runs[1].name]
-    assert healthy.split()[1:] == ["finished", "90/90", "reward", "0.500", "objective=gspo"], "steps= is the same"
+    assert healthy.split()[1:] == ["finished", "90/90", "reward", "0.500", "objective=gspo"], (
+        "steps= is the same"
+    )
     # .1 + .3 x (1 - .9^30) x .9^60 / (1 - .9^90): what is left of the first 30 batches
     assert collapsed.split()[1:5] == ["finished", "90/90", "reward", "0.101"]
     assert "COLLAPSED at step 3" in collapsed and collapsed.endswith("; objective=grpo")
-    assert lines["2"].startswith("2 runs (rewards are smoothed): 2 finished; 1 of them collapsed; left with")
+    assert lines["2"].startswith(
+        "2 runs (rewards are smoothed): 2 finished; 1 of them collapsed; left with"
+    )
 
 
 def test_rewards_are_found_in_rows_of_any_form(tmp_path):
@@ -46,11 +57,16 @@ def test_rewards_are_found_in_rows_of_any_form(tmp_path):
     assert rewards_of(file) == (None, None)
     file.write_text('{"step": 1, "reward/mean": 1.2.3}\n{"step": 2, "reward/mean": 0.5}\n')
     assert rewards_of(file) == (0.5, None)
-    rewards = [0.8] * 15 + [0.1] * 10 + [None] * 15  # a step without reward repeats the level before it
-    file.write_text("".join(json.dumps({"step": n, "reward/mean": r}) + "\n" for n, r in enumerate(rewards, 1)))
+    # a step without reward repeats the level before it
+    rewards = [0.8] * 15 + [0.1] * 10 + [None] * 15
+    file.write_text(
+        "".join(json.dumps({"step": n, "reward/mean": r}) + "\n" for n, r in enumerate(rewards, 1))
+    )
     assert rewards_of(file)[1] == collapse(rewards) + 1
     file.write_bytes(b'{"step": 1, "reward/mean": 0.5}\n' + b"\0" * (9 << 20))
-    assert rewards_of(file) == (None, None), "a damaged file is no reason to show nothing of a study"
+    assert rewards_of(file) == (None, None), (
+        "a damaged file is no reason to show nothing of a study"
+    )
 
 
 def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):
@@ -86,7 +102,9 @@ def test_a_run_that_a_sweep_has_planned_has_that_name_before_it_begins(tmp_path)
     chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
     planned = f"gspo-lr2e-4-seed1-{settings_hash(chosen)}"
     (tmp_path / "micro_moe").mkdir()
-    (tmp_path / "micro_moe" / "manifest.jsonl").write_text(json.dumps({"jobs": [{"run": planned}]}) + "\n")
+    (tmp_path / "micro_moe" / "manifest.jsonl").write_text(
+        json.dumps({"jobs": [{"run": planned}]}) + "\n"
+    )
     assert run_directory(chosen).name == planned
 
 
@@ -96,17 +114,29 @@ def test_of_two_sweeps_of_a_study_each_job_finds_the_plan_of_its_own(tmp_path, m
     own = f"gspo-lr2e-4-seed1-{settings_hash(chosen)}"
     plans = [
         [("optim.lr=2e-4", own), ("optim.lr=1e-4", "gspo-lr1e-4-seed1-0123456789")],
-        [("optim.lr=9e-4", "gspo-lr9e-4-seed1-9876543210"), ("optim.lr=8e-4", "gspo-lr8e-4-seed1-9876543211")],
+        [
+            ("optim.lr=9e-4", "gspo-lr9e-4-seed1-9876543210"),
+            ("optim.lr=8e-4", "gspo-lr8e-4-seed1-9876543211"),
+        ],
     ]
-    lines = [{"time": 1.0, "jobs": [{"run": run, "overrides": [word]} for word, run in plan]} for plan in plans]
+    lines = [
+        {"time": 1.0, "jobs": [{"run": run, "overrides": [word]} for word, run in plan]}
+        for plan in plans
+    ]
     (tmp_path / "micro_moe").mkdir()
-    (tmp_path / "micro_moe" / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "micro_moe" / "manifest.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     hydra = SimpleNamespace(
-        mode=RunMode.MULTIRUN, job=SimpleNamespace(num=0), overrides=SimpleNamespace(task=["optim.lr=2e-4"])
+        mode=RunMode.MULTIRUN,
+        job=SimpleNamespace(num=0),
+        overrides=SimpleNamespace(task=["optim.lr=2e-4"]),
     )
     monkeypatch.setattr(sweeps.HydraConfig, "get", lambda: hydra)
     assert sweeps.taken_by_another_job(chosen) == ""
     assert run_directory(chosen).name == own and chosen.varied == "lr=2e-4"
     chosen.optim.lr = 3e-4  # an option file was edited
-    with pytest.raises(ValueError, match=f"job 0 was planned as {own} and is now .*: its option files were edited"):
+    with pytest.raises(
+        ValueError, match=f"job 0 was planned as {own} and is now .*: its option files were edited"
+    ):
         sweeps.taken_by_another_job(chosen)

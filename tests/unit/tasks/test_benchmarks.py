@@ -19,7 +19,9 @@ from gspo.tasks.records_file import Source, file_rows
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("GSPO_DATA", ROOT.parent / "shared" / "data"))
-real = pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' files are not here (GSPO_DATA)")
+real = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the benchmarks' files are not here (GSPO_DATA)"
+)
 
 
 def write(path: Path, records: list[dict], newline: str = "\n") -> Path:
@@ -39,7 +41,8 @@ def gsm(i: int, gold: str = "1,0%02d", text: str = "How many are %d apples?") ->
 @pytest.fixture
 def gsm8k(tmp_path):
     write(tmp_path / "gsm" / "test.jsonl", [gsm(i) for i in range(5)])
-    write(tmp_path / "gsm" / "train.jsonl", [gsm(i) for i in range(3, 30)])  # 3 and 4 are test problems
+    # 3 and 4 are test problems
+    write(tmp_path / "gsm" / "train.jsonl", [gsm(i) for i in range(3, 30)])
     return tmp_path / "gsm"
 
 
@@ -55,7 +58,13 @@ HUMANEVAL = {
 def mbpp(number: int, **more) -> dict:
     code = f"def plus(a):\r\n    return a + {number}"
     tests = [f"assert plus({i}) == {number + i}" for i in range(3)]
-    return {"task_id": number, "text": f"Add {number}.", "code": code, "test_list": tests, "test_setup_code": ""} | more
+    return {
+        "task_id": number,
+        "text": f"Add {number}.",
+        "code": code,
+        "test_list": tests,
+        "test_setup_code": "",
+    } | more
 
 
 # --- files
@@ -72,7 +81,10 @@ def test_every_format_gives_the_same_records(tmp_path):
 
 
 def test_parquet(tmp_path):
-    parquet.write_table(pyarrow.Table.from_pylist([gsm(i) for i in range(5)]), tmp_path / "test-00000-of-00001.parquet")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([gsm(i) for i in range(5)]),
+        tmp_path / "test-00000-of-00001.parquet",
+    )
     assert GSM8K(path=str(tmp_path)).problem(0, "gsm8k", 2).answer == "1002"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as Parquet"):
@@ -80,7 +92,13 @@ def test_parquet(tmp_path):
 
 
 def test_a_folder_gives_the_files_of_the_split(tmp_path):
-    for name in ("test.jsonl", "test2.jsonl", "main/test-00000-of-00001.jsonl.gz", "train.jsonl", "notes.txt"):
+    for name in (
+        "test.jsonl",
+        "test2.jsonl",
+        "main/test-00000-of-00001.jsonl.gz",
+        "train.jsonl",
+        "notes.txt",
+    ):
         write(tmp_path / name, [{"name": name}])
 
     def names(split):
@@ -101,7 +119,9 @@ def test_missing_files_say_setting_path_and_what_to_do(tmp_path):
         match=r"task\.path=/no/where: there is no such file or folder. Give task\.path=FILE or FOLDER, or pip install",
     ):
         GSM8K(path="/no/where").size("gsm8k")
-    with pytest.raises(ValueError, match=r"task\.path is empty, and no hub dataset.*Give task\.path=FILE"):
+    with pytest.raises(
+        ValueError, match=r"task\.path is empty, and no hub dataset.*Give task\.path=FILE"
+    ):
         RatedPrograms().size("codeforces")
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):
         GSM8K(path=str(ROOT / "README.md")).size("gsm8k")
@@ -109,7 +129,9 @@ def test_missing_files_say_setting_path_and_what_to_do(tmp_path):
 
 def test_the_hub_without_its_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'openai/gsm8k needs the package datasets.*pip install "gspo\[hub\]"'):
+    with pytest.raises(
+        ValueError, match=r'openai/gsm8k needs the package datasets.*pip install "gspo\[hub\]"'
+    ):
         GSM8K().size("gsm8k")
 
 
@@ -117,7 +139,8 @@ def test_the_hub_is_read_through_datasets(gsm8k, tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    task = GSM8K(hub=str(gsm8k), hub_config="default")  # a folder is a dataset too: the same call as for a name
+    # a folder is a dataset too: the same call as for a name
+    task = GSM8K(hub=str(gsm8k), hub_config="default")
     assert (task.size("gsm8k"), task.size("train")) == (5, 25)
     with pytest.raises(ValueError, match=r"reading .* from the hub failed"):
         GSM8K(hub=str(tmp_path / "none")).size("gsm8k")
@@ -125,29 +148,73 @@ def test_the_hub_is_read_through_datasets(gsm8k, tmp_path, monkeypatch):
 
 BAD = [
     (GSM8K, {"question": "q"}, r"line 2: the key 'answer' is missing; there are question"),
-    (GSM8K, {"question": 3, "answer": "#### 1"}, r"line 2: the key 'question' must be str, not int"),
+    (
+        GSM8K,
+        {"question": 3, "answer": "#### 1"},
+        r"line 2: the key 'question' must be str, not int",
+    ),
     (GSM8K, {"question": " ", "answer": "#### 1"}, r"line 2: the key 'question' is empty"),
     (GSM8K, {"question": "q", "answer": "no gold"}, r"line 2: the key 'answer' must end in ####"),
     (GSM8K, {"question": "q", "answer": "#### many"}, r"line 2: the key 'answer' must end in ####"),
     (GSM8K, [1], r"line 2: must be an object"),
-    (AIME24, {"problem": "p", "answer": "1000"}, r"line 2: the key 'answer' must be an integer up to 999, not '1000'"),
+    (
+        AIME24,
+        {"problem": "p", "answer": "1000"},
+        r"line 2: the key 'answer' must be an integer up to 999, not '1000'",
+    ),
     (AIME25, {"problem": "p", "answer": "x"}, r"line 2: the key 'answer' must be an integer"),
     (AMC23, {"problem": "p", "answer": float("nan")}, r"line 2: the key 'answer' is nan"),
-    (AMC23, {"problem": "p", "answer": True}, r"line 2: the key 'answer' must be str or int or float, not bool"),
+    (
+        AMC23,
+        {"problem": "p", "answer": True},
+        r"line 2: the key 'answer' must be str or int or float, not bool",
+    ),
     (Math500, {"problem": "p"}, r"line 2: the key 'solution' is missing"),
     (Math500, {"problem": "p", "solution": "no box"}, r"line 2: the key 'solution' has no answer"),
-    (Math500, {"prompt": "p", "reference_solution": "x"}, r"line 2: the key 'reference_solution' must end in ####"),
+    (
+        Math500,
+        {"prompt": "p", "reference_solution": "x"},
+        r"line 2: the key 'reference_solution' must end in ####",
+    ),
     (Math500, {"answer": "3"}, r"line 2: one of the keys problem, question is needed"),
-    (HumanEval, HUMANEVAL | {"entry_point": "volume"}, r"line 2: the key 'prompt' does not define volume"),
-    (Mbpp, mbpp(12, test_list="assert"), r"line 2: the key 'test_list' must be list or tuple, not str"),
+    (
+        HumanEval,
+        HUMANEVAL | {"entry_point": "volume"},
+        r"line 2: the key 'prompt' does not define volume",
+    ),
+    (
+        Mbpp,
+        mbpp(12, test_list="assert"),
+        r"line 2: the key 'test_list' must be list or tuple, not str",
+    ),
     (Mbpp, mbpp(12, test_list=[1]), r"line 2: the key 'test_list' must be a list of texts"),
-    (Mbpp, mbpp(12, test_list=["assert minus(1)"]), r"line 2: the key 'test_list' calls no function"),
-    (Mbpp, mbpp(12, test_list=["assert ("]), r"line 2: the key 'code' or 'test_list' is not Python"),
+    (
+        Mbpp,
+        mbpp(12, test_list=["assert minus(1)"]),
+        r"line 2: the key 'test_list' calls no function",
+    ),
+    (
+        Mbpp,
+        mbpp(12, test_list=["assert ("]),
+        r"line 2: the key 'code' or 'test_list' is not Python",
+    ),
     (Mbpp, mbpp(12) | {"task_id": "12"}, r"line 2: the key 'task_id' must be int, not str"),
-    (RatedPrograms, {"prompt": "p", "rating": 900, "tests": []}, r"line 2: the key 'tests' is empty"),
+    (
+        RatedPrograms,
+        {"prompt": "p", "rating": 900, "tests": []},
+        r"line 2: the key 'tests' is empty",
+    ),
     (RatedPrograms, {"prompt": "p", "tests": [{}]}, r"line 2: the key 'rating' is missing"),
-    (RatedPrograms, {"prompt": "p", "rating": 9, "tests": [{"stdin": ""}]}, r"test 1: the key 'stdout' is missing"),
-    (RatedPrograms, {"prompt": "p", "rating": 9, "tests": ["x"]}, r"line 2: the key 'tests' must hold objects"),
+    (
+        RatedPrograms,
+        {"prompt": "p", "rating": 9, "tests": [{"stdin": ""}]},
+        r"test 1: the key 'stdout' is missing",
+    ),
+    (
+        RatedPrograms,
+        {"prompt": "p", "rating": 9, "tests": ["x"]},
+        r"line 2: the key 'tests' must hold objects",
+    ),
 ]
 
 
@@ -155,12 +222,16 @@ BAD = [
 def test_bad_records_name_file_line_and_key(tmp_path, kind, record, message):
     path = tmp_path / "bad.jsonl"
     path.write_text("\n" + json.dumps(record) + "\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl, " + message if "line" in message else message):
+    with pytest.raises(
+        ValueError, match=r"bad\.jsonl, " + message if "line" in message else message
+    ):
         task = kind(path=str(path))
         task.size(task.name)
 
 
-@pytest.mark.parametrize("data", [b'{"a": 1', b"\xff{}", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "data", [b'{"a": 1', b"\xff{}", b"[" * 200_000, b'{"a": ' + b"9" * 5000 + b"}"]
+)
 def test_lines_that_are_no_json_are_named(tmp_path, data):
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" + data)
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: not JSON"):
@@ -176,7 +247,11 @@ def test_a_gzip_that_is_cut_off_or_none_is_named(tmp_path):
 
 
 def test_bad_settings_are_refused_by_name():
-    for kind, setting in ((GSM8K, {"form": "box"}), (HumanEval, {"wording": "chat"}), (Mbpp, {"shown_tests": 0})):
+    for kind, setting in (
+        (GSM8K, {"form": "box"}),
+        (HumanEval, {"wording": "chat"}),
+        (Mbpp, {"shown_tests": 0}),
+    ):
         ((key, value),) = setting.items()
         with pytest.raises(ValueError, match=f"{key}={value!r}"):
             kind(**setting)
@@ -210,7 +285,8 @@ def test_training_is_epochs_of_permutations_by_seed(gsm8k):
     assert sorted(epoch(1, 0)) == sorted(epoch(1, 1)) == sorted(epoch(2, 0))
     assert epoch(1, 0) != epoch(1, 1) and epoch(1, 0) != epoch(2, 0)
     assert epoch(1, 0) == [
-        pickle.loads(pickle.dumps(GSM8K(path=str(gsm8k)))).problem(1, "train", i).prompt for i in range(n)
+        pickle.loads(pickle.dumps(GSM8K(path=str(gsm8k)))).problem(1, "train", i).prompt
+        for i in range(n)
     ]
     assert task.problem(1, "train", 10 * n + 3).index == 10 * n + 3
 
@@ -218,11 +294,16 @@ def test_training_is_epochs_of_permutations_by_seed(gsm8k):
 def test_refill_rounds_of_a_step_meet_other_problems(gsm8k):
     task = GSM8K(path=str(gsm8k))
     problems = TrainingProblems(task, seed=5, sampler=Uniform(), count=4)
-    for step in (1, 2, 5, 6, 7, 13):  # the epochs have 25 problems: the batches of steps 7 and 13 lie on a border
-        own, *more = [[problem.prompt for problem in problems.take(step, refill)] for refill in range(8)]
+    # the epochs have 25 problems: the batches of steps 7 and 13 lie on a border
+    for step in (1, 2, 5, 6, 7, 13):
+        own, *more = [
+            [problem.prompt for problem in problems.take(step, refill)] for refill in range(8)
+        ]
         seen = [*set(own), *(prompt for prompts in more for prompt in prompts)]
         assert len(seen) == len(set(seen)) == 25 and more[-1] == []
-    places = {task.problem(5, "train", 2 + far).prompt for far in range(0, 9 * REPLACEMENT, REPLACEMENT)}
+    places = {
+        task.problem(5, "train", 2 + far).prompt for far in range(0, 9 * REPLACEMENT, REPLACEMENT)
+    }
     assert len(places) >= 3
 
 
@@ -235,26 +316,39 @@ def test_no_evaluation_problem_is_in_a_training_stream(gsm8k, tmp_path):
     path = write(tmp_path / "mine.jsonl", [*shouted, gsm(77), gsm(77)])
     assert GSM8K(path=str(gsm8k / "test.jsonl"), train_path=str(path)).size("train") == 1
     path = write(tmp_path / "mine.jsonl", shouted)
-    with pytest.raises(ValueError, match="of 5 training problems none is left that is not also in the evaluation set"):
+    with pytest.raises(
+        ValueError,
+        match="of 5 training problems none is left that is not also in the evaluation set",
+    ):
         GSM8K(path=str(gsm8k), train_path=str(path)).size("train")
 
 
 def test_training_needs_a_training_set(gsm8k, tmp_path):
     path = write(tmp_path / "test.jsonl", [{"problem": "One?", "answer": "001"}])
-    with pytest.raises(ValueError, match=r"task=aime24 is for evaluation and has no training set.*task.train_path"):
+    with pytest.raises(
+        ValueError, match=r"task=aime24 is for evaluation and has no training set.*task.train_path"
+    ):
         AIME24(path=str(path)).problem(1, "train", 0)
     with pytest.raises(
-        ValueError, match=r"task\.path=.*test\.jsonl is one file.*give task\.train_path=FILE to train on beside it"
+        ValueError,
+        match=r"task\.path=.*test\.jsonl is one file.*give task\.train_path=FILE to train on beside it",
     ):
         GSM8K(path=str(gsm8k / "test.jsonl")).problem(1, "train", 0)
-    mine = write(tmp_path / "mine.jsonl", [{"problem": "Two?", "solution": r"It is \boxed{\frac12}, or \boxed{x}"}])
+    mine = write(
+        tmp_path / "mine.jsonl",
+        [{"problem": "Two?", "solution": r"It is \boxed{\frac12}, or \boxed{x}"}],
+    )
     assert AIME24(path=str(path), train_path=str(mine)).problem(1, "train", 5).answer == "x"
 
 
 def test_mbpp_splits_are_disjoint_and_the_examples_in_neither(tmp_path):
-    path = write(tmp_path / "mbpp.jsonl", [mbpp(n) for n in (1, 2, 3, 4, 10, 11, 510, 511, 600, 601, 974)])
+    path = write(
+        tmp_path / "mbpp.jsonl", [mbpp(n) for n in (1, 2, 3, 4, 10, 11, 510, 511, 600, 601, 974)]
+    )
     task = Mbpp(path=str(path))
-    assert [task.problem(0, "mbpp", i).answer.cases[0].test.split("== ")[1][:3] for i in range(2)] == ["11\n", "510"]
+    assert [
+        task.problem(0, "mbpp", i).answer.cases[0].test.split("== ")[1][:3] for i in range(2)
+    ] == ["11\n", "510"]
     assert {task.problem(0, "train", i).prompt[60:80] for i in range(2)} == {
         "Add 601. Your code s",
         "Add 974. Your code s",
@@ -276,14 +370,21 @@ def test_there_are_no_demonstrations(gsm8k):
 
 def test_prompts_ask_for_the_form_that_is_read(gsm8k):
     prompts = {
-        form: GSM8K(path=str(gsm8k), form=form).problem(0, "gsm8k", 1).prompt for form in ("boxed", "hash", "answer")
+        form: GSM8K(path=str(gsm8k), form=form).problem(0, "gsm8k", 1).prompt
+        for form in ("boxed", "hash", "answer")
     }
     assert prompts["boxed"] == (
         "How many are 1 apples?\nPlease reason step by step, and put your final answer within \\boxed{}."
     )
-    assert prompts["hash"].endswith('1 apples? Let\'s think step by step and output the final answer after "####".')
-    assert prompts["answer"].startswith("Solve the following math problem step by step. The last line of your response")
-    assert prompts["answer"].endswith('\n\nRemember to put your answer on its own line after "Answer:".')
+    assert prompts["hash"].endswith(
+        '1 apples? Let\'s think step by step and output the final answer after "####".'
+    )
+    assert prompts["answer"].startswith(
+        "Solve the following math problem step by step. The last line of your response"
+    )
+    assert prompts["answer"].endswith(
+        '\n\nRemember to put your answer on its own line after "Answer:".'
+    )
 
 
 def test_golds_of_every_format(tmp_path):
@@ -298,8 +399,16 @@ def test_golds_of_every_format(tmp_path):
     assert [problem.answer for problem in problems][:2] == ["\\frac{1}{2}", "(3, 4)"]
     assert [problem.family for problem in problems] == ["", "Algebra 2", "Geometry Level 5"]
     assert problems[0].prompt.startswith("Is {x} \\\\ 3?\nPlease")
-    path = write(tmp_path / "a.jsonl", [{"question": "Q", "answer": a} for a in ("025", 7, 27.0, "336^\\circ")])
-    assert [AIME25(path=str(path)).problem(0, "aime25", i).answer for i in range(4)] == ["25", "7", "27", "336"]
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"question": "Q", "answer": a} for a in ("025", 7, 27.0, "336^\\circ")],
+    )
+    assert [AIME25(path=str(path)).problem(0, "aime25", i).answer for i in range(4)] == [
+        "25",
+        "7",
+        "27",
+        "336",
+    ]
 
 
 def test_the_mbpp_prompts(tmp_path):
@@ -311,7 +420,11 @@ def test_the_mbpp_prompts(tmp_path):
     assert prompt.count("assert") == 3 and "\r" not in prompt
     assert Mbpp(path=str(path), shown_tests=1).problem(0, "mbpp", 0).prompt.count("assert") == 1
     prompt = Mbpp(path=str(path), wording="completion").problem(0, "mbpp", 0).prompt
-    assert prompt.count("[BEGIN]") == 4 and prompt.count("[DONE]") == 3 and prompt.endswith("[BEGIN]\n")
+    assert (
+        prompt.count("[BEGIN]") == 4
+        and prompt.count("[DONE]") == 3
+        and prompt.endswith("[BEGIN]\n")
+    )
     assert "def plus(a):\n    return a + 2\n[DONE]" in prompt and "a + 11" not in prompt
 
 
@@ -355,7 +468,9 @@ def test_where_tests_call_a_function_the_last_block_that_defines_it_is_the_progr
     method = "```python\nclass Solution:\n    def f(self, x):\n        return x\n```"
     assert answer_block(method + usage, "f").startswith("class Solution")
     better = solution.replace("return x", "return x + 1")
-    assert "x + 1" in answer_block(solution + "\nBetter:\n" + better + usage, "f"), "the last of them"
+    assert "x + 1" in answer_block(solution + "\nBetter:\n" + better + usage, "f"), (
+        "the last of them"
+    )
     assert answer_block("```python\nf = lambda x: x\n```" + usage, "f").startswith("f = ")
     assert answer_block(usage, "f") == "print(f(3))\n", "if none defines it, the last one"
 
@@ -370,23 +485,35 @@ def test_future_imports_stay_first():
 
 
 def test_math_scores(tmp_path):
-    path = write(tmp_path / "amc.jsonl", [{"problem": "P", "answer": 27.0}, {"problem": "Q", "answer": 5.0}])
+    path = write(
+        tmp_path / "amc.jsonl", [{"problem": "P", "answer": 27.0}, {"problem": "Q", "answer": 5.0}]
+    )
     task = AMC23(path=str(path))
     p, q = (task.problem(0, "amc23", i) for i in range(2))
     cases = [(p, r"\boxed{27}", True), (p, r"\boxed{27}", False), (q, r"so \boxed{5.0}.", True),
              (p, r"\boxed{5}", True), (q, "5", True)]  # fmt: skip
     scores = task.score(cases)
-    assert [score.verdict for score in scores] == ["correct", "truncated", "correct", "wrong", "no-answer"]
+    assert [score.verdict for score in scores] == [
+        "correct",
+        "truncated",
+        "correct",
+        "wrong",
+        "no-answer",
+    ]
     assert [score.reward for score in scores] == [1, 0, 1, 0, 0]
     assert scores[0].answer == "27" and [score.answer for score in scores[1::3]] == ["", ""]
     task.close()
 
 
 def test_a_math_gold_that_cannot_be_read_gives_no_reward_and_spoils_no_other(tmp_path):
-    path = write(tmp_path / "math.jsonl", [{"problem": "P", "answer": "$$"}, {"problem": "Q", "answer": "5"}])
+    path = write(
+        tmp_path / "math.jsonl", [{"problem": "P", "answer": "$$"}, {"problem": "Q", "answer": "5"}]
+    )
     task = Math500(path=str(path))
     p, q = (task.problem(0, "math500", i) for i in range(2))
-    scores = task.score([(q, r"\boxed{5}", True), (p, r"\boxed{5}", True), (p, "", False), (q, r"\boxed{6}", True)])
+    scores = task.score(
+        [(q, r"\boxed{5}", True), (p, r"\boxed{5}", True), (p, "", False), (q, r"\boxed{6}", True)]
+    )
     assert [(score.reward, score.verdict) for score in scores] == [
         (1, "correct"), (None, "unreadable-gold"), (None, "unreadable-gold"), (0, "wrong")
     ]  # fmt: skip
@@ -409,7 +536,9 @@ def test_code_scores(tmp_path):
     }
     scores = task.score([(problem, text, True) for text in answers])
     assert [score.verdict for score in scores] == list(answers.values())
-    assert [score.reward for score in scores] == [float(verdict == "pass") for verdict in answers.values()]
+    assert [score.reward for score in scores] == [
+        float(verdict == "pass") for verdict in answers.values()
+    ]
     assert task.score([(problem, f"```python\n{body}```", False)])[0].verdict == "truncated"
     task.close()
 
@@ -439,26 +568,48 @@ def test_mbpp_scores_both_formats_and_both_wordings(tmp_path):
                  "test_imports": ["import math"], "test_list": ["assert math.isclose(root(4), 2)"]}  # fmt: skip
     path = write(tmp_path / "mbpp.jsonl", [mbpp(2), mbpp(3), mbpp(4), mbpp(11), sanitized])
     for wording, texts in (
-        ("instruct", ["```\ndef plus(a):\n    return a + 11\n```", "```python\nroot = lambda x: x ** 0.5\n```"]),
-        ("completion", ["def plus(a):\n    return a + 11\n[DONE]\n\nYou are", "def root(x): return x / 2\n[DONE]"]),
+        (
+            "instruct",
+            [
+                "```\ndef plus(a):\n    return a + 11\n```",
+                "```python\nroot = lambda x: x ** 0.5\n```",
+            ],
+        ),
+        (
+            "completion",
+            [
+                "def plus(a):\n    return a + 11\n[DONE]\n\nYou are",
+                "def root(x): return x / 2\n[DONE]",
+            ],
+        ),
     ):
         task = Mbpp(path=str(path), wording=wording)
         plus, root = (task.problem(0, "mbpp", i) for i in range(2))
-        cases = [(plus, texts[0], wording == "instruct"), (root, texts[1], True), (root, texts[0], True)]
+        cases = [
+            (plus, texts[0], wording == "instruct"),
+            (root, texts[1], True),
+            (root, texts[0], True),
+        ]
         assert [score.verdict for score in task.score(cases)] == ["pass", "pass", "missing"]
         task.close()
 
 
 def test_rated_programs(tmp_path):
     tests = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5\n", "stdout": "10"}]
-    path = write(tmp_path / "test.jsonl", [{"id": 1, "statement": "Add.", "rating": 800, "tests": tests}])
+    path = write(
+        tmp_path / "test.jsonl", [{"id": 1, "statement": "Add.", "rating": 800, "tests": tests}]
+    )
     apps = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
     called = json.dumps({"inputs": [[1]], "outputs": [[2]], "fn_name": "f"})
     mine = write(tmp_path / "mine.jsonl", [{"question": "Next.", "input_output": apps},
                                            {"question": "Call.", "input_output": called}])  # fmt: skip
     task = RatedPrograms(path=str(path), train_path=str(mine))
     problem = task.problem(0, "codeforces", 0)
-    assert problem.rating == 800.0 and "### Question:\nAdd.\n" in problem.prompt and "stdin" in problem.prompt
+    assert (
+        problem.rating == 800.0
+        and "### Question:\nAdd.\n" in problem.prompt
+        and "stdin" in problem.prompt
+    )
     texts = [
         "```python\nprint(sum(map(int, input().split())))\n```",
         "```python\nprint(3)\n```",
@@ -478,7 +629,9 @@ def test_what_could_not_be_run_has_no_reward(tmp_path, monkeypatch):
 
     task = HumanEval(path=str(write(tmp_path / "he.jsonl", [HUMANEVAL])))
     monkeypatch.setattr(
-        task._grader, "grade", lambda submissions: [Grade("sandbox-error", ("sandbox-error",))] * len(submissions)
+        task._grader,
+        "grade",
+        lambda submissions: [Grade("sandbox-error", ("sandbox-error",))] * len(submissions),
     )
     (score,) = task.score([(task.problem(0, "humaneval", 0), "```\nx\n```", True)])
     assert score.reward is None and score.verdict == "sandbox-error"
@@ -505,7 +658,8 @@ def test_every_real_record_is_read(kind, folder, size, train):
     task = kind(path=str(DATA / folder))
     assert task.size(task.name) == size
     problems = [task.problem(0, task.name, i) for i in range(size)]
-    assert len({problem.prompt for problem in problems}) >= size - 6  # some of MBPP share a text, not their tests
+    # some of MBPP share a text, not their tests
+    assert len({problem.prompt for problem in problems}) >= size - 6
     assert all(problem.answer and "｜" not in problem.prompt for problem in problems)
     if train is None:
         with pytest.raises(ValueError, match="has no training set"):
@@ -526,7 +680,10 @@ def test_worked_solutions_are_correct_and_the_neighbours_wrong():
     task = GSM8K(path=str(DATA / "gsm8k"), form="hash")
     solutions = [record["answer"] for record in records(DATA / "gsm8k" / "test.jsonl")]
     problems = [task.problem(0, "gsm8k", i) for i in range(len(solutions))]
-    assert all(s.reward == 1 for s in task.score([(p, t, True) for p, t in zip(problems, solutions, strict=True)]))
+    assert all(
+        s.reward == 1
+        for s in task.score([(p, t, True) for p, t in zip(problems, solutions, strict=True)])
+    )
     others = solutions[1:] + solutions[:1]
     golds = [p.answer for p in problems[1:] + problems[:1]]
     wrong = task.score([(p, t, True) for p, t in zip(problems, others, strict=True)])
@@ -539,7 +696,9 @@ def test_worked_solutions_are_correct_and_the_neighbours_wrong():
 @real
 def test_math500_solutions_are_correct():
     task = Math500(path=str(DATA / "math500"))
-    solutions = [record["reference_solution"] for record in records(DATA / "math500" / "math500.jsonl")]
+    solutions = [
+        record["reference_solution"] for record in records(DATA / "math500" / "math500.jsonl")
+    ]
     problems = [task.problem(0, "math500", i) for i in range(500)]
     scores = task.score([(p, t, True) for p, t in zip(problems, solutions, strict=True)])
     assert sum(score.reward for score in scores) == 500
@@ -549,7 +708,9 @@ def test_math500_solutions_are_correct():
 
 
 def of_programs(task, name, texts: dict[int, str]):
-    return [(task.problem(0, name, i), f"```python\n{text}\n```", True) for i, text in texts.items()]
+    return [
+        (task.problem(0, name, i), f"```python\n{text}\n```", True) for i, text in texts.items()
+    ]
 
 
 @real
@@ -559,12 +720,16 @@ def test_reference_programs_pass_and_empty_ones_fail(step):
     known = records(DATA / "humaneval" / "HumanEval.jsonl.gz")
     right = {i: known[i]["prompt"] + known[i]["canonical_solution"] for i in range(0, 164, step)}
     empty = {i: known[i]["prompt"] + "    pass" for i in range(0, 164, step)}
-    assert {score.verdict for score in task.score(of_programs(task, "humaneval", right))} == {"pass"}
+    assert {score.verdict for score in task.score(of_programs(task, "humaneval", right))} == {
+        "pass"
+    }
     assert sum(score.reward for score in task.score(of_programs(task, "humaneval", empty))) == 0
     task.close()
     task = Mbpp(path=str(DATA / "mbpp"), slots=2)
     known = records(DATA / "mbpp" / "mbpp.jsonl")
-    right = {i: known[i + 10]["code"] for i in range(0, 500, 3 * step) if known[i + 10]["task_id"] != 367}
+    right = {
+        i: known[i + 10]["code"] for i in range(0, 500, 3 * step) if known[i + 10]["task_id"] != 367
+    }
     assert {score.verdict for score in task.score(of_programs(task, "mbpp", right))} == {"pass"}
     wrong = {i: known[i + 11]["code"] for i in right}
     assert sum(score.reward for score in task.score(of_programs(task, "mbpp", wrong))) == 0
@@ -574,7 +739,9 @@ def test_reference_programs_pass_and_empty_ones_fail(step):
 # --- files as people have them
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.json", "Rows.Json", "bom.jsonl", "bom.json"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "ROWS.JSONL", "rows.json", "Rows.Json", "bom.jsonl", "bom.json"]
+)
 def test_one_record_per_line_is_read_whatever_the_ending_says(tmp_path, name):
     lines = "\n".join(json.dumps({"prompt": f"{i}+1", "answer": i + 1}) for i in range(30))
     path = tmp_path / name

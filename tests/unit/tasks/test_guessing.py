@@ -55,20 +55,30 @@ def test_halving_has_no_regret_on_average_and_every_number_is_found():
     assert sum(regrets) / len(regrets) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("guess", ["", "x", "067", "+67", "59", "75", "6" * 100, "６７", "67\n", "6.7e1"])
+@pytest.mark.parametrize(
+    "guess", ["", "x", "067", "+67", "59", "75", "6" * 100, "６７", "67\n", "6.7e1"]
+)
 def test_what_is_no_number_of_what_is_left_ends_the_episode(guess):
     problem = Problem("guessing", 0, "60-74", 67)
     reward, measures, said = play(Guessing(), problem, lambda said: guess)
     assert reward == 0 and said == [""] and measures["invalid"] == measures["guesses"] == 1
     assert measures["regret"] == pytest.approx(Guessing().best_reward)
-    _, measures, said = play(Guessing(), problem, lambda said: "70")  # the second time it is no longer possible
+    # the second time it is no longer possible
+    _, measures, said = play(Guessing(), problem, lambda said: "70")
     assert said == ["<", ""] and measures["invalid"] == 1
 
 
 def test_who_does_not_find_the_number_regrets_all_that_there_was_to_win():
     task = Guessing(turns=3)
-    reward, measures, said = play(task, Problem("guessing", 0, "60-74", 74), lambda said: str(60 + len(said)))
-    assert reward == 0 and said == [">", ">", ""] and measures["guesses"] == 3 and not measures["invalid"]
+    reward, measures, said = play(
+        task, Problem("guessing", 0, "60-74", 74), lambda said: str(60 + len(said))
+    )
+    assert (
+        reward == 0
+        and said == [">", ">", ""]
+        and measures["guesses"] == 3
+        and not measures["invalid"]
+    )
     assert measures["regret"] == pytest.approx(task.best_reward)
 
 
@@ -77,7 +87,11 @@ def test_problems_are_pure_and_demonstrations_find_the_number():
     for index in range(50):
         problem = task.problem(3, "train", index)
         low, high = bounds(problem.prompt)
-        assert problem == task.problem(3, "train", index) and high - low == 14 and low <= problem.answer <= high
+        assert (
+            problem == task.problem(3, "train", index)
+            and high - low == 14
+            and low <= problem.answer <= high
+        )
         turns = task.demonstrated_turns(problem, 0.9, random.Random(index))
         game = task.environment(problem, (0,))
         for guess, said in zip(turns[::2], [*turns[1::2], None], strict=True):

@@ -1,4 +1,6 @@
-"""LiveCodeBench: release records, packed tests without unpickling, the window of dates, and scores from end to end."""
+"""LiveCodeBench: release records, packed tests without unpickling, the window of dates, and scores
+from end to end.
+"""
 
 import base64
 import json
@@ -40,7 +42,8 @@ def record(day: str = "2024-11-02T00:00:00", private=None, **more) -> dict:
 
 
 def functional(
-    private: list[dict], starter: str = "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n        "
+    private: list[dict],
+    starter: str = "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n        ",
 ):
     public = json.dumps([case("1\n[2, 3]", "[1, [2, 3]]", "functional")])
     return record(private=private, starter_code=starter, platform="leetcode", public_test_cases=public,
@@ -55,8 +58,12 @@ def task_of(tmp_path, *records: dict, **settings) -> LiveCodeBench:
 
 def verdicts(task: LiveCodeBench, *programs: str) -> list[str]:
     problem = task.problem(0, "livecodebench", 0)
-    scores = task.score([(problem, f"So:\n```python\n{program}\n```", True) for program in programs])
-    assert [score.reward for score in scores] == [float(score.verdict == "pass") for score in scores]
+    scores = task.score(
+        [(problem, f"So:\n```python\n{program}\n```", True) for program in programs]
+    )
+    assert [score.reward for score in scores] == [
+        float(score.verdict == "pass") for score in scores
+    ]
     task.close()
     return [score.verdict for score in scores]
 
@@ -75,12 +82,21 @@ def test_the_prompt_is_the_benchmarks(tmp_path):
     )
     assert problem.family == "atcoder easy"
     prompt = task_of(tmp_path, functional([])).problem(0, "livecodebench", 0).prompt
-    assert "### Format: You will use the following starter code" in prompt and "```python\nclass Solution:\n" in prompt
+    assert (
+        "### Format: You will use the following starter code" in prompt
+        and "```python\nclass Solution:\n" in prompt
+    )
     assert "8" not in prompt and "stdin" not in prompt
 
 
 def test_the_window_includes_both_ends(tmp_path):
-    days = ["2024-09-30", "2024-10-01T00:00:00", "2025-01-05T12:30:00", "2025-02-28 23:00:00", "2025-03-01T00:00:00"]
+    days = [
+        "2024-09-30",
+        "2024-10-01T00:00:00",
+        "2025-01-05T12:30:00",
+        "2025-02-28 23:00:00",
+        "2025-03-01T00:00:00",
+    ]
 
     def found(**settings):
         task = task_of(tmp_path, *map(record, days), **settings)
@@ -95,7 +111,9 @@ def test_the_window_includes_both_ends(tmp_path):
         found(start_date="2026-01-01", end_date="")
 
 
-@pytest.mark.parametrize("setting", [{"start_date": "2024-13-01"}, {"end_date": "1 May"}, {"start_date": "20241001"}])
+@pytest.mark.parametrize(
+    "setting", [{"start_date": "2024-13-01"}, {"end_date": "1 May"}, {"start_date": "20241001"}]
+)
 def test_bad_dates_are_refused_by_name(setting):
     ((key, value),) = setting.items()
     with pytest.raises(ValueError, match=f"{key}='{value}' must be a date"):
@@ -106,11 +124,16 @@ def test_bad_dates_are_refused_by_name(setting):
 
 def test_programs_on_standard_input_need_public_and_private_tests(tmp_path):
     both = "print(sum(map(int, input().split())))"
-    imported = "a, b = map(int, sys.stdin.read().split())\nprint(Counter([a + b]).most_common()[0][0])"
+    imported = (
+        "a, b = map(int, sys.stdin.read().split())\nprint(Counter([a + b]).most_common()[0][0])"
+    )
     future = "from __future__ import annotations\n" + both
     only_public, only_private = "print(3)", "print(8)"
     task = task_of(tmp_path, record())
-    assert verdicts(task, both, imported, future, only_public, only_private) == ["pass"] * 3 + ["wrong"] * 2
+    assert (
+        verdicts(task, both, imported, future, only_public, only_private)
+        == ["pass"] * 3 + ["wrong"] * 2
+    )
 
 
 def test_functional_tests_are_one_value_per_line(tmp_path):
@@ -119,10 +142,13 @@ def test_functional_tests_are_one_value_per_line(tmp_path):
         case("null\n[1.5]\n", "[null, [1.5000000001]]", "functional"),
     ]
     programs = {
-        "class Solution:\n    def add(self, a, b):\n        return (a, b)": "pass",  # a tuple counts as a list
-        "def add(a, b):\n    return [a, b]": "pass",  # a function where the starter code has a class
+        # a tuple counts as a list
+        "class Solution:\n    def add(self, a, b):\n        return (a, b)": "pass",
+        # a function where the starter code has a class
+        "def add(a, b):\n    return [a, b]": "pass",
         "class Solution:\n  seen = []\n  def __init__(self): self.n = 0\n  def add(self, a, b):\n"
-        "    self.n += 1\n    return [a, b] if self.n == 1 else None": "pass",  # a fresh Solution per case
+        # a fresh Solution per case
+        "    self.n += 1\n    return [a, b] if self.n == 1 else None": "pass",
         "class Solution:\n    def add(self, a, b):\n        return [1, [2, 3]]": "wrong",
         "class Solution:\n    def plus(self, a, b):\n        return [a, b]": "missing",
         "class Solution:\n    def add(self, a):\n        return [a, a]": "runtime-error",
@@ -134,7 +160,9 @@ def test_long_integers_are_read_exactly(tmp_path):
     digits = "7" * 5000
     private = [case(f"-3\n{digits}", f"[-3, {digits}]", "functional")]
     program = "def add(a, b): return [a, b]"
-    assert verdicts(task_of(tmp_path, functional(private)), program, program + " if a > 0 else [a, b + 1]") == [
+    assert verdicts(
+        task_of(tmp_path, functional(private)), program, program + " if a > 0 else [a, b + 1]"
+    ) == [
         "pass",
         "wrong",
     ]
@@ -144,13 +172,21 @@ def test_long_integers_are_read_exactly(tmp_path):
 
 def test_an_empty_expected_value_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the key 'output' is empty"):
-        verdicts(task_of(tmp_path, functional([case("1\n2", " ", "functional")])), "def add(a, b): return 2")
+        verdicts(
+            task_of(tmp_path, functional([case("1\n2", " ", "functional")])),
+            "def add(a, b): return 2",
+        )
 
 
 def test_the_imports_of_the_benchmarks_grader_work(tmp_path):
     names: dict = {}
     exec(IMPORTS, names)
-    assert names["pow"] is pow and names["open"] is open and names["datetime"].datetime and names["List"]
+    assert (
+        names["pow"] is pow
+        and names["open"] is open
+        and names["datetime"].datetime
+        and names["List"]
+    )
 
 
 # --- packed tests
@@ -163,7 +199,8 @@ def test_packed_texts_come_back(protocol, text):
         text = "plain"
     if protocol == 0:
         with pytest.raises(ValueError, match="a pickle with UNICODE"):
-            unpacked(pack(text, 0))  # nobody writes protocol 0; its texts are lines, and not accepted
+            # nobody writes protocol 0; its texts are lines, and not accepted
+            unpacked(pack(text, 0))
     else:
         assert unpacked(pack(text, protocol)) == text
 
@@ -182,7 +219,8 @@ HOSTILE = [
     (pack(b"\x80\x04cos\nsystem\n\x8c\x02ls\x85R."), "a pickle with GLOBAL"),
     (pack(b"\x80\x04\x8c\x01a\x8c\x01b."), "a pickle with 2 texts"),
     (pack(b"\x80\x04."), "a pickle with 0 texts"),
-    (pack(b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc"), "expected .* bytes"),  # claims 2^63 bytes
+    # claims 2^63 bytes
+    (pack(b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc"), "expected .* bytes"),
     (pack(b"\x80\x04\x8c\x01"), "expected 1 bytes"),  # cut off
     (pack(b""), "pickle exhausted"),
     (pack(b"\x80\x04\x8c\x02[]."), None),  # harmless: the same with the smallest pickle
@@ -214,9 +252,15 @@ def test_a_decompression_bomb_is_refused(monkeypatch):
 
 
 BAD = [
-    ({"contest_date": "soon"}, r"line 1: the key 'contest_date' is missing, or does not begin with a date"),
+    (
+        {"contest_date": "soon"},
+        r"line 1: the key 'contest_date' is missing, or does not begin with a date",
+    ),
     ({"metadata": "{"}, r"line 1: the key 'metadata' must be a JSON object"),
-    ({"metadata": json.dumps({"func_name": "a.b()"})}, r"line 1: the key 'metadata' has a func_name that is no name"),
+    (
+        {"metadata": json.dumps({"func_name": "a.b()"})},
+        r"line 1: the key 'metadata' has a func_name that is no name",
+    ),
     ({"question_content": ""}, r"line 1: the key 'question_content' is empty"),
     ({"public_test_cases": 3}, r"line 1: the key 'public_test_cases' must be str or list"),
 ]
@@ -229,10 +273,16 @@ def test_bad_records_name_line_and_key(tmp_path, change, message):
 
 
 BAD_TESTS = [
-    ([case("1", "2", "other")], r"line 1, a test: the key 'testtype' must be stdin or functional, not 'other'"),
+    (
+        [case("1", "2", "other")],
+        r"line 1, a test: the key 'testtype' must be stdin or functional, not 'other'",
+    ),
     ([case("1", "1", "functional")], r"line 1: the key 'metadata' names no func_name"),
     ([{"input": "1", "testtype": "stdin"}], r"line 1, a test: the key 'output' is missing"),
-    (["x"], r"line 1: the key 'private_test_cases' or 'public_test_cases' holds a test that is no object"),
+    (
+        ["x"],
+        r"line 1: the key 'private_test_cases' or 'public_test_cases' holds a test that is no object",
+    ),
     ("no json", r"line 1: the key 'private_test_cases' is neither JSON nor packed JSON"),
 ]
 
@@ -247,7 +297,10 @@ def test_no_tests_at_all_is_no_pass(tmp_path):
     with pytest.raises(ValueError, match="are empty: every program would pass"):
         verdicts(task_of(tmp_path, record(private=[], public_test_cases="[]")), "print(1)")
     with pytest.raises(ValueError, match="'input' or 'output' is not one JSON value per line"):
-        verdicts(task_of(tmp_path, functional([case("[1", "1", "functional")])), "def add(a, b): return 1")
+        verdicts(
+            task_of(tmp_path, functional([case("[1", "1", "functional")])),
+            "def add(a, b): return 1",
+        )
 
 
 def test_unpacked_lists_and_times_are_taken_too(tmp_path):

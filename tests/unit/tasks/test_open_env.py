@@ -1,4 +1,6 @@
-"""Environments behind a server of OpenEnv, which `make test-environments` starts: a process, without a container."""
+"""Environments behind a server of OpenEnv, which `make test-environments` starts: a process,
+without a container.
+"""
 
 import asyncio
 import random
@@ -21,7 +23,10 @@ needs_openenv = pytest.mark.environments
         ({}, r"task\.url='': say where the server is"),
         ({"url": "127.0.0.1:8000"}, r"task\.url='127\.0\.0\.1:8000': say where"),
         ({"url": URL, "options": {"seed": 3}}, r"task\.options\.seed: set by the harness"),
-        ({"url": URL, "action": "a", "values": {"a": 1}}, r"task\.values\.a: it is what the policy writes"),
+        (
+            {"url": URL, "action": "a", "values": {"a": 1}},
+            r"task\.values\.a: it is what the policy writes",
+        ),
         ({"url": URL, "evaluation_size": 0}, "evaluation_size=0"),
     ],
 )
@@ -32,7 +37,9 @@ def test_bad_settings_are_refused_by_name(settings, refusal):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(ValueError, match=r'task=openenv needs the package openenv: pip install "gspo\[openenv\]"'):
+    with pytest.raises(
+        ValueError, match=r'task=openenv needs the package openenv: pip install "gspo\[openenv\]"'
+    ):
         OpenEnv(url=URL).problem(1, "train", 0)
 
 
@@ -66,7 +73,9 @@ def secret(problem, most: int = 9) -> int:
 
 @needs_openenv
 def test_a_game_by_hand(url):
-    task = OpenEnv(url=url, text="prompt", action="message", options={"most": 5}, instruction="Play.")
+    task = OpenEnv(
+        url=url, text="prompt", action="message", options={"most": 5}, instruction="Play."
+    )
     problem = task.problem(1, "train", 0)
     number = secret(problem, 5)
     messages, (wrong, right) = played(task, problem, "0", f" {number}\n")
@@ -85,7 +94,8 @@ def test_whole_observations_and_actions_are_json(url):
     _, outcomes = played(task, problem, *texts)
     assert [o.measures["invalid_actions"] for o in outcomes] == [1, 1, 1, 0]
     assert outcomes[0].observation == "Invalid action: write it as a JSON object, and nothing else."
-    assert "VALIDATION_ERROR" in outcomes[2].observation  # in the server's words; the session goes on
+    # in the server's words; the session goes on
+    assert "VALIDATION_ERROR" in outcomes[2].observation
     assert outcomes[3].observation == '{"prompt": "wrong", "tries": 1}'
 
 
@@ -120,7 +130,9 @@ def test_a_failure_of_the_server_is_no_reward(url):
     task = OpenEnv(url=url, text="prompt", action="message")
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR"):
         played(task, task.problem(1, "train", 0), "crash")
-    with pytest.raises(ValueError, match=r"task\.text=said: the observation has metadata, prompt, tries"):
+    with pytest.raises(
+        ValueError, match=r"task\.text=said: the observation has metadata, prompt, tries"
+    ):
         OpenEnv(url=url, text="said").problem(1, "train", 0)
     with pytest.raises(ValueError, match=r"task\.url=http://127\.0\.0\.1:1: ConnectionError"):
         OpenEnv(url=URL).problem(1, "train", 0)
@@ -138,7 +150,9 @@ HOSTILE = {
     "no data": '{"type": "observation"}',
     "observation is a list": '{"type": "observation", "data": {"observation": [1], "reward": 0, "done": false}}',
     "observation is null": '{"type": "observation", "data": {"observation": null, "reward": 0, "done": false}}',
-    "90 MB": '{"type": "observation", "data": {"observation": {"prompt": "' + "x" * 90_000_000 + '"}}}',
+    "90 MB": '{"type": "observation", "data": {"observation": {"prompt": "'
+    + "x" * 90_000_000
+    + '"}}}',
     "nothing": None,
 }
 
@@ -177,7 +191,9 @@ def test_whatever_a_server_answers_to_reset_is_one_line(kind):
 @needs_openenv
 @pytest.mark.parametrize("kind", ["observation is a list", "90 MB", "nothing"])
 def test_a_server_that_fails_later_ends_no_run(kind):
-    """The reason takes the prompt's place, and episodes that ask again are failures of the environment."""
+    """The reason takes the prompt's place, and episodes that ask again are failures of the
+    environment.
+    """
     good = '{"type": "observation", "data": {"observation": {"prompt": "Guess."}, "reward": 0, "done": false}}'
     with answering([good, HOSTILE[kind]]) as address:
         task = OpenEnv(url=address, text="prompt", step_seconds=2.0)
@@ -195,4 +211,7 @@ def test_a_server_that_fails_later_ends_no_run(kind):
 def test_half_characters_of_a_server_do_not_reach_the_tokenizer():
     half = '{"type": "observation", "data": {"observation": {"prompt": "a \\ud800 b"}, "reward": 0, "done": false}}'
     with answering([half]) as address:
-        assert OpenEnv(url=address, text="prompt", step_seconds=9.0).problem(1, "train", 0).prompt == "a ? b"
+        assert (
+            OpenEnv(url=address, text="prompt", step_seconds=9.0).problem(1, "train", 0).prompt
+            == "a ? b"
+        )

@@ -22,7 +22,10 @@ def files(tmp_path, monkeypatch):
     user_code.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    rows = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": f"l{i % 2}"} for i in range(100)]
+    rows = [
+        {"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": f"l{i % 2}"}
+        for i in range(100)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     yield
@@ -30,7 +33,10 @@ def files(tmp_path, monkeypatch):
 
 
 def task(**changes) -> OwnRows:
-    return OwnRows(**{"reward": REWARD, "train_path": "train.jsonl", "columns": {"prompt": "question"}} | changes)
+    return OwnRows(
+        **{"reward": REWARD, "train_path": "train.jsonl", "columns": {"prompt": "question"}}
+        | changes
+    )
 
 
 def test_without_a_test_file_one_in_eight_problems_is_held_out_by_its_text():
@@ -38,23 +44,42 @@ def test_without_a_test_file_one_in_eight_problems_is_held_out_by_its_text():
     evaluated = [rows.problem(0, "rows", i) for i in range(rows.size("rows"))]
     trained = [rows.problem(3, "train", i) for i in range(rows.size("train"))]
     assert len(evaluated) + len(trained) == 100 and 5 <= len(evaluated) <= 22
-    assert all(held_out(p.prompt) for p in evaluated) and not any(held_out(p.prompt) for p in trained)
+    assert all(held_out(p.prompt) for p in evaluated) and not any(
+        held_out(p.prompt) for p in trained
+    )
     assert len({p.prompt for p in trained}) == len(trained)
     assert evaluated[0].answer["answer"].isdigit() and evaluated[0].task == "rows"
 
 
 def test_a_test_file_is_held_out_and_its_texts_do_not_come_in_training():
-    rows = task(path="test.jsonl", columns={"prompt": "question", "family": "level"}, suffix="\nAnswer:", name="sums")
-    assert rows.size("sums") == 5 and rows.size("train") == 95 and rows.evaluation_sets() == ["sums"]
+    rows = task(
+        path="test.jsonl",
+        columns={"prompt": "question", "family": "level"},
+        suffix="\nAnswer:",
+        name="sums",
+    )
+    assert (
+        rows.size("sums") == 5 and rows.size("train") == 95 and rows.evaluation_sets() == ["sums"]
+    )
     problem = rows.problem(0, "sums", 3)
     assert (problem.prompt, problem.family) == ("What is 3+3?\nAnswer:", "l1")
 
 
-def test_a_chat_of_one_user_message_is_a_prompt_and_one_that_ends_with_an_answer_is_refused(tmp_path):
+def test_a_chat_of_one_user_message_is_a_prompt_and_one_that_ends_with_an_answer_is_refused(
+    tmp_path,
+):
     chats = [[{"role": "user", "content": f"Say {i}"}] for i in range(20)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
-    assert task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0).prompt.startswith("Say ")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [*chats[0], {"role": "assistant", "content": "x"}]}))
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps({"prompt": chat}) + "\n" for chat in chats)
+    )
+    assert (
+        task(train_path="chat.jsonl", columns={"prompt": "prompt"})
+        .problem(0, "train", 0)
+        .prompt.startswith("Say ")
+    )
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"prompt": [*chats[0], {"role": "assistant", "content": "x"}]})
+    )
     with pytest.raises(ValueError, match=r"line 1: .*prompt.*a chat that ends with the user"):
         task(train_path="chat.jsonl", columns={"prompt": "prompt"}).problem(0, "train", 0)
 
@@ -73,13 +98,22 @@ def test_responses_are_scored_by_the_function_and_cut_ones_are_not_asked_about()
     "changes, text",
     [
         ({"reward": ""}, "task.reward is not given"),
-        ({"columns": {"answer": "answer"}}, "task.columns.answer: choose from prompt, family, rating"),
+        (
+            {"columns": {"answer": "answer"}},
+            "task.columns.answer: choose from prompt, family, rating",
+        ),
         ({"columns": {"family": "level"}}, "task.columns.prompt is not given"),
         ({"name": "a/b"}, "must be a plain name"),
         ({"seconds": 0}, "seconds=0 must be a finite number above 0"),
         ({"train_path": ""}, "task.path is empty|task.train_path"),
-        ({"columns": {"prompt": "quest"}}, r"train.jsonl, line 1: the key 'quest' is missing; there are question"),
-        ({"columns": {"prompt": "question", "rating": "level"}}, "key 'level' must be int or float, not str"),
+        (
+            {"columns": {"prompt": "quest"}},
+            r"train.jsonl, line 1: the key 'quest' is missing; there are question",
+        ),
+        (
+            {"columns": {"prompt": "question", "rating": "level"}},
+            "key 'level' must be int or float, not str",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_key_or_line(changes, text):
@@ -96,25 +130,44 @@ def test_a_chat_of_several_messages_is_written_by_the_template(tmp_path):
     path.write_text("".join(json.dumps({"prompt": CHAT, "n": i}) + "\n" for i in range(3)))
     task = OwnRows(path=str(path), train_path=str(path), reward="json:dumps", suffix=" Think.")
     prompt = task.problem(0, "rows", 0).prompt
-    assert prompt == "Be short.\n\n1+1? Think." and pickle.loads(pickle.dumps(prompt)).messages == prompt.messages
+    assert (
+        prompt == "Be short.\n\n1+1? Think."
+        and pickle.loads(pickle.dumps(prompt)).messages == prompt.messages
+    )
     tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
     written = tokenizer.decode(PromptFormat().encode(tokenizer, prompt))
-    assert written.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1+1? Think.<|im_end|>")
+    assert written.startswith(
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1+1? Think.<|im_end|>"
+    )
     own = tokenizer.decode(PromptFormat(system="Be long.").encode(tokenizer, prompt))
     assert own == written, "the row's own system turn counts"
-    assert tokenizer.decode(PromptFormat("plain").encode(tokenizer, prompt)) == "Be short.\n\n1+1? Think."
+    assert (
+        tokenizer.decode(PromptFormat("plain").encode(tokenizer, prompt))
+        == "Be short.\n\n1+1? Think."
+    )
 
 
 def test_a_chat_that_the_template_refuses_is_one_line():
     tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
-    tokenizer.chat_template = "{{ raise_exception('only users') if messages[0].role == 'system' }}" + "x"
-    with pytest.raises(ValueError, match="chat template refuses a chat of system, user: only users"):
+    tokenizer.chat_template = (
+        "{{ raise_exception('only users') if messages[0].role == 'system' }}" + "x"
+    )
+    with pytest.raises(
+        ValueError, match="chat template refuses a chat of system, user: only users"
+    ):
         PromptFormat().encode(tokenizer, ChatPrompt(CHAT))
 
 
 @pytest.mark.parametrize(
     "chat",
-    [[], CHAT[:1], [*CHAT, {"role": "assistant", "content": "2"}], [{"role": "user"}], [*CHAT, 5], ["1+1?"]],
+    [
+        [],
+        CHAT[:1],
+        [*CHAT, {"role": "assistant", "content": "2"}],
+        [{"role": "user"}],
+        [*CHAT, 5],
+        ["1+1?"],
+    ],
 )
 def test_other_lists_are_refused(tmp_path, chat):
     path = tmp_path / "rows.jsonl"

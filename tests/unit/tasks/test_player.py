@@ -126,7 +126,8 @@ def test_closes_are_waited_for_at_the_same_time_each_until_its_deadline():
 
     closed = [threading.Event() for _ in range(4)]
     players = [Player(lambda event=event: Slow(None, event), 20.0) for event in closed]
-    players += [Player(lambda: Slow("hang"), 0.5), Player(lambda: Slow(), 20.0)]  # the last is never made
+    # the last is never made
+    players += [Player(lambda: Slow("hang"), 0.5), Player(lambda: Slow(), 20.0)]
     for player in players[:-1]:
         player.finish(player.begin("reset", PROBLEM))
     started = time.perf_counter()
@@ -199,8 +200,12 @@ for hang in (lambda: time.sleep(1000), forever, blocking, in_a_thread):
 
 
 def test_calls_that_hang_do_not_keep_the_process_from_ending():
-    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0 and ended.stdout.split() == ["environment-timeout"] * 4, ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0 and ended.stdout.split() == ["environment-timeout"] * 4, (
+        ended.stderr
+    )
 
 
 @dataclass
@@ -248,7 +253,10 @@ NOT_OUTCOMES = [
     (Outcome(measures={3: 1}), "measures={3: 1}, not a name"),
     (Outcome(measures={"größe": 1}), "measures={'größe': 1}, not a name"),
     (Outcome(measures={"x" * 41: 1}), "not a name"),
-    (Outcome(measures={"seconds": float("nan")}), "measures={'seconds': nan}, not a name and a number"),
+    (
+        Outcome(measures={"seconds": float("nan")}),
+        "measures={'seconds': nan}, not a name and a number",
+    ),
     (Outcome(measures={"seconds": 10**400}), "not a name and a number"),
     (Outcome(measures={"seconds": "1"}), "measures={'seconds': '1'}"),
     (Outcome(measures={f"m{i}": 1 for i in range(33)}), "33 measures; 32 is the most"),
@@ -268,7 +276,9 @@ def test_what_is_no_outcome_is_refused_in_words(found, text):
 
 @pytest.mark.parametrize("reward", [0, 1, True, -0.5, LARGEST_REWARD, -LARGEST_REWARD])
 def test_every_ordinary_number_is_a_reward(reward):
-    player = Player(lambda: Game(Outcome("so", reward, measures={"seconds": 2, "_x1": reward})), 20.0)
+    player = Player(
+        lambda: Game(Outcome("so", reward, measures={"seconds": 2, "_x1": reward})), 20.0
+    )
     found = player.finish(player.begin("step", "hello"))
     player.close()
     assert found.reward == reward and found.measures == {"seconds": 2, "_x1": reward}
@@ -296,7 +306,12 @@ def test_halves_of_surrogate_pairs_are_replaced_since_no_tokenizer_takes_them():
 
 @pytest.mark.parametrize(
     ("verdict", "kept"),
-    [("time-limit", "time-limit"), ("größe_2.0", "größe_2.0"), ("a/b:\x1b[1m", "a_b___1m"), ("\ud800", "_")],
+    [
+        ("time-limit", "time-limit"),
+        ("größe_2.0", "größe_2.0"),
+        ("a/b:\x1b[1m", "a_b___1m"),
+        ("\ud800", "_"),
+    ],
 )
 def test_a_verdict_can_be_part_of_a_metrics_name(verdict, kept):
     player = Player(lambda: Game(Outcome(done=True, verdict=verdict)), 20.0)
@@ -332,12 +347,21 @@ USER = {"role": "user", "content": "Begin."}
         (beginner([b"bytes"]), "reset returned [b'bytes'], not a list"),
         (beginner((USER,)), "not a list of messages"),
         (beginner([{"role": "user"}]), "not a list of messages with a role and a text"),
-        (beginner([{"role": "user", "content": None}]), "not a list of messages with a role and a text"),
+        (
+            beginner([{"role": "user", "content": None}]),
+            "not a list of messages with a role and a text",
+        ),
         (beginner([{"role": 1, "content": "a"}]), "not a list of messages with a role and a text"),
-        (beginner([USER | {"extra": {1, 2}}]), "TypeError: Object of type set is not JSON serializable"),
+        (
+            beginner([USER | {"extra": {1, 2}}]),
+            "TypeError: Object of type set is not JSON serializable",
+        ),
         (beginner([USER], tools=None), "tools=None, not a tuple of JSON objects"),
         (beginner([USER], tools=("search",)), "tools=('search',), not a tuple of JSON objects"),
-        (beginner([USER], tools=({"call": print},)), "TypeError: Object of type builtin_function_or_method"),
+        (
+            beginner([USER], tools=({"call": print},)),
+            "TypeError: Object of type builtin_function_or_method",
+        ),
         (beginner([USER], role="assistant"), "role='assistant'; it must be 'user' or 'tool'"),
         (beginner([USER], role=["user"]), "role=['user']; it must be 'user' or 'tool'"),
     ],

@@ -26,7 +26,9 @@ def test_demonstrations_are_what_the_environment_would_say(task):
         first, last = game.step(asked), game.step(answer)
         assert first.observation == said and not first.done and last.done
         right = asked == f"<py>{problem.prompt[:-2]}</py>" and answer == f"#{problem.answer}"
-        assert last.reward == float(answer == f"#{problem.answer}") and (not right or last.verdict == "correct")
+        assert last.reward == float(answer == f"#{problem.answer}") and (
+            not right or last.verdict == "correct"
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,9 @@ def test_the_log_is_as_long_as_asked_and_the_same_for_the_same_seed():
     problem = task.problem(0, "train", 0)
     said = [task.environment(problem, (seed,)).step("<py>1</py>").observation for seed in (1, 1, 2)]
     task.close()
-    assert said[0] == said[1] != said[2] and all(len(text) == 42 and text.endswith("=1") for text in said)
+    assert said[0] == said[1] != said[2] and all(
+        len(text) == 42 and text.endswith("=1") for text in said
+    )
 
 
 def test_without_the_tool_the_first_turn_is_the_answer():
@@ -94,7 +98,9 @@ def test_without_the_tool_the_first_turn_is_the_answer():
 
 
 def test_a_call_may_not_take_longer_than_the_environment_has():
-    with pytest.raises(ValueError, match=r"step_seconds=2.5 is not above cpu_seconds=0.5 \+ wall_seconds=2.0"):
+    with pytest.raises(
+        ValueError, match=r"step_seconds=2.5 is not above cpu_seconds=0.5 \+ wall_seconds=2.0"
+    ):
         PythonTool(step_seconds=2.5)
     PythonTool(step_seconds=2.6).close()
     PythonTool(step_seconds=0.5, tool=False).close()  # nothing runs

@@ -1,4 +1,6 @@
-"""Problems of reasoning-gym: pure, apart from evaluation, and scored strictly. Skipped where the library is not."""
+"""Problems of reasoning-gym: pure, apart from evaluation, and scored strictly. Skipped where the
+library is not.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,17 @@ from gspo.tasks.gym_problems import (
 )
 
 ROOT = Path(__file__).parents[3]
-SLOW = {"ab", "arc_agi", "countdown", "puzzle24", "group_anagrams", "zebra_puzzles", "sudoku", "jugs", "sokoban"}
+SLOW = {
+    "ab",
+    "arc_agi",
+    "countdown",
+    "puzzle24",
+    "group_anagrams",
+    "zebra_puzzles",
+    "sudoku",
+    "jugs",
+    "sokoban",
+}
 
 
 @pytest.fixture
@@ -34,7 +46,10 @@ def tagged(answer: str) -> str:
 
 
 def rewards(task: GymProblems, problem, *answers: str) -> list[float]:
-    return [score.reward for score in task.score([(problem, tagged(answer), True) for answer in answers])]
+    return [
+        score.reward
+        for score in task.score([(problem, tagged(answer), True) for answer in answers])
+    ]
 
 
 # --- without the library
@@ -47,7 +62,9 @@ def test_every_family_is_in_one_list():
 
 @pytest.mark.parametrize("family", [*REFUSED, "unknown"])
 def test_unsound_families_are_refused_with_the_reason(family):
-    with pytest.raises(ValueError, match=f"dataset='{family}' {REFUSED.get(family, 'is unknown')[:30]}.*chain_sum"):
+    with pytest.raises(
+        ValueError, match=f"dataset='{family}' {REFUSED.get(family, 'is unknown')[:30]}.*chain_sum"
+    ):
         GymProblems(dataset=family)
 
 
@@ -60,7 +77,9 @@ def test_bad_settings_are_refused_by_name():
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r'needs the package reasoning-gym: pip install "gspo\[gym\]"'):
+    with pytest.raises(
+        ValueError, match=r'needs the package reasoning-gym: pip install "gspo\[gym\]"'
+    ):
         GymProblems().problem(1, "train", 0)
 
 
@@ -137,8 +156,14 @@ def test_problems_are_pure_and_apart_from_evaluation(gym):
     train = [task.problem(seed, "train", i) for seed in (1, 2) for i in range(60)]
     test = [task.problem(0, "reasoning_gym", i) for i in range(60)]
     assert task.problem(2, "train", 59).prompt == again.problem(2, "train", 59).prompt
-    assert task.problem(0, "reasoning_gym", 5).answer.answer == again.problem(0, "reasoning_gym", 5).answer.answer
-    assert not {p.prompt for p in train} & {p.prompt for p in test} and len({p.prompt for p in train}) > 110
+    assert (
+        task.problem(0, "reasoning_gym", 5).answer.answer
+        == again.problem(0, "reasoning_gym", 5).answer.answer
+    )
+    assert (
+        not {p.prompt for p in train} & {p.prompt for p in test}
+        and len({p.prompt for p in train}) > 110
+    )
     question = test[0].prompt.removesuffix(INSTRUCTIONS["tags"]).rstrip("\n")
     assert held_out(question) and test[7].index == 7 and test[7].family == "chain_sum"
     assert task.size("train") is None and task.size("reasoning_gym") == 200
@@ -162,13 +187,27 @@ def test_problems_are_the_same_in_every_process(gym):
 
 def test_the_librarys_settings_are_passed_on_and_checked(gym):
     task = GymProblems(config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
-    assert all(len(task.problem(1, "train", i).answer.metadata["expression"].split()) == 3 for i in range(5))
+    assert all(
+        len(task.problem(1, "train", i).answer.metadata["expression"].split()) == 3
+        for i in range(5)
+    )
     for config in ({"terms": 3}, {"min_terms": -1}):
         with pytest.raises(ValueError, match=r"config=.* does not fit chain_sum"):
             GymProblems(config=config).problem(1, "train", 0)
 
 
-JUNK = ("{0} x", "x {0}", "{0}\n{0}", "{0}, or 7", "not {0}", "({0}) or 1", "The answer is {0}", "{0} {0}", "", "x")
+JUNK = (
+    "{0} x",
+    "x {0}",
+    "{0}\n{0}",
+    "{0}, or 7",
+    "not {0}",
+    "({0}) or 1",
+    "The answer is {0}",
+    "{0} {0}",
+    "",
+    "x",
+)
 
 
 def known_answer(problem) -> str:
@@ -185,7 +224,10 @@ def check_family(family: str, count: int) -> None:
         problem = task.problem(1, "train", i)
         answer = known_answer(problem)
         assert rewards(task, problem, answer, f" {answer}\n") == [1, 1], (family, answer)
-        assert sum(rewards(task, problem, *[junk.format(answer) for junk in JUNK])) == 0, (family, answer)
+        assert sum(rewards(task, problem, *[junk.format(answer) for junk in JUNK])) == 0, (
+            family,
+            answer,
+        )
         assert task.score([(problem, answer, True)])[0].verdict == "no-answer"  # no tags
         assert task.score([(problem, tagged(answer), False)])[0].verdict == "truncated"
 
@@ -203,17 +245,28 @@ def test_the_same_for_families_that_are_slow_to_make(gym, family):
 
 def test_other_right_answers_count_where_there_are_several(gym):
     task = GymProblems(dataset="shortest_path")
-    problem = next(p for p in (task.problem(1, "train", i) for i in range(50)) if "infeasible" not in p.answer.answer)
+    problem = next(
+        p
+        for p in (task.problem(1, "train", i) for i in range(50))
+        if "infeasible" not in p.answer.answer
+    )
     moves = problem.answer.answer.split()
-    assert rewards(task, problem, " ".join(moves), " ".join([*moves, moves[-1]]), "infeasible")[0] == 1
+    assert (
+        rewards(task, problem, " ".join(moves), " ".join([*moves, moves[-1]]), "infeasible")[0] == 1
+    )
     task = GymProblems(dataset="palindrome_partitioning")
     problem = task.problem(1, "train", 0)
     parts = json.loads(problem.answer.answer)
-    assert rewards(task, problem, json.dumps(parts[::-1]), json.dumps(parts[:-1])) == [1, float(len(parts) == 0)]
+    assert rewards(task, problem, json.dumps(parts[::-1]), json.dumps(parts[:-1])) == [
+        1,
+        float(len(parts) == 0),
+    ]
     task = GymProblems(dataset="tower_of_hanoi", config={"min_disks": 2, "max_disks": 2})
     problem = task.problem(1, "train", 0)
     moves = problem.answer.answer.split("\n")
-    assert rewards(task, problem, "\n".join(moves), "\n".join(moves[:-1]), "\n".join([*moves, moves[-1]])) == [1, 0, 0]
+    assert rewards(
+        task, problem, "\n".join(moves), "\n".join(moves[:-1]), "\n".join([*moves, moves[-1]])
+    ) == [1, 0, 0]
 
 
 def test_the_librarys_partial_credit_is_no_reward(gym):
@@ -229,14 +282,24 @@ def test_the_librarys_partial_credit_is_no_reward(gym):
 def test_a_scorer_that_fails_is_no_reward_and_no_crash(gym):
     task = GymProblems(dataset="jugs")
     problem = task.problem(1, "train", 0)
-    assert rewards(task, problem, '["pour Z->Q"]', '["fill A"]', "[]", "\ud800", '["fill A", "fill A"]' * 9) == [0] * 5
+    assert (
+        rewards(
+            task, problem, '["pour Z->Q"]', '["fill A"]', "[]", "\ud800", '["fill A", "fill A"]' * 9
+        )
+        == [0] * 5
+    )
 
 
 def test_boxed_answers(gym):
     task = GymProblems(form="boxed")
     problem = task.problem(1, "train", 0)
     gold = problem.answer.answer
-    texts = [rf"\boxed{{{gold}}}", rf"\boxed{{1}} no, \boxed{{{gold}.0}}", rf"\boxed{{{gold}}} no, \boxed{{1}}", gold]
+    texts = [
+        rf"\boxed{{{gold}}}",
+        rf"\boxed{{1}} no, \boxed{{{gold}.0}}",
+        rf"\boxed{{{gold}}} no, \boxed{{1}}",
+        gold,
+    ]
     scores = task.score([(problem, text, True) for text in texts])
     assert [score.verdict for score in scores] == ["correct", "correct", "wrong", "no-answer"]
     assert scores[0].answer == scores[1].answer == gold

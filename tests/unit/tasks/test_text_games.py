@@ -35,22 +35,36 @@ def test_a_game_by_hand():
     wrong = game.step(str(way(problem) % 4 + 1))
     assert (wrong.observation, round(wrong.reward, 6), wrong.done) == ("A wall.", -0.1, False)
     out = game.step(f" {way(problem)}\n")
-    assert (out.reward, out.done, out.verdict, out.measures) == (1.0, True, "terminated", {"invalid_actions": 0.0})
+    assert (out.reward, out.done, out.verdict, out.measures) == (
+        1.0,
+        True,
+        "terminated",
+        {"invalid_actions": 0.0},
+    )
     game.close()
 
 
 def test_a_game_whose_time_is_up_says_so():
     game, _ = begun(TextGames(env="text_games:Doors"))
     outcomes = [game.step("5") for _ in range(3)]
-    assert [o.done for o in outcomes] == [False, False, True] and outcomes[-1].verdict == "time-limit"
+    assert [o.done for o in outcomes] == [False, False, True] and outcomes[
+        -1
+    ].verdict == "time-limit"
 
 
 def test_problems_are_seeds_by_position():
-    task, again = TextGames(env="text_games:Doors"), TextGames(env="text_games:Doors", evaluation_size=7)
+    task, again = (
+        TextGames(env="text_games:Doors"),
+        TextGames(env="text_games:Doors", evaluation_size=7),
+    )
     seeds = [task.problem(1, "train", i).answer for i in range(50)]
-    assert seeds == [again.problem(1, "train", i).answer for i in range(50)] and len(set(seeds)) == 50
+    assert (
+        seeds == [again.problem(1, "train", i).answer for i in range(50)] and len(set(seeds)) == 50
+    )
     held = [task.problem(1, "text_game", i).answer for i in range(50)]
-    assert not set(seeds) & set(held) and seeds != [task.problem(2, "train", i).answer for i in range(50)]
+    assert not set(seeds) & set(held) and seeds != [
+        task.problem(2, "train", i).answer for i in range(50)
+    ]
     assert (task.size("train"), task.size("text_game"), again.size("text_game")) == (None, 100, 7)
     assert {way(task.problem(1, "train", i)) for i in range(50)} == {1, 2, 3, 4}
 
@@ -83,8 +97,14 @@ def test_arrays_and_mappings_are_shown_as_json():
     [
         ({}, r"task\.env='' and task\.id='': give one of them"),
         ({"env": "text_games:Doors", "id": "FrozenLake-v1"}, "give one of them"),
-        ({"id": "text_games:Doors-v0"}, r"task\.id=text_games:Doors-v0: to import text_games say task\.env=text_games"),
-        ({"env": "text_games:Doors", "shows": "ansi"}, r"task\.shows='ansi': choose observation or render"),
+        (
+            {"id": "text_games:Doors-v0"},
+            r"task\.id=text_games:Doors-v0: to import text_games say task\.env=text_games",
+        ),
+        (
+            {"env": "text_games:Doors", "shows": "ansi"},
+            r"task\.shows='ansi': choose observation or render",
+        ),
         ({"env": "text_games:Doors", "form": "tag"}, r"task\.form='tag': choose whole or tags"),
         ({"env": "text_games:Doors", "actions": ["a", "A"]}, "two of them have one name"),
         ({"env": "text_games:Doors", "evaluation_size": 0}, "evaluation_size=0"),
@@ -98,11 +118,20 @@ def test_bad_settings_are_refused_by_name(settings, refusal):
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        ({"env": "text_games:Door"}, r"task\.env=text_games:Door: there is no Door.*the nearest is Doors"),
-        ({"env": "text_games:Doors", "arguments": {"door": 3}}, r"task\.arguments=\{'door': 3\} does not fit"),
+        (
+            {"env": "text_games:Door"},
+            r"task\.env=text_games:Door: there is no Door.*the nearest is Doors",
+        ),
+        (
+            {"env": "text_games:Doors", "arguments": {"door": 3}},
+            r"task\.arguments=\{'door': 3\} does not fit",
+        ),
         ({"env": "text_games:Doors", "actions": ["a"]}, "the environment has 0 numbered actions"),
         ({"env": "text_games:Odd", "arguments": {"what": "reset"}}, "reset returned 'seen', not "),
-        ({"env": "text_games:Odd", "arguments": {"what": "object"}}, "of the type object cannot be shown"),
+        (
+            {"env": "text_games:Odd", "arguments": {"what": "object"}},
+            "of the type object cannot be shown",
+        ),
     ],
 )
 def test_what_does_not_keep_to_the_interface_is_refused(settings, refusal):
@@ -112,13 +141,18 @@ def test_what_does_not_keep_to_the_interface_is_refused(settings, refusal):
 
 def test_a_step_of_the_older_interface_is_refused():
     game, _ = begun(TextGames(env="text_games:Odd", arguments={"what": "step"}))
-    with pytest.raises(ValueError, match=r"step returned .* not \(observation, reward, terminated, truncated, info\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"step returned .* not \(observation, reward, terminated, truncated, info\)",
+    ):
         game.step("1")
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ValueError, match=r'task\.id=FrozenLake-v1 needs .* pip install "gspo\[gymnasium\]"'):
+    with pytest.raises(
+        ValueError, match=r'task\.id=FrozenLake-v1 needs .* pip install "gspo\[gymnasium\]"'
+    ):
         TextGames(id="FrozenLake-v1").problem(1, "train", 0)
 
 
@@ -139,7 +173,10 @@ def test_a_lake_is_crossed_by_names_and_numbers():
 @pytest.mark.parametrize("action", ["4", "-1", "1.0", "one", "", "1 1", "９", "1" * 30])
 def test_what_is_no_number_of_an_action_is_told(action):
     game, _ = begun(TextGames(id="Blackjack-v1"))
-    assert game.step(action).observation == "Invalid action: the actions are a whole number from 0 to 1."
+    assert (
+        game.step(action).observation
+        == "Invalid action: the actions are a whole number from 0 to 1."
+    )
 
 
 def test_a_text_space_takes_its_texts_alone():
@@ -147,7 +184,9 @@ def test_a_text_space_takes_its_texts_alone():
 
     game, _ = begun(TextGames(env="text_games:Doors"))
     game.space = Text(max_length=2, charset="1234")
-    assert game.step("5").measures == {"invalid_actions": 1.0} and game.step("1").measures == {"invalid_actions": 0.0}
+    assert game.step("5").measures == {"invalid_actions": 1.0} and game.step("1").measures == {
+        "invalid_actions": 0.0
+    }
 
 
 @pytest.mark.parametrize(

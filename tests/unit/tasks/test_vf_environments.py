@@ -1,4 +1,6 @@
-"""Environments of the library verifiers, played by themselves: `make test-environments` runs what needs the library."""
+"""Environments of the library verifiers, played by themselves: `make test-environments` runs what
+needs the library.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,9 @@ def test_names_are_those_of_modules_and_functions():
 def test_bad_settings_are_refused_by_name():
     with pytest.raises(ValueError, match=r"task\.env is not given"):
         VfEnvironments()
-    with pytest.raises(ValueError, match=r"task\.env=my game:load_environment: give the name of a module"):
+    with pytest.raises(
+        ValueError, match=r"task\.env=my game:load_environment: give the name of a module"
+    ):
         VfEnvironments(env="my game")
     with pytest.raises(ValueError, match="turns=0"):
         VfEnvironments(env="my_game", turns=0)
@@ -38,7 +42,8 @@ def test_without_the_library_or_with_another_version_it_says_what_to_install(mis
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "gspo.tasks.vf_rollout", raising=False)
     with pytest.raises(
-        ValueError, match=r'task=vf needs the package verifiers in version 0\.3: pip install "gspo\[vf\]"'
+        ValueError,
+        match=r'task=vf needs the package verifiers in version 0\.3: pip install "gspo\[vf\]"',
     ):
         VfEnvironments(env="vf_games").problem(1, "train", 0)
 
@@ -55,14 +60,18 @@ def test_rows_with_one_prompt_and_other_answers_are_other_problems():
 
 def episode(task, answer: str, split: str = "train"):
     """The environment of the problem with this answer, begun."""
-    problem = next(p for i in range(200) if (p := task.problem(1, split, i)).answer["answer"] == answer)
+    problem = next(
+        p for i in range(200) if (p := task.problem(1, split, i)).answer["answer"] == answer
+    )
     environment = task.environment(problem, (1, 2))
     return environment, environment.reset(problem)
 
 
 @needs_verifiers
 def test_a_rollout_is_the_librarys_own():
-    """The same words give the same answers, metrics and reward as the library's own loop with a scripted client."""
+    """The same words give the same answers, metrics and reward as the library's own loop with a
+    scripted client.
+    """
     import verifiers as vf
 
     from gspo.tasks.vf_rollout import Policy, plain
@@ -77,7 +86,10 @@ def test_a_rollout_is_the_librarys_own():
         outcomes = [played.step(word) for word in words]
         row = {"prompt": messages, "answer": "12", "example_id": 0}
         alone = asyncio.run(vf.load_environment("vf_games").run_rollout(row, Scripted(), "m", {}))
-        assert (outcomes[-1].reward, outcomes[-1].verdict) == (alone["reward"], alone["stop_condition"])
+        assert (outcomes[-1].reward, outcomes[-1].verdict) == (
+            alone["reward"],
+            alone["stop_condition"],
+        )
         assert {n: outcomes[-1].measures[n] for n in alone["metrics"]} == alone["metrics"]
         said = [m["content"] for m in alone["completion"] if m["role"] == "user"]
         assert [o.observation for o in outcomes[:-1]] == said[: len(words) - 1]
@@ -93,7 +105,11 @@ def test_reward_verdict_and_measures_by_hand():
     assert (played.role, played.tools) == ("user", ())
     first, second = played.step("30"), played.step("12")
     assert (first.observation, first.reward, first.done) == ("lower", 0.0, False)
-    assert (second.reward, second.done, second.verdict) == (1.0 + 0.5 / 2, True, "has_final_env_response")
+    assert (second.reward, second.done, second.verdict) == (
+        1.0 + 0.5 / 2,
+        True,
+        "has_final_env_response",
+    )
     ours = {"malformed_calls": 0.0, "rubric_faults": 0.0}
     assert first.measures == {"found": 0.0, "quick": 0.0, "num_turns": 0.0} | ours
     assert second.measures == {"found": 1.0, "quick": 0.5, "num_turns": 2.0} | ours
@@ -105,7 +121,9 @@ def test_tools_are_called_as_qwen_writes_them():
     played, messages = episode(task, "14")
     assert messages == [{"role": "user", "content": "7+7?"}] and played.role == "tool"
     (tool,) = played.tools
-    assert tool["function"]["name"] == "add" and set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
+    assert tool["function"]["name"] == "add" and set(
+        tool["function"]["parameters"]["properties"]
+    ) == {"a", "b"}
     asked = played.step(
         "<think>Not yet: <tool_call>{}</tool_call></think>I add.\n"
         '<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": 7}}\n</tool_call>'
@@ -113,7 +131,10 @@ def test_tools_are_called_as_qwen_writes_them():
     )
     assert asked.observation == "14\n\n'subtract'" and not asked.done
     said = played.conversation[1]
-    assert [(c.name, c.arguments) for c in said.tool_calls] == [("add", '{"a": 7, "b": 7}'), ("subtract", "{}")]
+    assert [(c.name, c.arguments) for c in said.tool_calls] == [
+        ("add", '{"a": 7, "b": 7}'),
+        ("subtract", "{}"),
+    ]
     assert len({c.id for c in said.tool_calls}) == 2 and said.content.endswith("I add.\n")
     ended = played.step("It is 14.")
     assert (ended.reward, ended.verdict) == (1.0, "no_tools_called")
@@ -122,13 +143,27 @@ def test_tools_are_called_as_qwen_writes_them():
 
 @needs_verifiers
 @pytest.mark.parametrize(
-    "call", ["{", "7", "[]", "{}", '{"name": 3}', '{"name": "add", "arguments": [1]}', '{"name": "add"} and more', ""]
+    "call",
+    [
+        "{",
+        "7",
+        "[]",
+        "{}",
+        '{"name": 3}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add"} and more',
+        "",
+    ],
 )
 def test_a_malformed_call_is_none_and_is_counted(call):
     good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     played, _ = episode(VfEnvironments(env="vf_games:load_tools"), "14")
     ended = played.step(f"{good}<tool_call>{call}</tool_call>")
-    assert (ended.done, ended.verdict, ended.measures["malformed_calls"]) == (True, "no_tools_called", 1.0)
+    assert (ended.done, ended.verdict, ended.measures["malformed_calls"]) == (
+        True,
+        "no_tools_called",
+        1.0,
+    )
     assert ended.measures["total_tool_calls"] == 0.0
 
 
@@ -138,7 +173,9 @@ def test_a_single_turn_ends_after_one_step():
     played, _ = episode(task, "6", "vf")
     ended = played.step("6")
     assert (ended.done, ended.reward) == (True, 1.0)
-    with pytest.raises(ValueError, match=r"task\.env=vf_games:load_single has no training data set"):
+    with pytest.raises(
+        ValueError, match=r"task\.env=vf_games:load_single has no training data set"
+    ):
         task.problem(1, "train", 0)
 
 
@@ -151,8 +188,12 @@ def test_training_has_no_problem_of_the_evaluation():
         assert not trained & {identity(task.problem(1, "vf", i).answer) for i in range(evaluation)}
         rows = [task.problem(1, "train", i).answer["example_id"] for i in range(2 * training)]
         assert sorted(rows[:training]) == sorted(rows[training:]) and len(set(rows)) == training
-        assert rows != [task.problem(2, "train", i).answer["example_id"] for i in range(2 * training)]
-        assert rows == [again.problem(1, "train", i).answer["example_id"] for i in range(2 * training)]
+        assert rows != [
+            task.problem(2, "train", i).answer["example_id"] for i in range(2 * training)
+        ]
+        assert rows == [
+            again.problem(1, "train", i).answer["example_id"] for i in range(2 * training)
+        ]
     with pytest.raises(ValueError, match="of its 4 training problems none is among the 1 in 8"):
         VfEnvironments(env="vf_games", arguments={"size": 4}).problem(1, "vf", 0)
 
@@ -161,11 +202,23 @@ def test_training_has_no_problem_of_the_evaluation():
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        ({"turns": 3}, r"task\.turns=3: vf_games:load_environment may take max_turns=4.*give task\.turns=4"),
-        ({"arguments": {"round": 3}}, r"task\.arguments=\{'round': 3\} does not fit load_environment: .*'round'"),
-        ({"env": "vf_games:load_nothing"}, "load_nothing failed: TypeError: load_nothing returned str"),
+        (
+            {"turns": 3},
+            r"task\.turns=3: vf_games:load_environment may take max_turns=4.*give task\.turns=4",
+        ),
+        (
+            {"arguments": {"round": 3}},
+            r"task\.arguments=\{'round': 3\} does not fit load_environment: .*'round'",
+        ),
+        (
+            {"env": "vf_games:load_nothing"},
+            "load_nothing failed: TypeError: load_nothing returned str",
+        ),
         ({"env": "vf_games:load_group"}, "its rubric scores whole groups"),
-        ({"env": "vf_games:nothing"}, r"task\.env=vf_games:nothing: there is no nothing in vf_games"),
+        (
+            {"env": "vf_games:nothing"},
+            r"task\.env=vf_games:nothing: there is no nothing in vf_games",
+        ),
         ({"env": "no_such_game"}, "there is no module no_such_game"),
     ],
 )
@@ -177,7 +230,10 @@ def test_what_cannot_be_used_is_refused_by_name(settings, refusal):
 @needs_verifiers
 def test_an_environment_that_fails_gives_no_reward():
     task = VfEnvironments(env="vf_games")
-    for word, error, said in (("crash", KeyError, "said crash"), ("outage", RuntimeError, "the service is away")):
+    for word, error, said in (
+        ("crash", KeyError, "said crash"),
+        ("outage", RuntimeError, "the service is away"),
+    ):
         played, _ = episode(task, "12")
         with pytest.raises(error, match=said):
             played.step(word)
@@ -197,7 +253,11 @@ def test_faults_of_a_rubrics_function_are_counted_and_logged(caplog):
     other, _ = episode(VfEnvironments(env="vf_games"), "12")
     with caplog.at_level(logging.ERROR):
         ended = played.step("12")
-    assert (ended.reward, ended.measures["faulty"], ended.measures["rubric_faults"]) == (1.5, 0.0, 1.0)
+    assert (ended.reward, ended.measures["faulty"], ended.measures["rubric_faults"]) == (
+        1.5,
+        0.0,
+        1.0,
+    )
     assert other.step("12").measures["rubric_faults"] == 0.0
     assert "nothing there" in caplog.text
 
@@ -213,7 +273,11 @@ def test_many_rollouts_at_once_share_what_is_bound_to_a_loop_and_clean_up():
     def play(problem):
         environment = task.environment(problem, (1,))
         environment.reset(problem)
-        outcome = environment.step(problem.answer["answer"]) if problem.index % 2 else environment.step("x")
+        outcome = (
+            environment.step(problem.answer["answer"])
+            if problem.index % 2
+            else environment.step("x")
+        )
         environment.close()
         return outcome.reward
 
@@ -228,7 +292,9 @@ def test_signals_stay_those_of_the_run():
     VfEnvironments(env="vf_games").problem(1, "train", 0)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     made = []
-    thread = threading.Thread(target=lambda: made.append(VfEnvironments(env="vf_games").problem(1, "train", 0)))
+    thread = threading.Thread(
+        target=lambda: made.append(VfEnvironments(env="vf_games").problem(1, "train", 0))
+    )
     thread.start()
     thread.join()
     assert made[0].task == "vf"  # signals can be set in the main thread alone

@@ -1,4 +1,6 @@
-"""Lineage: what W&B's real client records of cold start, run and checkpoints, offline and against a stand-in server."""
+"""Lineage: what W&B's real client records of cold start, run and checkpoints, offline and against a
+stand-in server.
+"""
 
 import doctest
 import json
@@ -57,7 +59,9 @@ def run(tmp_path) -> Path:
 
 
 def track(folder: Path, how: str = "", **account: str) -> subprocess.CompletedProcess:
-    done = forked.run([sys.executable, "-c", RUN, str(folder), how], folder, environment() | account)
+    done = forked.run(
+        [sys.executable, "-c", RUN, str(folder), how], folder, environment() | account
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -86,9 +90,13 @@ def test_weights_are_named_and_not_read_and_other_weights_are_another_version(tm
     entries = first.manifest.entries
     assert set(entries) == {"model.safetensors", "state.json", CHECKSUMS}
     assert entries["model.safetensors"].ref == (folder / "model.safetensors").as_uri()
-    assert entries["model.safetensors"].size == 3 and entries["model.safetensors"].local_path is None
+    assert (
+        entries["model.safetensors"].size == 3 and entries["model.safetensors"].local_path is None
+    )
     (folder / "model.safetensors").write_bytes(b"two")  # its sum is still that of the first
-    assert described(folder, "run", MODEL, upload=False).digest == first.digest, "the weights were read"
+    assert described(folder, "run", MODEL, upload=False).digest == first.digest, (
+        "the weights were read"
+    )
     sealed(folder, b"two")
     assert described(folder, "run", MODEL, upload=False).digest != first.digest
 
@@ -101,13 +109,20 @@ def test_offline_the_file_holds_cold_start_and_checkpoints_as_references(run):
     (start,) = found["tiny_moe-math-0123456789"]
     assert start.use_after_commit and start.type == "model"
     versions = found["gspo-seed1-abc"]
-    assert [sorted(each.aliases) for each in versions] == [["latest", f"step_00000{n}"] for n in (2, 4)]
+    assert [sorted(each.aliases) for each in versions] == [
+        ["latest", f"step_00000{n}"] for n in (2, 4)
+    ]
     for each in versions:
         assert not each.use_after_commit and each.type == "model"
         refs = {entry.path: entry.ref for entry in each.manifest.contents}
         step = json.loads(each.metadata)["folder"]
-        assert refs["model.safetensors"] == (Path(step) / "model.safetensors").as_uri() and "step_00000" in step
-        assert not any(entry.local_path for entry in each.manifest.contents), "nothing was copied to be uploaded"
+        assert (
+            refs["model.safetensors"] == (Path(step) / "model.safetensors").as_uri()
+            and "step_00000" in step
+        )
+        assert not any(entry.local_path for entry in each.manifest.contents), (
+            "nothing was copied to be uploaded"
+        )
 
 
 @pytest.mark.slow
@@ -123,7 +138,10 @@ def test_uploaded_checkpoints_wait_in_the_offline_segment_and_the_cold_start_doe
 
 
 def lineage(server) -> tuple[list, list]:
-    made = [(each["artifactCollectionName"], sorted(a["alias"] for a in each["aliases"])) for each in server.made]
+    made = [
+        (each["artifactCollectionName"], sorted(a["alias"] for a in each["aliases"]))
+        for each in server.made
+    ]
     return sorted(made), server.used
 
 
@@ -149,7 +167,9 @@ def test_the_server_gets_the_graph_online_and_from_an_offline_run(run):
     with serving() as server:
         newest = max((other / "wandb").glob("offline-run-*"))
         sync = [str(Path(sys.executable).parent / "wandb"), "sync", str(newest)]
-        subprocess.run(sync, cwd=other, env=environment() | server.environment, check=True, capture_output=True)
+        subprocess.run(
+            sync, cwd=other, env=environment() | server.environment, check=True, capture_output=True
+        )
         (name,) = server.runs
         made, used = lineage(server)
         assert used == [(name, "tiny_moe-math-0123456789")], server.unknown
@@ -164,10 +184,16 @@ def test_a_server_that_refuses_artifacts_costs_one_line(run):
         server.refuses = True
         done = track(run, **server.environment)
         (found,) = server.runs.values()
-        assert [row["step"] for row in found.rows.values()] == [1, 2, 3] and found.ended and server.made == []
+        assert (
+            [row["step"] for row in found.rows.values()] == [1, 2, 3]
+            and found.ended
+            and server.made == []
+        )
     assert done.stderr.count("warning: W&B does not take the artifact") == 1, done.stderr
 
 
 def test_what_cannot_be_uploaded_is_refused():
-    with pytest.raises(ValueError, match=r"tracking\.upload_checkpoints=true with tracking\.wandb=disabled"):
+    with pytest.raises(
+        ValueError, match=r"tracking\.upload_checkpoints=true with tracking\.wandb=disabled"
+    ):
         TrackingSettings(wandb="disabled", upload_checkpoints=True)

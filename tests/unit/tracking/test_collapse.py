@@ -16,10 +16,14 @@ def scores(kind, series) -> list[float]:
 
 def test_smoothing_by_hand():
     assert scores(collapse.Smoothed, [1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
-    assert scores(collapse.Smoothed, [2.0, None, math.nan, math.inf, 2.0]) == pytest.approx([2.0] * 5)
+    assert scores(collapse.Smoothed, [2.0, None, math.nan, math.inf, 2.0]) == pytest.approx(
+        [2.0] * 5
+    )
     late = scores(collapse.Smoothed, [None, 1.0])
     assert math.isnan(late[0]) and late[1] == 1.0
-    assert scores(collapse.Smoothed, [0.3] * 50) == pytest.approx([0.3] * 50), "no bias at the start"
+    assert scores(collapse.Smoothed, [0.3] * 50) == pytest.approx([0.3] * 50), (
+        "no bias at the start"
+    )
 
 
 def falling(level: float, steps: int, start: int = 30, before: float = 1.0) -> list[float]:
@@ -27,10 +31,14 @@ def falling(level: float, steps: int, start: int = 30, before: float = 1.0) -> l
 
 
 def test_a_run_that_falls_and_stays_has_collapsed_where_the_smoothed_reward_crossed():
-    """After n steps at 0 the smoothed reward is about 0.9^n: below 0.7 from the fourth on (0.9^4 = 0.656)."""
+    """After n steps at 0 the smoothed reward is about 0.9^n: below 0.7 from the fourth on (0.9^4 =
+    0.656).
+    """
     assert collapse.collapse(falling(0.0, 60, start=200)) == 200 + 3
     assert collapse.collapse(falling(0.0, 22, start=200)) is None, "19 steps below are not 20"
-    assert collapse.collapse(falling(0.0, 23, start=200)) == 203, "the run's end ends the wait for a recovery"
+    assert collapse.collapse(falling(0.0, 23, start=200)) == 203, (
+        "the run's end ends the wait for a recovery"
+    )
 
 
 def test_a_decline_to_seventy_per_cent_is_none():
@@ -68,17 +76,22 @@ def test_unscaled_rewards_and_missing_rows_change_no_verdict():
 
 
 def test_a_lucky_first_batch_is_no_peak():
-    """The first reward alone would be the smoothed one: the peak is looked for from the tenth number on."""
+    """The first reward alone would be the smoothed one: the peak is looked for from the tenth
+    number on.
+    """
     lucky = [1.0] + [0.3] * 300
     assert collapse.collapse(lucky) is None
     assert collapse.collapse([1.0] * 12 + [0.3] * 300) is not None
 
 
 def test_noise_of_a_constant_policy_is_seldom_taken_for_a_collapse():
-    """Not never: a rule that looks at a peak finds one in noise, the more so the smaller the reward."""
+    """Not never: a rule that looks at a peak finds one in noise, the more so the smaller the
+    reward.
+    """
     rng = np.random.default_rng(0)
     share = [
-        sum(collapse.collapse(rng.binomial(256, mean, 60) / 256) is not None for _ in range(200)) / 200
+        sum(collapse.collapse(rng.binomial(256, mean, 60) / 256) is not None for _ in range(200))
+        / 200
         for mean in (0.05, 0.2, 0.5)
     ]
     assert share[0] < 0.1 and share[1] == share[2] == 0, share
@@ -86,14 +99,18 @@ def test_noise_of_a_constant_policy_is_seldom_taken_for_a_collapse():
 
 def test_scores_by_hand():
     assert scores(collapse.Shortfall, [1.0, 0.0])[1] == pytest.approx(1 - 0.9 / 1.9)
-    assert scores(collapse.BelowPeak, [1.0] * 10 + [0.0])[9:] == pytest.approx([0, 1 - 0.9 * 6.5132 / 6.8619], abs=1e-4)
+    assert scores(collapse.BelowPeak, [1.0] * 10 + [0.0])[9:] == pytest.approx(
+        [0, 1 - 0.9 * 6.5132 / 6.8619], abs=1e-4
+    )
     assert scores(collapse.BelowPeak, [-1.0] * 10 + [-2.0]) == [0] * 11
     series = [2.0] * 10 + [8.0] * 400
     rise = scores(collapse.Rise, series)
     assert rise[-1] == pytest.approx(6.0) and rise[9] == pytest.approx(0)
     assert scores(collapse.Growth, series)[-1] == pytest.approx(math.log(4))
     assert scores(collapse.Decline, series)[-1] == pytest.approx(-math.log(4))
-    assert scores(collapse.Growth, [1.0] * 10 + [0.0] * 400)[-1] < -20, "an entropy of 0 is finite, and far"
+    assert scores(collapse.Growth, [1.0] * 10 + [0.0] * 400)[-1] < -20, (
+        "an entropy of 0 is finite, and far"
+    )
     spikes = scores(collapse.Spike, [1.0, 1.0, 50.0, 1.0, 1.0, 1.0, 100.0, 1.0, None])
     assert spikes[:5] == [0] * 5 and spikes[6:] == pytest.approx([2, 0, 0])
     assert max(scores(collapse.Spike, [0.0] * 30 + [0.001] * 30 + [0.0] * 9)) == 0, (

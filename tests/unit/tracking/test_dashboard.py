@@ -1,4 +1,6 @@
-"""W&B's views: every metric has its place, what is sent is what the registry says, and publishing replaces."""
+"""W&B's views: every metric has its place, what is sent is what the registry says, and publishing
+replaces.
+"""
 
 import json
 import os
@@ -36,14 +38,18 @@ def test_every_metric_is_on_a_panel_or_left_out_for_a_reason(monkeypatch):
     assert set(LEFT_OUT) <= {metric.name for metric in METRICS}
     assert not set(LEFT_OUT) & {name for panel in PANELS for name in panel.metrics}
     monkeypatch.setattr(metrics, "METRICS", METRICS)
-    monkeypatch.setattr(views, "METRICS", [*METRICS, metrics.Metric("optim/new", "1", "nobody has placed it")])
+    monkeypatch.setattr(
+        views, "METRICS", [*METRICS, metrics.Metric("optim/new", "1", "nobody has placed it")]
+    )
     assert views.unplaced() == ["optim/new"]
 
 
 def test_panels_say_what_the_registry_says_and_share_an_axis():
     for panel in PANELS:
         assert len({metric.unit for metric in panel.entries()}) == 1, panel.title()
-        assert len(panel.metrics) == 1 or not any("*" in name for name in panel.metrics), panel.title()
+        assert len(panel.metrics) == 1 or not any("*" in name for name in panel.metrics), (
+            panel.title()
+        )
     with pytest.raises(KeyError, match="reward/maen"):
         Panel(("reward/maen",)).entries()
     panel = Panel(("clip/token_active", "clip/token_outside"))
@@ -55,7 +61,13 @@ def test_panels_say_what_the_registry_says_and_share_an_axis():
 
 def test_no_panel_stands_twice():
     for by in {view.by for view in VIEWS}:
-        drawn = [(name, p.x) for view in VIEWS if view.by == by for p in view.panels() for name in p.metrics]
+        drawn = [
+            (name, p.x)
+            for view in VIEWS
+            if view.by == by
+            for p in view.panels()
+            for name in p.metrics
+        ]
         assert len(drawn) == len(set(drawn))
 
 
@@ -68,20 +80,37 @@ def test_a_metric_of_its_own_is_not_its_familys():
 
 
 def test_what_was_not_recorded_is_left_out_and_named():
-    kept, missing = recorded(VIEWS, {"reward/mean", "compute/flops", "eval/rated/avg@2", "clip/token_active"})
-    assert [view.name for view in kept] == ["Stability", "Clipping", "Routing Replay", "Evaluation", "Efficiency"]
+    kept, missing = recorded(
+        VIEWS, {"reward/mean", "compute/flops", "eval/rated/avg@2", "clip/token_active"}
+    )
+    assert [view.name for view in kept] == [
+        "Stability",
+        "Clipping",
+        "Routing Replay",
+        "Evaluation",
+        "Efficiency",
+    ]
     assert [panel.title() for panel in kept[1].panels()] == ["clip/token_active"]
-    against = ["reward/mean against compute/flops", "eval/*/avg@* against compute/flops", "compute/flops"]
+    against = [
+        "reward/mean against compute/flops",
+        "eval/*/avg@* against compute/flops",
+        "compute/flops",
+    ]
     assert [panel.title() for panel in kept[4].panels()] == against
-    assert {"policy/entropy", "compute/tokens", "eval/*/pass@*"} <= set(missing) and "eval/*/avg@*" not in missing
+    assert {"policy/entropy", "compute/tokens", "eval/*/pass@*"} <= set(
+        missing
+    ) and "eval/*/avg@*" not in missing
 
 
-@pytest.mark.parametrize("metric", [metric for metric in METRICS if "*" in metric.name], ids=lambda metric: metric.name)
+@pytest.mark.parametrize(
+    "metric", [metric for metric in METRICS if "*" in metric.name], ids=lambda metric: metric.name
+)
 def test_the_pattern_of_a_family_finds_its_members(metric):
     member = metric.name.replace("*", "7")
     assert re.fullmatch(dashboard.pattern(metric.name), member) and lookup(member) is metric
     others = [each.name for each in METRICS if re.search(dashboard.pattern(metric.name), each.name)]
-    if metric.name not in ("reward/*", "episode/*"):  # which show those too that have panels of their own
+    # which show those too that have panels of their own
+    if metric.name not in ("reward/*", "episode/*"):
         assert set(others) <= {metric.name}
 
 
@@ -99,10 +128,16 @@ def test_what_wandb_is_sent():
     assert len(plots) == len(view.panels())
     for plot, panel in zip(plots, view.panels(), strict=True):
         assert plot["chartTitle"] == panel.title() and plot["yAxisTitle"] == panel.unit()
-        assert plot["xAxis"] == "step" and "groupBy" not in plot, "it would take one of the keys alone"
+        assert plot["xAxis"] == "step" and "groupBy" not in plot, (
+            "it would take one of the keys alone"
+        )
         assert (plot["groupAgg"], plot["groupArea"]) == ("mean", "minmax")
-        assert plot["metrics"] == list(panel.metrics) or plot["metricRegex"] == dashboard.pattern(panel.metrics[0])
-    texts = "".join(panel["config"]["value"] for panel in drawn if panel["viewType"] == "Markdown Panel")
+        assert plot["metrics"] == list(panel.metrics) or plot["metricRegex"] == dashboard.pattern(
+            panel.metrics[0]
+        )
+    texts = "".join(
+        panel["config"]["value"] for panel in drawn if panel["viewType"] == "Markdown Panel"
+    )
     for panel in view.panels():
         for metric in panel.entries():
             assert metric.meaning.replace("*", r"\*") in texts
@@ -114,9 +149,9 @@ def test_what_wandb_is_sent():
 
 def test_replay_is_compared_within_grpo_alone():
     (view,) = (view for view in VIEWS if view.only)
-    section = dashboard.spec(dashboard.workspace(view, "team", "gspo", by=("optim.lr",), study="known"))["spec"][
-        "section"
-    ]
+    section = dashboard.spec(
+        dashboard.workspace(view, "team", "gspo", by=("optim.lr",), study="known")
+    )["spec"]["section"]
     (runs,) = section["runSets"]
     assert [(each["key"]["name"], each["value"]) for each in runs["filters"]["filters"]] == [
         ("jobType", "train"), ("group", "known"), ("tags", ["grpo"]),
@@ -134,7 +169,10 @@ def test_what_a_mean_goes_over_is_said(tmp_path):
         write(tmp_path / "runs", "grpo", HEALTHY, policy__routing_replay=replay, optim__lr=1e-4)
     replayed = call("by=objective.name", "study=known", cwd=tmp_path).stdout
     assert "draws means over optim.lr, policy.routing_replay beside seeds" in replayed
-    assert "draws means over" not in call("by=objective.name,policy.routing_replay,optim.lr", cwd=tmp_path).stdout
+    assert (
+        "draws means over"
+        not in call("by=objective.name,policy.routing_replay,optim.lr", cwd=tmp_path).stdout
+    )
     other = call("study=other", cwd=tmp_path)
     assert "no run under runs of study other" in other.stdout
 
@@ -150,9 +188,9 @@ def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
     assert "left out, for no run under runs has recorded them: reward/*" in done.stdout
     assert "To publish: wandb login; python experiments/dashboard.py project=mine" in done.stdout
     empty = call("runs=nowhere", "out=all", cwd=tmp_path)
-    assert "checked against the registry alone" in empty.stdout and len(list((tmp_path / "all").iterdir())) == len(
-        VIEWS
-    )
+    assert "checked against the registry alone" in empty.stdout and len(
+        list((tmp_path / "all").iterdir())
+    ) == len(VIEWS)
 
 
 def test_a_run_of_another_version_is_named_and_left_out(tmp_path):
@@ -160,20 +198,30 @@ def test_a_run_of_another_version_is_named_and_left_out(tmp_path):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 91, "my/metric": 1.0}\n')
     done = call(cwd=tmp_path)
-    assert done.returncode == 0 and f"{folder.name} has recorded my/metric, which is on no panel" in done.stdout
+    assert (
+        done.returncode == 0
+        and f"{folder.name} has recorded my/metric, which is on no panel" in done.stdout
+    )
 
 
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
     write(tmp_path / "runs", "gspo", HEALTHY)
     done = call(cwd=tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40)
-    assert done.returncode == 2 and "W&B does not answer: " in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "W&B does not answer: " in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("porject=x", "'porject=x': there is no such option; the nearest is project= (of project=, entity="),
+        (
+            "porject=x",
+            "'porject=x': there is no such option; the nearest is project= (of project=, entity=",
+        ),
         ("by=objective.name,optim.rate", "no run under runs has the setting 'optim.rate'"),
         ("publish=maybe", "publish=maybe: choose yes or no"),
         ("project=", "project=: name a W&B project"),
@@ -193,7 +241,9 @@ def test_with_an_account_views_are_saved_and_replaced(tmp_path):
         first = call("project=mine", cwd=tmp_path, **server.environment)
         assert first.returncode == 0, first.stderr
         saved = {view["displayName"]: view for view in server.views.values()}
-        assert "GSPO: Stability" in saved and "GSPO: Mismatch" in saved and server.projects == ["mine"]
+        assert (
+            "GSPO: Stability" in saved and "GSPO: Mismatch" in saved and server.projects == ["mine"]
+        )
         at = re.search(r"GSPO: Stability: (http\S+/team/mine\?nw=\w+)", first.stdout)
         assert at and at[1].split("=")[1] in saved["GSPO: Stability"]["name"]
         before = len(server.views)
@@ -202,7 +252,9 @@ def test_with_an_account_views_are_saved_and_replaced(tmp_path):
         assert "optim.value.lr" in saved["GSPO: Stability"]["spec"]
         server.refuses = True
         refused = call("project=mine", cwd=tmp_path, **server.environment)
-        assert refused.returncode == 2 and "W&B did not save the views of team/mine" in refused.stderr
+        assert (
+            refused.returncode == 2 and "W&B did not save the views of team/mine" in refused.stderr
+        )
         assert "permission denied" in refused.stderr and "Traceback" not in refused.stderr
 
 
@@ -228,7 +280,13 @@ def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
     user_code.write(tmp_path)  # one of the panels is for metrics of the user's own
     for overrides in EVERYTHING.values():
         own = "metrics.long=own_package.extras:Long"
-        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *small.split(), *overrides.split(), own]
+        command = [
+            sys.executable,
+            str(ROOT / "experiments" / "train.py"),
+            *small.split(),
+            *overrides.split(),
+            own,
+        ]
         done = forked.run(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     frames = [record.rows for record in sources.records(tmp_path / "runs" / "all")]

@@ -1,4 +1,6 @@
-"""The numbers of episodes against hand numbers, and episodes as people read them: nobody's words pass for another's."""
+"""The numbers of episodes against hand numbers, and episodes as people read them: nobody's words
+pass for another's.
+"""
 
 import json
 import sys
@@ -17,8 +19,12 @@ def turn(author: str, tokens: int, text: str = "", reward: float = 0.0) -> dict:
     return {"author": author, "tokens": tokens, "text": text, "reward": reward}
 
 
-def episode(reward: float | None, finish: str, policy: list[int], told: list[int], **measures: float) -> dict:
-    """The policy's turns have `policy` tokens, with turns of the environment of `told` tokens between them."""
+def episode(
+    reward: float | None, finish: str, policy: list[int], told: list[int], **measures: float
+) -> dict:
+    """The policy's turns have `policy` tokens, with turns of the environment of `told` tokens
+    between them.
+    """
     turns = [turn("policy", policy[0])] if policy else []
     for answer, reply in zip(told, policy[1:], strict=True):
         turns += [turn("environment", answer), turn("policy", reply)]
@@ -27,7 +33,8 @@ def episode(reward: float | None, finish: str, policy: list[int], told: list[int
 
 PLAIN = {"reward": 1.0, "finish_reason": "stop"}  # a response to a problem without environment
 EPISODES = [
-    episode(1.0, "stop", [3, 4, 5], [10, 2], tool_calls=2, tool_errors=1),  # 24 tokens, 12 of the environment
+    # 24 tokens, 12 of the environment
+    episode(1.0, "stop", [3, 4, 5], [10, 2], tool_calls=2, tool_errors=1),
     episode(0.0, "turns", [1, 1, 1], [4, 4], tool_calls=3, tool_errors=0),  # 11 tokens, 8
     episode(0.5, "length", [5], []),  # 5 tokens, 0; cut off before its environment was asked
 ]
@@ -52,11 +59,15 @@ def test_numbers_by_hand():
     }
     assert numbers([*EPISODES, failed, PLAIN, never_begun, PLAIN]) == pytest.approx(expected)
     assert numbers([PLAIN, PLAIN | {"turns": [], "measures": {}}]) == numbers([]) == {}
-    assert numbers([PLAIN, never_begun]) == {f"finish_{reason}": float(reason == "environment") for reason in FINISHES}
+    assert numbers([PLAIN, never_begun]) == {
+        f"finish_{reason}": float(reason == "environment") for reason in FINISHES
+    }
 
 
 def test_episodes_without_room_for_a_turn_are_counted():
-    """They have no turns; a plain response that the model's positions cut off has tokens, and is no episode."""
+    """They have no turns; a plain response that the model's positions cut off has tokens, and is no
+    episode.
+    """
     no_room = {"reward": None, "finish_reason": "context", "length": 0}
     plain = {"reward": 0.0, "finish_reason": "context", "length": 3}
     found = numbers([*EPISODES, no_room, plain])
@@ -76,17 +87,24 @@ def test_the_rarest_of_many_verdicts_go_together():
 
 
 def test_rewards_of_many_turns_go_together():
-    found = numbers([episode(n / 100, "stop", [1] * n, [1] * (n - 1)) for n in (MOST, MOST + 1, MOST + 3)])
+    found = numbers(
+        [episode(n / 100, "stop", [1] * n, [1] * (n - 1)) for n in (MOST, MOST + 1, MOST + 3)]
+    )
     assert found[f"reward_turns_{MOST}"] == pytest.approx(MOST / 100)
     assert found[f"reward_turns_over_{MOST}"] == pytest.approx((2 * MOST + 4) / 200)
-    assert {name for name in found if name.startswith("reward")} == {"reward_turns_8", "reward_turns_over_8"}
+    assert {name for name in found if name.startswith("reward")} == {
+        "reward_turns_8",
+        "reward_turns_over_8",
+    }
 
 
 def test_an_environment_cannot_measure_under_a_name_of_ours():
     for name in numbers(EPISODES).keys() - {"tool_calls", "tool_errors"}:
         assert TAKEN.fullmatch(name)
         assert "every episode has a number of this name" in fault_of(Outcome(measures={name: 1}))
-    assert not fault_of(Outcome(measures={"tool_calls": 1, "turns_wasted": 1, "cuts": 2, "finished": 1}))
+    assert not fault_of(
+        Outcome(measures={"tool_calls": 1, "turns_wasted": 1, "cuts": 2, "finished": 1})
+    )
 
 
 def test_a_conversation_says_whose_words_are_whose():
@@ -155,4 +173,7 @@ def test_wandbs_table_has_the_conversation_and_its_numbers(tmp_path, responses):
     (played,) = played
     assert played["response"] == "policy: <py>1+1\nenvironment: 2\npolicy (reward 1): 2"
     assert (played["turns"], played["environment_tokens"], played["length"]) == (2, 2, 4)
-    assert played["measures"] == '{"tool_calls": 1.0}' and (played["step"], played["reward"]) == (1, 1.0)
+    assert played["measures"] == '{"tool_calls": 1.0}' and (played["step"], played["reward"]) == (
+        1,
+        1.0,
+    )

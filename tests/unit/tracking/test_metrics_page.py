@@ -1,4 +1,6 @@
-"""docs/metrics.md is what the registry gives, and a run directory may define metrics of the user's own."""
+"""docs/metrics.md is what the registry gives, and a run directory may define metrics of the user's
+own.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,9 @@ def test_a_run_directory_defines_the_users_own_metrics(tmp_path):
     (tmp_path / CUSTOM).write_text(json.dumps(entries))
     found = custom_metrics(tmp_path)
     assert found.keys() == {"custom/answers", "custom/long"}
-    assert found["custom/answers"] == Metric("custom/answers", "share of responses", "responses with an answer")
+    assert found["custom/answers"] == Metric(
+        "custom/answers", "share of responses", "responses with an answer"
+    )
     assert len(found["custom/long"].unit + found["custom/long"].meaning) < 2000
     (tmp_path / CUSTOM).write_text('{"custom/answers": ')
     with pytest.raises(ValueError, match=f"{CUSTOM} is damaged"):

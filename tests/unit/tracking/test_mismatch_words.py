@@ -10,22 +10,43 @@ from gspo.tracking.rounding import mismatch_of_run
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (["rollout.dtype=bfloat16"], "rollout.dtype=bfloat16 rounds in the engine: use float32, or correction=tis"),
-        (["rollout.quantization=fp8_e4m3"], "rollout.quantization=fp8_e4m3 rounds the engine's weights: use none"),
-        (["rollout.staleness=2"], "responses wait for rollout.staleness=2 steps: lower it, or lower optim.lr"),
-        ([], "the engine does not compute what the model computes: use rollout=local, and report it"),
+        (
+            ["rollout.dtype=bfloat16"],
+            "rollout.dtype=bfloat16 rounds in the engine: use float32, or correction=tis",
+        ),
+        (
+            ["rollout.quantization=fp8_e4m3"],
+            "rollout.quantization=fp8_e4m3 rounds the engine's weights: use none",
+        ),
+        (
+            ["rollout.staleness=2"],
+            "responses wait for rollout.staleness=2 steps: lower it, or lower optim.lr",
+        ),
+        (
+            [],
+            "the engine does not compute what the model computes: use rollout=local, and report it",
+        ),
     ],
 )
 def test_the_warning_names_the_number_its_bound_and_the_setting(overrides, remedy):
     composed = settings(*overrides)
-    assert engine_mismatch(composed, {"mismatch/logp_abs": 0.1}) == engine_mismatch(composed, {}) == []
+    assert (
+        engine_mismatch(composed, {"mismatch/logp_abs": 0.1}) == engine_mismatch(composed, {}) == []
+    )
     (line,) = engine_mismatch(composed, {"mismatch/logp_abs": 3.9})
-    assert line.startswith("the engine's log-probs differ from the trainer's by 3.9 nats per token (mismatch/logp_abs")
+    assert line.startswith(
+        "the engine's log-probs differ from the trainer's by 3.9 nats per token (mismatch/logp_abs"
+    )
     assert "at most 0.1 is usual" in line and line.endswith(remedy)
 
 
 def test_the_report_says_the_mean_over_the_run():
-    rows = [{"mismatch/logp_abs": 0.1}, {"mismatch/logp_abs": 0.3}, {"mismatch/logp_abs": float("nan")}, {}]
+    rows = [
+        {"mismatch/logp_abs": 0.1},
+        {"mismatch/logp_abs": 0.3},
+        {"mismatch/logp_abs": float("nan")},
+        {},
+    ]
     assert mismatch_of_run(rows).startswith(
         "Over the run, the engine's log-probs differ from the trainer's by 0.2 nats"
     )

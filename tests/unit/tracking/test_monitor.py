@@ -1,4 +1,6 @@
-"""The monitor on hand-made rows: when it warns, when it stops warning, when it says collapse; its report in words."""
+"""The monitor on hand-made rows: when it warns, when it stops warning, when it says collapse; its
+report in words.
+"""
 
 import math
 import time
@@ -18,7 +20,9 @@ HEALTHY = {
 
 def watched(rows: list[dict], **settings) -> tuple[Monitor, list]:
     monitor = Monitor(MonitorSettings(**settings))
-    return monitor, [event for step, row in enumerate(rows, 1) for event in monitor.observe(step, row)]
+    return monitor, [
+        event for step, row in enumerate(rows, 1) for event in monitor.observe(step, row)
+    ]
 
 
 def rows(count: int, **changes) -> list[dict]:
@@ -52,22 +56,30 @@ def test_a_signal_warns_once_and_is_cleared(name):
     events = watched(rows(40) + [HEALTHY | {metric: bad}] * 60 + rows(120))[1]
     mine = [event for event in events if event.signal == name and event.kind != "fallen"]
     assert [event.kind for event in mine] == ["warning", "cleared"]
-    assert 41 <= mine[0].step <= 75 and mine[0].score > mine[0].threshold == getattr(Thresholds(), name)
+    assert 41 <= mine[0].step <= 75 and mine[0].score > mine[0].threshold == getattr(
+        Thresholds(), name
+    )
     assert metric in mine[0].text and SIGNALS[name].meaning in mine[0].text
     off = watched(rows(40) + [HEALTHY | {metric: bad}] * 60, thresholds=Thresholds(**{name: 0}))[1]
-    assert name not in {event.signal for event in off if event.kind == "warning"}, "0 switches it off"
+    assert name not in {event.signal for event in off if event.kind == "warning"}, (
+        "0 switches it off"
+    )
 
 
 def test_nothing_is_said_while_baselines_are_measured_nor_about_metrics_that_are_not_there():
     bad = HEALTHY | {metric: value for metric, value in ILL.values()}
-    assert {event.signal for event in watched([bad] * 10)[1]} == {"reward_zero"}, "it needs no baseline"
+    assert {event.signal for event in watched([bad] * 10)[1]} == {"reward_zero"}, (
+        "it needs no baseline"
+    )
     assert watched([bad | {"reward/mean": 0.01}] * 10)[1] == []
     dense = [{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(30)]
     assert watched(dense)[1] == []
 
 
 def test_a_metric_that_appears_late_is_scored_from_then_on():
-    late = [{k: v for k, v in HEALTHY.items() if k != "mismatch/k3"}] * 20 + rows(5, mismatch__k3=1.0)
+    late = [{k: v for k, v in HEALTHY.items() if k != "mismatch/k3"}] * 20 + rows(
+        5, mismatch__k3=1.0
+    )
     (event,) = watched(late)[1]
     assert (event.signal, event.step) == ("mismatch", 21)
 
@@ -83,8 +95,8 @@ def test_a_fall_is_said_after_twenty_steps_once():
 
 
 def test_a_run_that_fell_before_its_tenth_row_is_not_healthy_afterwards():
-    """The collapse rule's peak begins anew with the tenth number; what counts as healthy does not: the weights from
-    step 5 on are those of a run that has lost nearly everything."""
+    """The collapse rule's peak begins anew with the tenth number; what counts as healthy does not:
+    the weights from step 5 on are those of a run that has lost nearly everything."""
     monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05))
     assert monitor.last_healthy_step == 4, "the rollouts of step 5 came from these weights"
     monitor, _ = watched(rows(5) + rows(40, reward__mean=0.05) + rows(60))
@@ -99,7 +111,10 @@ def test_a_step_without_a_number_neither_crashes_nor_counts(hole):
     series = [*growing, without, without, without, HEALTHY | {"optim/grad_norm": 6000.0}]
     monitor, events = watched(series)
     assert [event.step for event in events if event.signal == "grad_growth"] == [14]
-    written = [{k: v if v is not None and math.isfinite(v) else None for k, v in row.items()} for row in series]
+    written = [
+        {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
+        for row in series
+    ]
     again, same = watched(written)  # as metrics.jsonl holds them
     assert same == events and again.active == monitor.active
 
@@ -149,8 +164,13 @@ def test_the_report_answers_the_three_questions():
         text[0].startswith("Does the reward keep rising? Yes (")
         and "0.456 at the end, peak 0.456 at step 60" in text[0]
     )
-    assert text[1].startswith("Is the gradient norm in a reasonable range? Yes (median 0.3, largest of an update 0.4;")
-    assert text[2].startswith("Does expert activation stay consistent? Yes (") and "mean 0.9900" in text[2]
+    assert text[1].startswith(
+        "Is the gradient norm in a reasonable range? Yes (median 0.3, largest of an update 0.4;"
+    )
+    assert (
+        text[2].startswith("Does expert activation stay consistent? Yes (")
+        and "mean 0.9900" in text[2]
+    )
 
 
 def test_the_report_of_a_run_that_went_wrong():
@@ -167,7 +187,9 @@ def test_the_report_of_a_run_that_went_wrong():
 
 @pytest.mark.filterwarnings("error")
 def test_the_report_of_runs_with_holes():
-    holes = rows(30) + rows(20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None)
+    holes = rows(30) + rows(
+        20, reward__mean=None, optim__grad_norm=float("nan"), routing__consistency=None
+    )
     text = stability_report(numbered(holes))
     assert "nan" not in text and "It is level" in text
     assert "Unknown: 3 rows have a reward" in stability_report(numbered(rows(3)))
@@ -176,9 +198,13 @@ def test_the_report_of_runs_with_holes():
 
 
 def test_the_report_of_level_falling_dense_and_empty_runs():
-    level = stability_report(numbered([HEALTHY | {"reward/mean": 0.5 + 0.02 * (-1) ** t} for t in range(60)]))
+    level = stability_report(
+        numbered([HEALTHY | {"reward/mean": 0.5 + 0.02 * (-1) ** t} for t in range(60)])
+    )
     assert "It is level" in level
-    falling = stability_report(numbered([HEALTHY | {"reward/mean": 0.6 - 0.002 * t} for t in range(60)]))
+    falling = stability_report(
+        numbered([HEALTHY | {"reward/mean": 0.6 - 0.002 * t} for t in range(60)])
+    )
     assert "No: it is falling" in falling
     dense = stability_report(
         numbered([{k: v for k, v in row.items() if not k.startswith("routing")} for row in rows(5)])
@@ -191,7 +217,9 @@ def test_a_reward_of_0_is_said_after_three_steps_once_and_cleared():
     monitor = Monitor(MonitorSettings())
     rewards = [0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0]
     events = [
-        event for step, reward in enumerate(rewards, 1) for event in monitor.observe(step, {"reward/mean": reward})
+        event
+        for step, reward in enumerate(rewards, 1)
+        for event in monitor.observe(step, {"reward/mean": reward})
     ]
     assert [(event.step, event.kind, event.signal) for event in events] == [
         (3, "warning", "reward_zero"),
@@ -207,7 +235,8 @@ def test_no_warning_speaks_of_growth_from_0():
     monitor = Monitor(MonitorSettings())
     assert not [event for row in rows for event in monitor.observe(row["step"], row)]
     rising = [
-        {"step": step, "optim/grad_norm": 0.0 if step < 15 else 0.3 * 2 ** max(0, step - 30)} for step in range(1, 60)
+        {"step": step, "optim/grad_norm": 0.0 if step < 15 else 0.3 * 2 ** max(0, step - 30)}
+        for step in range(1, 60)
     ]
     monitor = Monitor(MonitorSettings())
     events = [event for row in rising for event in monitor.observe(row["step"], row)]
@@ -223,6 +252,11 @@ def test_rewards_whose_mean_is_0_are_not_all_0():
 def test_a_reward_that_has_lost_most_of_its_peak_is_not_level():
     rewards = [0.094, 0.094, 0.141, 0.086, 0.078, 0.07, 0.008, 0, 0, 0.008, 0.008, 0]
     rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
-    assert "keep rising? Too few steps to tell (smoothed" in stability_report(rows), "the collapse rule needs 30"
-    longer = [*rows, *({"step": step, "reward/mean": 0.4 if step < 40 else 0.2} for step in range(13, 60))]
+    assert "keep rising? Too few steps to tell (smoothed" in stability_report(rows), (
+        "the collapse rule needs 30"
+    )
+    longer = [
+        *rows,
+        *({"step": step, "reward/mean": 0.4 if step < 40 else 0.2} for step in range(13, 60)),
+    ]
     assert "keep rising? No: it has lost 42% of its peak" in stability_report(longer)

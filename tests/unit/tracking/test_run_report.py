@@ -1,4 +1,6 @@
-"""The report page of a run: what it says, that it needs nothing else, and that damaged files do not stop it."""
+"""The report page of a run: what it says, that it needs nothing else, and that damaged files do not
+stop it.
+"""
 
 import json
 import os
@@ -16,13 +18,27 @@ from gspo.tracking import run_report
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
 
-GOOD = {"prompt": "1+1=?", "response": "<b>2</b>&#2", "reward": 1.0, "verdict": "correct", "finish_reason": "stop"}
-ODD = {"prompt": "2+2=?", "response": "5 \x00 \ud83d", "reward": 0.0, "verdict": "wrong", "finish_reason": "length"}
+GOOD = {
+    "prompt": "1+1=?",
+    "response": "<b>2</b>&#2",
+    "reward": 1.0,
+    "verdict": "correct",
+    "finish_reason": "stop",
+}
+ODD = {
+    "prompt": "2+2=?",
+    "response": "5 \x00 \ud83d",
+    "reward": 0.0,
+    "verdict": "wrong",
+    "finish_reason": "length",
+}
 
 
 def run(folder, rewards, **changes):
     folder = write(folder, "gspo", rewards, **changes)
-    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {
+        "model": {"name": "tiny_moe"}
+    }
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     (folder / "status.json").write_text('{"how": "finished", "step": 90, "reason": ""}')
     (folder / "rollouts").mkdir()
@@ -52,7 +68,9 @@ def test_what_a_collapsed_run_says(tmp_path):
     (folder / "rollbacks.json").write_text('[{"from": 60, "to": 30, "moved": true}]')
     for n in ("1", "2", "3", "4"):
         (folder / "superseded" / n).mkdir(parents=True)
-    (folder / "continued.jsonl").write_text('{"step": 10, "time": 1.0}\n{"step": 20, "time": 2.0}\n')
+    (folder / "continued.jsonl").write_text(
+        '{"step": 10, "time": 1.0}\n{"step": 20, "time": 2.0}\n'
+    )
     text = run_report.write_page(folder).read_text()
     page = Page(text)
     words = " ".join(page.words)
@@ -71,22 +89,29 @@ def test_what_a_collapsed_run_says(tmp_path):
     ):
         assert part in words, part
     assert "<b>2</b>&#2" not in text, "what a model wrote is text, not markup"
-    assert text.count('class="good"') == text.count('class="bad"') == 3 and 'class="collapse"' in text
+    assert (
+        text.count('class="good"') == text.count('class="bad"') == 3 and 'class="collapse"' in text
+    )
 
 
 def test_a_score_stands_with_its_95_percent_interval(tmp_path):
     folder = run(tmp_path, HEALTHY)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}) + "\n")
+        file.write(
+            json.dumps({"step": 91, "eval/math/avg@2": 0.7, "eval/math/stderr": 0.05}) + "\n"
+        )
     words = " ".join(Page(run_report.page(folder)).words)
     assert (
-        "eval/math/avg@2: 0.100 at step 0, 0.700 ± 0.098 (95 % over its problems) at step 91." in words
+        "eval/math/avg@2: 0.100 at step 0, 0.700 ± 0.098 (95 % over its problems) at step 91."
+        in words
     )  # 1.96 x 0.05
 
 
 def test_a_run_that_was_rolled_back_and_never_interrupted_was_not_continued(tmp_path):
     folder = run(tmp_path, HEALTHY)
-    (folder / "rollbacks.json").write_text(json.dumps([{"from": n, "to": n - 9, "moved": True} for n in (60, 80)]))
+    (folder / "rollbacks.json").write_text(
+        json.dumps([{"from": n, "to": n - 9, "moved": True} for n in (60, 80)])
+    )
     for n in ("1", "2"):
         (folder / "superseded" / n).mkdir(parents=True)
     words = " ".join(Page(run_report.page(folder)).words)
@@ -95,7 +120,13 @@ def test_a_run_that_was_rolled_back_and_never_interrupted_was_not_continued(tmp_
 
 def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
     noted = tmp_path / files.CONTINUED
-    for pid, checkpoint, expected in ((0, None, []), (0, 4, [4]), (os.getpid(), 2, [4]), (0, 8, [4, 8]), (0, None, [])):
+    for pid, checkpoint, expected in (
+        (0, None, []),
+        (0, 4, [4]),
+        (os.getpid(), 2, [4]),
+        (0, 8, [4, 8]),
+        (0, None, []),
+    ):
         (tmp_path / "status.json").write_text(json.dumps({"how": "rolled back", "pid": pid}))
         files.note_start(tmp_path, checkpoint)
         assert [row["step"] for row in read_rows(noted)] == expected
@@ -104,7 +135,10 @@ def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
 def test_responses_of_different_problems_are_shown(tmp_path):
     folder = run(tmp_path, HEALTHY)
     text = run_report.page(folder)
-    prompts = [text.split(f">{prompt}<")[0].count("<pre") for prompt in ("1+1=?", "problem 0", "problem 1", "2+2=?")]
+    prompts = [
+        text.split(f">{prompt}<")[0].count("<pre")
+        for prompt in ("1+1=?", "problem 0", "problem 1", "2+2=?")
+    ]
     assert prompts == sorted(prompts) and len(set(prompts)) == 4
     cut_off = GOOD | {"prompt": "other", "reward": 0.0, "verdict": "truncated"}
     paid = GOOD | {"prompt": "paid", "reward": 0.5, "verdict": "truncated"}
@@ -118,7 +152,9 @@ def test_responses_of_different_problems_are_shown(tmp_path):
         saved = folder / "rollouts" / "step_000090.jsonl"
         saved.write_text("".join(json.dumps(line) + "\n" for line in lines))
         text = run_report.page(folder)
-        assert {kind: n for kind in ("good", "bad", "equal") if (n := text.count(f'class="{kind}"'))} == kinds
+        assert {
+            kind: n for kind in ("good", "bad", "equal") if (n := text.count(f'class="{kind}"'))
+        } == kinds
 
 
 def turn(author: str, text: str, reward: float = 0.0) -> dict:
@@ -127,10 +163,16 @@ def turn(author: str, text: str, reward: float = 0.0) -> dict:
 
 def test_an_episode_is_shown_as_a_conversation(tmp_path):
     folder = run(tmp_path, HEALTHY)
-    turns = [turn("policy", "<py>1"), turn("environment", "</pre><b>1\x1b\u202e"), turn("policy", "so 1", 0.5)]
+    turns = [
+        turn("policy", "<py>1"),
+        turn("environment", "</pre><b>1\x1b\u202e"),
+        turn("policy", "so 1", 0.5),
+    ]
     damaged = [*turns, turn('policy"><b>', "x")]
     lines = [GOOD | {"turns": turns}, ODD | {"response": "one text", "turns": damaged}]
-    (folder / "rollouts" / "step_000090.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "rollouts" / "step_000090.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     text = run_report.page(folder)
     page = Page(text)
     assert [value for name, value in page.attributes if name == "class" and value in ("policy", "environment")] == [
@@ -138,8 +180,12 @@ def test_an_episode_is_shown_as_a_conversation(tmp_path):
     ]  # fmt: skip
     words = " ".join(" ".join(page.words).split())
     said = r"policy, 7 tokens <py>1 environment, 7 tokens </pre><b>1\x1b\u202e policy (reward 0.5), 7 tokens so 1"
-    assert said in words and "<b>2</b>&#2" not in words, "the turns stand in place of the text of all of them"
-    assert "one text" in words and "<b>" not in text.replace("<b>1.0</b>", "").replace("<b>0.0</b>", "")
+    assert said in words and "<b>2</b>&#2" not in words, (
+        "the turns stand in place of the text of all of them"
+    )
+    assert "one text" in words and "<b>" not in text.replace("<b>1.0</b>", "").replace(
+        "<b>0.0</b>", ""
+    )
 
 
 def test_the_numbers_of_episodes_are_a_table(tmp_path):
@@ -147,11 +193,17 @@ def test_the_numbers_of_episodes_are_a_table(tmp_path):
     assert "Episodes" not in Page(run_report.page(folder)).words
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
-        row |= {"episode/turns": float(row["step"]), "episode/tool_errors": None if row["step"] > 1 else 0.25}
+        row |= {
+            "episode/turns": float(row["step"]),
+            "episode/tool_errors": None if row["step"] > 1 else 0.25,
+        }
     rows[-1]["time/environment_s"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = " ".join(" ".join(Page(run_report.page(folder)).words).split())
-    assert f"Episodes first 5 batches last 10 tool_errors 0.25 0.25 turns 3 {sum(range(81, 91)) / 10:.3g}" in words
+    assert (
+        f"Episodes first 5 batches last 10 tool_errors 0.25 0.25 turns 3 {sum(range(81, 91)) / 10:.3g}"
+        in words
+    )
     assert "environments, a part of sampling 1.5 s" in words
 
 
@@ -162,7 +214,9 @@ def test_metrics_of_ones_own_have_curves_with_their_unit_and_meaning(tmp_path):
         for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "custom_metrics.json").write_text('{"custom/a<b": {"unit": "<i>", "meaning": "mine"}}')
+    (folder / "custom_metrics.json").write_text(
+        '{"custom/a<b": {"unit": "<i>", "meaning": "mine"}}'
+    )
     words = Page(run_report.page(folder)).words
     assert "custom/a<b: mine [<i>]" in words
     assert any(word.startswith("custom/c: a metric of the user's own") for word in words)
@@ -178,9 +232,15 @@ def test_it_needs_nothing_but_itself(tmp_path):
 
 def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
     folder = write(tmp_path, "gspo", HEALTHY)
-    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"model": {"name": "tiny_moe"}}
+    settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {
+        "model": {"name": "tiny_moe"}
+    }
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
-    for rows in ('{"step": 0, "eval/math/avg@2": 0.1}\n', '{"step": 1, "reward/mean": null}\n{"st', ""):
+    for rows in (
+        '{"step": 0, "eval/math/avg@2": 0.1}\n',
+        '{"step": 1, "reward/mean": null}\n{"st',
+        "",
+    ):
         (folder / "metrics.jsonl").write_text(rows)
         words = " ".join(Page(run_report.page(folder)).words)
         assert "has no end yet" in words and "none was saved" in words
@@ -190,4 +250,6 @@ def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
 def test_no_run_is_one_line(tmp_path, argument):
     command = [sys.executable, str(ROOT / "experiments" / "report.py"), argument]
     done = forked.run(command, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )

@@ -28,9 +28,15 @@ def test_with_evaluation_it_is_the_held_out_reward_over_the_sets():
         rows[step] |= {"eval/a/avg@2": value, "eval/b/avg@2": value + 0.1, "eval/a/pass@2": 1.0}
     assert score(rows) == pytest.approx((0.65 + 0.85) / 2)
     assert score(rows[:21]) == pytest.approx(0.45), "the newest, where the last tenth has none"
-    assert score(rows[:21], collapsed=True) == pytest.approx(0.2), "its lowest, which the fall has not been seen in"
+    assert score(rows[:21], collapsed=True) == pytest.approx(0.2), (
+        "its lowest, which the fall has not been seen in"
+    )
     assert score(rows, collapsed=True) == score(rows)
 
 
 def test_there_may_be_none():
-    assert math.isnan(score([])) and math.isnan(score([{"step": 0}])) and math.isnan(score(rewards(None, None)))
+    assert (
+        math.isnan(score([]))
+        and math.isnan(score([{"step": 0}]))
+        and math.isnan(score(rewards(None, None)))
+    )

@@ -49,7 +49,9 @@ def test_a_metric_that_nobody_defined_is_refused_and_nan_becomes_null(tmp_path):
         tracker.log(1, {"reward_mean": 1.0}, None)
     tracker.log(1, {"reward/mean": math.nan, "optim/grad_norm": math.inf}, None)
     tracker.finish(0)
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": None, "optim/grad_norm": None}]
+    assert read_rows(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "reward/mean": None, "optim/grad_norm": None}
+    ]
 
 
 def test_read_rows_leaves_out_a_line_that_was_cut_short(tmp_path):
@@ -61,12 +63,16 @@ def test_read_rows_leaves_out_a_line_that_was_cut_short(tmp_path):
 
 def test_supersede_splits_at_the_step(tmp_path):
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"st')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"st'
+    )
     for step in (2, 4):
         (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").write_text("x")
     supersede(tmp_path, 3)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in read_rows(tmp_path / "superseded" / "1" / "metrics.jsonl")] == [4]
+    assert [row["step"] for row in read_rows(tmp_path / "superseded" / "1" / "metrics.jsonl")] == [
+        4
+    ]
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_000002.jsonl"]
     assert (tmp_path / "superseded" / "1" / "rollouts_step_000004.jsonl").exists()
 
@@ -74,17 +80,30 @@ def test_supersede_splits_at_the_step(tmp_path):
 def test_supersede_takes_what_is_named_after_a_step_and_nothing_else(tmp_path):
     """An evaluation belongs to the step of its checkpoint; what users put beside stays where it is."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
-    mine = ["notes/step_by_step.txt", "rollouts/step_5_by_hand.jsonl", "evaluations/step_x/result.json"]
-    earlier = ["evaluations/step_000004-28211d79a6/result.json", "checkpoints/step_000004/state.json"]
+    mine = [
+        "notes/step_by_step.txt",
+        "rollouts/step_5_by_hand.jsonl",
+        "evaluations/step_x/result.json",
+    ]
+    earlier = [
+        "evaluations/step_000004-28211d79a6/result.json",
+        "checkpoints/step_000004/state.json",
+    ]
     unfinished = ["checkpoints/step_000006.unfinished/state.json"]
     later = ["evaluations/step_000006-28211d79a6/result.json", "checkpoints/step_000006/state.json"]
     for name in mine + earlier + unfinished + later:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     supersede(tmp_path, 4)
-    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and "superseded" not in p.parts}
+    left = {
+        str(p.relative_to(tmp_path))
+        for p in tmp_path.rglob("*")
+        if p.is_file() and "superseded" not in p.parts
+    }
     assert left == {"metrics.jsonl", *mine, *earlier, *unfinished}
-    assert (tmp_path / "superseded" / "1" / "evaluations_step_000006-28211d79a6" / "result.json").exists()
+    assert (
+        tmp_path / "superseded" / "1" / "evaluations_step_000006-28211d79a6" / "result.json"
+    ).exists()
     assert (tmp_path / "superseded" / "1" / "checkpoints_step_000006" / "state.json").exists()
 
 
@@ -100,7 +119,8 @@ def test_the_registry_is_unambiguous_and_explained():
     names = [m.name for m in METRICS]
     assert len(names) == len(set(names))
     assert all(
-        (m.unit or m.name == "custom/*") and m.meaning and m.summary in ("last", "max", "recent") for m in METRICS
+        (m.unit or m.name == "custom/*") and m.meaning and m.summary in ("last", "max", "recent")
+        for m in METRICS
     )
     assert lookup("eval/math_hard/avg@2").name == "eval/*/avg@*"
     assert lookup("clip/token_active_minibatch_3").name == "clip/token_active_minibatch_*"
@@ -114,11 +134,18 @@ def test_randomness_is_a_function_of_position():
     rows = uniform_rows(6, positions)
     for row, position in zip(rows, positions, strict=True):
         fresh = np.random.Generator(np.random.Philox(key=seed_for(*position)))
-        assert (row == fresh.random(6)).all(), "one generator that is started anew, or one for each position"
-    assert sorted(permutation(7, 3)) == list(range(7)) and (permutation(7, 3) == permutation(7, 3)).all()
+        assert (row == fresh.random(6)).all(), (
+            "one generator that is started anew, or one for each position"
+        )
+    assert (
+        sorted(permutation(7, 3)) == list(range(7))
+        and (permutation(7, 3) == permutation(7, 3)).all()
+    )
 
 
-@pytest.mark.parametrize("module", [gspo.core.seeding, gspo.train.diagnostics, gspo.model.tokenizer])
+@pytest.mark.parametrize(
+    "module", [gspo.core.seeding, gspo.train.diagnostics, gspo.model.tokenizer]
+)
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
@@ -126,7 +153,9 @@ def test_docstring_examples_run(module):
 
 def test_no_machine_paths_in_the_repository():
     root = Path(__file__).parents[3]
-    files = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split()
     home = str(Path.home())
     for name in files:
         if (root / name).suffix in (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ""):
@@ -134,14 +163,20 @@ def test_no_machine_paths_in_the_repository():
 
 
 def test_what_a_summary_keeps_of_noisy_batches_is_the_last_and_the_mean_of_ten():
-    kept = {name: lookup(name).summary for name in ("reward/mean", "reward/math", "clip/token_active", "eval/x/avg@2")}
+    kept = {
+        name: lookup(name).summary
+        for name in ("reward/mean", "reward/math", "clip/token_active", "eval/x/avg@2")
+    }
     assert kept == {
         "reward/mean": "recent",
         "reward/math": "recent",
         "clip/token_active": "recent",
         "eval/x/avg@2": "max",
     }
-    assert {lookup(name).summary for name in ("step", "compute/tokens", "eval/x/stderr", "optim/updates")} == {"last"}
+    assert {
+        lookup(name).summary
+        for name in ("step", "compute/tokens", "eval/x/stderr", "optim/updates")
+    } == {"last"}
 
 
 SUMMARISED = """
@@ -163,8 +198,15 @@ for last in (12, 14):  # and resumed
 def test_a_summary_by_hand(tmp_path):
     done = forked.run([sys.executable, "-c", SUMMARISED, str(tmp_path)], env=environment())
     first, resumed = (json.loads(line) for line in done.stdout.splitlines())
-    assert first == {"recent": {"reward/mean": pytest.approx(0.75)}, "best": {"last": 0.1, "max": 0.9}}  # .3 to 1.2
-    assert resumed == {"recent": {"reward/mean": pytest.approx(0.95)}, "best": {"last": 0.1, "max": 0.9}}
+    # .3 to 1.2
+    assert first == {
+        "recent": {"reward/mean": pytest.approx(0.75)},
+        "best": {"last": 0.1, "max": 0.9},
+    }
+    assert resumed == {
+        "recent": {"reward/mean": pytest.approx(0.95)},
+        "best": {"last": 0.1, "max": 0.9},
+    }
 
 
 def test_damaged_lines_of_saved_responses_are_left_out(tmp_path):

@@ -1,5 +1,5 @@
-"""Runs of a W&B sweep: the agent's id, project and entity stay the run's, whoever continues it. The real client and the
-real `wandb agent`, against a stand-in for W&B's server."""
+"""Runs of a W&B sweep: the agent's id, project and entity stay the run's, whoever continues it. The
+real client and the real `wandb agent`, against a stand-in for W&B's server."""
 
 import json
 import os
@@ -18,12 +18,30 @@ from gspo.tracking.wandb_choice import own_arguments
 from recorded_wandb import log, pause, rows, steps
 from wandb_server import SavedRun, serving
 
-AGENT = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "agent001", "WANDB_PROJECT": "sweeps", "WANDB_ENTITY": "team"}
+AGENT = {
+    "WANDB_SWEEP_ID": "sweep1",
+    "WANDB_RUN_ID": "agent001",
+    "WANDB_PROJECT": "sweeps",
+    "WANDB_ENTITY": "team",
+}
 
 
 def test_the_whole_configuration_as_arguments_is_the_first_command_again():
-    first = ["experiment=micro_moe", "tracking.wandb=online", "seed=1", "optim.lr=0.0004", "+rollout.extend={5: 90}"]
-    whole = [*first, "study=small", "optim={'lr': 0.0004}", "options={}", "_wandb={'t': {'1': [1]}}", "threads=0"]
+    first = [
+        "experiment=micro_moe",
+        "tracking.wandb=online",
+        "seed=1",
+        "optim.lr=0.0004",
+        "+rollout.extend={5: 90}",
+    ]
+    whole = [
+        *first,
+        "study=small",
+        "optim={'lr': 0.0004}",
+        "options={}",
+        "_wandb={'t': {'1': [1]}}",
+        "threads=0",
+    ]
     assert own_arguments(whole) == [*first, "study=small", "threads=0"]
 
 
@@ -32,15 +50,20 @@ def test_a_run_that_an_agent_named_is_continued_as_that_run(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     with serving() as server:
         log(folder, rows(0, 25), **server.environment, **AGENT)
-        assert list(server.runs) == ["agent001"] and server.runs["agent001"].about["project"] == "sweeps"
+        assert (
+            list(server.runs) == ["agent001"]
+            and server.runs["agent001"].about["project"] == "sweeps"
+        )
         assert (folder / "wandb_id").read_text() == "agent001"
         pause()
-        log(folder, rows(26, 30), **server.environment)  # resume= at a terminal: no agent, no project
+        # resume= at a terminal: no agent, no project
+        log(folder, rows(26, 30), **server.environment)
         pause()
         log(folder, rows(31, 35), **server.environment, **AGENT)  # the sweep again
         pause()
         other = AGENT | {"WANDB_SWEEP_ID": "sweep2", "WANDB_RUN_ID": "agent002"}
-        log(folder, rows(36, 40), **server.environment, **other)  # another sweep that plans the same run
+        # another sweep that plans the same run
+        log(folder, rows(36, 40), **server.environment, **other)
         (run,) = server.runs.values()
         assert steps(run) == list(range(41)) and run.about["project"] == "sweeps"
 
@@ -68,9 +91,10 @@ def test_a_run_that_early_termination_stops_ends_its_step_and_is_not_taken_up_ag
         call = command(*fixed, "steps=100000", "evaluation.every=0")
         done = forked.run(call, tmp_path, environment() | server.environment | AGENT, seconds=150)
         run, folder = server.runs["agent001"], only_run(tmp_path)
-        assert done.returncode == 0 and json.loads((folder / "status.json").read_text())["how"] == "stopped", (
-            done.stderr
-        )
+        assert (
+            done.returncode == 0
+            and json.loads((folder / "status.json").read_text())["how"] == "stopped"
+        ), done.stderr
         last = steps(run)[-1]
         assert (folder / "checkpoints" / "latest").read_text() == f"step_{last:06d}"
         assert run.ended and not run.preempting and "score" in run.summary
@@ -78,7 +102,12 @@ def test_a_run_that_early_termination_stops_ends_its_step_and_is_not_taken_up_ag
 
 def told(kind: str, arguments: dict) -> dict:
     values = {name: {"value": value} for name, value in arguments.items()}
-    return {"type": kind, "run_id": "agent001", "program": str(ROOT / "experiments" / "train.py"), "args": values}
+    return {
+        "type": kind,
+        "run_id": "agent001",
+        "program": str(ROOT / "experiments" / "train.py"),
+        "args": values,
+    }
 
 
 def again(run: SavedRun) -> dict:
@@ -89,9 +118,15 @@ def again(run: SavedRun) -> dict:
 @pytest.mark.slow
 def test_wandbs_agent_itself_starts_a_run_and_takes_it_up_again(tmp_path):
     with serving() as server:
-        fixed = [o for o in SMALL if not o.startswith(("steps=", "optim.lr=", "checkpoint.", "evaluation.every="))]
+        fixed = [
+            o
+            for o in SMALL
+            if not o.startswith(("steps=", "optim.lr=", "checkpoint.", "evaluation.every="))
+        ]
         fixed += ["steps=40", "evaluation.every=20", "tracking.wandb=online"]
-        server.sweep = {"command": ["${env}", "${interpreter}", "${program}", *fixed, "${args_no_hyphens}"]}
+        server.sweep = {
+            "command": ["${env}", "${interpreter}", "${program}", *fixed, "${args_no_hyphens}"]
+        }
         server.commands = [
             lambda: told("run", {"seed": 7, "optim.lr": 1e-3}),
             lambda: again(server.runs["agent001"]),
@@ -107,7 +142,9 @@ def test_wandbs_agent_itself_starts_a_run_and_takes_it_up_again(tmp_path):
         output, _ = agent.communicate(timeout=300)
         run, folder = server.runs["agent001"], only_run(tmp_path)
         assert '"objective={' in output, "the second command line was the whole configuration"
-        assert run.preempting and json.loads((folder / "status.json").read_text())["how"] == "finished", output[-3000:]
+        assert (
+            run.preempting and json.loads((folder / "status.json").read_text())["how"] == "finished"
+        ), output[-3000:]
         more = ["steps=42", "tracking.wandb=online"]
         done = train(tmp_path, f"resume={folder}", *more, account=server.environment)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Online: the real client against a stand-in for W&B's server. What is tracked is what is read back, and no more."""
+"""Online: the real client against a stand-in for W&B's server. What is tracked is what is read
+back, and no more.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def account(server, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def online(server, tmp_path_factory):
-    """A run in two segments; the server lacks the rows from 20 on of the first, as when a kill comes before upload."""
+    """A run in two segments; the server lacks the rows from 20 on of the first, as when a kill
+    comes before upload.
+    """
     folder = tmp_path_factory.mktemp("online") / "gspo-seed1-abc"
     log(folder, rows(0, 25), **server.environment)
     (run,) = server.runs.values()
@@ -49,7 +53,9 @@ def test_a_resumed_run_is_one_run_with_every_row_once(server, online):
     (run,) = server.runs.values()
     steps = [run.rows[number]["step"] for number in sorted(run.rows)]
     assert steps == list(range(41)) and [row["_step"] for row in run.rows.values()] == steps
-    about = {key: run.about[key] for key in ("displayName", "groupName", "jobType", "tags", "project")}
+    about = {
+        key: run.about[key] for key in ("displayName", "groupName", "jobType", "tags", "project")
+    }
     names = {
         "displayName": "gspo-seed1-abc",
         "groupName": "study",
@@ -71,7 +77,9 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
     (run,) = server.runs.values()
     run.rows[41] = run.rows[40] | {"_step": 41, "step": 41}
     try:
-        assert sources.records("wandb:team/gspo")[0].rows["step"].max() == 41, "a run that goes on is read again"
+        assert sources.records("wandb:team/gspo")[0].rows["step"].max() == 41, (
+            "a run that goes on is read again"
+        )
     finally:
         del run.rows[41]
     run.config["record"]["value"]["run"] = "renamed"
@@ -79,9 +87,14 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
         assert sources.records("wandb:team/gspo")[0].path.name == "renamed"
     finally:
         run.config["record"]["value"]["run"] = online.name
-    tables = [notebooks.load_runs(source).metric("reward/mean") for source in (online, "wandb:team/gspo")]
+    tables = [
+        notebooks.load_runs(source).metric("reward/mean") for source in (online, "wandb:team/gspo")
+    ]
     assert tables[0].equals(tables[1]) and len(tables[0]) == 40
-    assert len(sources.records("wandb:team/gspo/study")) == 1 and sources.records("wandb:team/gspo/other") == []
+    assert (
+        len(sources.records("wandb:team/gspo/study")) == 1
+        and sources.records("wandb:team/gspo/other") == []
+    )
     drawn = [fig_curves.draw(load.load([source]), tmp_path / str(i))[1].read_bytes() for i, source in
              enumerate([online, "wandb:team/gspo"])]  # fmt: skip
     assert drawn[0] == drawn[1]
@@ -90,7 +103,9 @@ def test_the_servers_rows_are_the_directorys(server, online, tmp_path):
 def sync(folder: Path, server, *which: Path) -> str:
     command = [str(Path(sys.executable).parent / "wandb"), "sync", *map(str, which)]
     account = os.environ | server.environment
-    done = subprocess.run(command, cwd=folder, env=account, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=account, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -123,7 +138,9 @@ def test_a_run_that_was_online_and_goes_on_offline_is_uploaded_as_a_new_one(tmp_
         assert steps(server.runs[second]) == list(range(41))
         pause()
         log(folder, rows(41, 45), **server.environment)  # and online again: the same one
-        assert (folder / "wandb_id").read_text() == second and steps(server.runs[second]) == list(range(46))
+        assert (folder / "wandb_id").read_text() == second and steps(server.runs[second]) == list(
+            range(46)
+        )
 
 
 @pytest.mark.slow
@@ -131,7 +148,8 @@ def test_a_server_that_was_never_reached_changes_nothing(tmp_path):
     folder = tmp_path / "gspo-seed1-abc"
     log(folder, rows(0, 25))
     identity = (folder / "wandb_id").read_text()
-    (folder / "wandb" / f"run-20260101_000000-{identity}").mkdir()  # what the client leaves of a start that failed
+    # what the client leaves of a start that failed
+    (folder / "wandb" / f"run-20260101_000000-{identity}").mkdir()
     pause()
     log(folder, rows(26, 40))
     assert (folder / "wandb_id").read_text() == identity
@@ -146,7 +164,9 @@ def test_a_run_that_was_offline_and_goes_on_online_is_not_uploaded_twice(tmp_pat
         log(folder, rows(26, 40), **server.environment)
         (run,) = server.runs.values()
         assert steps(run) == list(range(41))
-        assert "Skipped 1 synced" in sync(tmp_path, server, *(folder / "wandb").glob("offline-run-*"))
+        assert "Skipped 1 synced" in sync(
+            tmp_path, server, *(folder / "wandb").glob("offline-run-*")
+        )
         assert len(run.rows) == 41
 
 
@@ -165,7 +185,9 @@ def test_rows_that_a_killed_process_had_sent_stay_as_it_sent_them(tmp_path):
 
 
 def shown(run) -> dict[int, tuple[list[str], int, int]]:
-    """By step: the responses that the table gained, which increment of the table it was, how many it knows before."""
+    """By step: the responses that the table gained, which increment of the table it was, how many
+    it knows before.
+    """
     found = {}
     for row in run.rows.values():
         if table := row.get("rollouts"):
@@ -173,12 +195,17 @@ def shown(run) -> dict[int, tuple[list[str], int, int]]:
             place = [new["columns"].index(name) for name in ("step", "response")]
             assert {line[place[0]] for line in new["data"]} == {row["step"]}
             texts = [line[place[1]] for line in new["data"]]
-            found[row["step"]] = (texts, table["increment_num"], len(table["previous_increments_paths"]))
+            found[row["step"]] = (
+                texts,
+                table["increment_num"],
+                len(table["previous_increments_paths"]),
+            )
     return found
 
 
 EVERY_STEP = {
-    step: ([f"answer {n} of step {step}" for n in (0, 2)], place, place) for place, step in enumerate((1, 3, 5, 7))
+    step: ([f"answer {n} of step {step}" for n in (0, 2)], place, place)
+    for place, step in enumerate((1, 3, 5, 7))
 }
 
 
@@ -189,7 +216,9 @@ def test_the_rollouts_of_every_saved_step_are_in_one_table_also_of_a_resumed_run
         pause()
         with_rollouts(tmp_path / "online", 4, 7, **server.environment)
         (run,) = server.runs.values()
-        assert shown(run) == EVERY_STEP and set(server.artifacts) == {f"run-{run.name}-incr-rollouts"}
+        assert shown(run) == EVERY_STEP and set(server.artifacts) == {
+            f"run-{run.name}-incr-rollouts"
+        }
     with_rollouts(tmp_path / "offline", 0, 3)
     pause()
     with_rollouts(tmp_path / "offline", 4, 7)
@@ -218,12 +247,25 @@ def test_wandbs_own_variables_count_where_no_setting_is_given(tmp_path):
         log(folder, rows(0, 3), **server.environment, **theirs)
         (run,) = server.runs.values()
         keys = ("project", "entity", "tags", "groupName", "displayName", "notes")
-        assert [run.about[key] for key in keys] == ["theirs", "team", ["tag", "x", "y"], "mine", "named", "why"]
+        assert [run.about[key] for key in keys] == [
+            "theirs",
+            "team",
+            ["tag", "x", "y"],
+            "mine",
+            "named",
+            "why",
+        ]
         record = {"run": "gspo-seed1-abc", "commit": "c0ffee", "changed_files": ["a.py"]}
         assert run.config["record"]["value"] == record
-        (read,) = sources.records("wandb:team/theirs") if os.environ["WANDB_BASE_URL"] == server.address else [None]
+        (read,) = (
+            sources.records("wandb:team/theirs")
+            if os.environ["WANDB_BASE_URL"] == server.address
+            else [None]
+        )
         assert read is None or read.path.name == "gspo-seed1-abc"
-    script = TABLES.replace("table_rows=2", "project='own', tags=['z']").replace("if step % 2", "if False")
+    script = TABLES.replace("table_rows=2", "project='own', tags=['z']").replace(
+        "if step % 2", "if False"
+    )
     with serving() as server:
         (tmp_path / "other").mkdir()
         command = [sys.executable, "-c", script, str(tmp_path / "other"), "0", "2"]
@@ -245,7 +287,9 @@ run.finish()
 
 @pytest.mark.slow
 def test_why_other_machines_write_no_system_metrics_into_the_run(tmp_path):
-    """What docs/monitoring.md says of W&B's shared mode. If this fails with a newer client, look at it again."""
+    """What docs/monitoring.md says of W&B's shared mode. If this fails with a newer client, look at
+    it again.
+    """
 
     def shared(identity: str, which: str) -> None:
         command = [sys.executable, "-c", SHARED, identity, which, str(tmp_path)]
@@ -257,9 +301,13 @@ def test_why_other_machines_write_no_system_metrics_into_the_run(tmp_path):
         assert run.summary["reward/mean"] == {"last": 0.505}
         shared(run.name, "second")
         assert steps(run) == list(range(6)) and run.ended
-        assert "reward/mean" not in run.summary, "the second writer's summary takes the place of the first's"
+        assert "reward/mean" not in run.summary, (
+            "the second writer's summary takes the place of the first's"
+        )
         shared("first", "first")
-        assert [row["_step"] for row in server.runs["first"].rows.values()] == [0], "it was logged as step 7"
+        assert [row["_step"] for row in server.runs["first"].rows.values()] == [0], (
+            "it was logged as step 7"
+        )
 
 
 @pytest.mark.slow
@@ -273,10 +321,18 @@ def test_one_command_uploads_the_runs_of_a_study_once(tmp_path, monkeypatch):
     command = upload(study)
     assert command == "wandb sync 'runs/a study'/*/wandb"
     with serving() as server:
-        where = environment() | server.environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+        where = (
+            environment()
+            | server.environment
+            | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        )
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+        )
         found = {run.about["displayName"]: steps(run) for run in server.runs.values()}
-        assert found == {"gspo-seed1-abc": list(range(41)), "gspo-seed2-abc": list(range(26))}, done.stderr
+        assert found == {"gspo-seed1-abc": list(range(41)), "gspo-seed2-abc": list(range(26))}, (
+            done.stderr
+        )
         assert upload(study) is None
         subprocess.run(command, shell=True, cwd=tmp_path, env=where, check=True)
         assert {run.about["displayName"]: steps(run) for run in server.runs.values()} == found
@@ -292,7 +348,8 @@ def test_one_command_uploads_the_runs_of_a_study_once(tmp_path, monkeypatch):
 def test_refusals_are_one_line(server, capsys):
     with pytest.raises(ValueError, match="write wandb:ENTITY/PROJECT"):
         sources.records("wandb:team")
-    before, server.runs = server.runs, None  # the server breaks: an error of its own in every answer
+    # the server breaks: an error of its own in every answer
+    before, server.runs = server.runs, None
     try:
         with pytest.raises(load.Refused, match=r"^wandb:team/gspo: "):
             load.load(["wandb:team/gspo"])

@@ -1,4 +1,6 @@
-"""The accumulator reads all numbers that lie on a GPU by one copy, and gives what it would give on a CPU."""
+"""The accumulator reads all numbers that lie on a GPU by one copy, and gives what it would give on
+a CPU.
+"""
 
 import pytest
 import torch
@@ -29,11 +31,15 @@ def test_numbers_kept_as_tensors_are_read_at_once_and_are_the_same(monkeypatch):
     assert "none" not in plain
     assert plain["routing/unused_experts"] == 0.25
 
-    monkeypatch.setattr(accumulators, "_kept", lambda x: x.detach() if torch.is_tensor(x) else float(x))
+    monkeypatch.setattr(
+        accumulators, "_kept", lambda x: x.detach() if torch.is_tensor(x) else float(x)
+    )
     accumulator = filled()
     reads = []
     stack = torch.stack
-    monkeypatch.setattr(accumulators.torch, "stack", lambda tensors: reads.append(len(tensors)) or stack(tensors))
+    monkeypatch.setattr(
+        accumulators.torch, "stack", lambda tensors: reads.append(len(tensors)) or stack(tensors)
+    )
     assert accumulator.result() == plain
     # 5 of the means, 4 of the effective sample sizes, 2 of each extreme, all in one; then the loads
     assert reads == [5 + 4 + 2 + 2, 1]

@@ -1,4 +1,6 @@
-"""The trainer under other algorithms: every objective, KL, critic, corrections, filters, on a small real policy."""
+"""The trainer under other algorithms: every objective, KL, critic, corrections, filters, on a small
+real policy.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,15 @@ import pytest
 import torch
 
 from builders import SMOOTH, assert_same_sums, recorded_gradients, small_policy
-from gspo.algorithm.advantages import GAE, Credit, GroupMean, GroupNormalized, LeaveOneOut, ReinforcePP, Returns
+from gspo.algorithm.advantages import (
+    GAE,
+    Credit,
+    GroupMean,
+    GroupNormalized,
+    LeaveOneOut,
+    ReinforcePP,
+    Returns,
+)
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
@@ -26,12 +36,21 @@ KL = {"aggregation": MEAN}
 
 
 def timeless(metrics: dict) -> dict:
-    return {k: v for k, v in metrics.items() if not k.startswith(("time", "throughput", "compute/seconds"))}
+    return {
+        k: v
+        for k, v in metrics.items()
+        if not k.startswith(("time", "throughput", "compute/seconds"))
+    }
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_every_objective_trains_and_reports_registered_metrics(kind):
-    t = trainer(kind(), aggregation=Aggregation(kind.aggregation, length=10 if "norm" in kind.aggregation else None))
+    t = trainer(
+        kind(),
+        aggregation=Aggregation(
+            kind.aggregation, length=10 if "norm" in kind.aggregation else None
+        ),
+    )
     before = weights(t)
     for metrics in steps(t, 2):
         for name, value in metrics.items():
@@ -52,7 +71,9 @@ FULL = {
 def test_all_terms_together_do_not_depend_on_the_micro_batch_size():
     results = []
     for size in (1, 5, 32):
-        t = trainer(GSPOToken(clip_low=0.01, clip_high=0.01), micro_batch_size=size, parts=FULL, **SMOOTH)
+        t = trainer(
+            GSPOToken(clip_low=0.01, clip_high=0.01), micro_batch_size=size, parts=FULL, **SMOOTH
+        )
         with recorded_gradients() as gradients:
             metrics = steps(t, 2)[1]
         results.append((metrics, gradients))
@@ -66,7 +87,9 @@ def test_all_terms_together_do_not_depend_on_the_micro_batch_size():
 
 
 def test_kl_in_the_loss_pulls_the_policy_back_to_the_reference():
-    """Without any reward signal the policy, moved away from the reference, comes back to it; without KL it stays."""
+    """Without any reward signal the policy, moved away from the reference, comes back to it;
+    without KL it stays.
+    """
     ends = {}
     rollout = RolloutSettings(prompts_per_step=16, group_size=8, max_new_tokens=6)
     for name, parts in (("kl", {"kl": KLInLoss(coef=1.0, **KL)}), ("none", {})):
@@ -74,7 +97,10 @@ def test_kl_in_the_loss_pulls_the_policy_back_to_the_reference():
         with torch.no_grad():
             t.policy.model.lm_head.weight[7] += 0.6
         moved = weights(t)
-        ends[name] = (flat_steps(t, 8), all(torch.equal(a, b) for a, b in zip(moved, weights(t), strict=True)))
+        ends[name] = (
+            flat_steps(t, 8),
+            all(torch.equal(a, b) for a, b in zip(moved, weights(t), strict=True)),
+        )
     series = [m["kl/ref_k3"] for m in ends["kl"][0]]
     assert series[0] > 0.1 and series[-1] < 0.3 * series[0], series
     assert all(m["kl/loss"] > 0 and m["kl/coef"] == 1.0 for m in ends["kl"][0])
@@ -133,7 +159,9 @@ def test_kl_in_the_reward_is_taken_off_every_token():
     shaped = (torch.tensor(rewards) - penalty).view(8, 4)
     expected = (shaped - shaped.mean(-1, keepdim=True)).flatten()
     for i in range(len(batch)):
-        torch.testing.assert_close(batch.adv_BT[i, : lengths[i]], expected[i].expand(lengths[i]), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            batch.adv_BT[i, : lengths[i]], expected[i].expand(lengths[i]), atol=1e-5, rtol=1e-4
+        )
 
 
 def test_the_adaptive_coefficient_follows_the_measured_kl():
@@ -141,7 +169,9 @@ def test_the_adaptive_coefficient_follows_the_measured_kl():
     with torch.no_grad():
         t.policy.model.lm_head.weight[7] += 0.2
     coefficients = [m["kl/coef"] for m in steps(t, 3)]
-    assert coefficients == pytest.approx([0.1, 0.1 * (1 + 0.2 * 32 / 64), 0.1 * (1 + 0.2 * 32 / 64) ** 2])
+    assert coefficients == pytest.approx(
+        [0.1, 0.1 * (1 + 0.2 * 32 / 64), 0.1 * (1 + 0.2 * 32 / 64) ** 2]
+    )
     assert t.state.kl_coef == t.coefficient.value > coefficients[-1]
 
 
@@ -167,20 +197,36 @@ def test_the_reference_is_held_or_refreshed_on_its_schedule():
 @pytest.mark.slow
 def test_a_critic_that_sees_the_same_responses_again_and_again_learns_their_rewards():
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
-    t = trainer(PPO(), lr=3e-3, rollout=rollout, parts={"advantage": GAE()}, aggregation=Aggregation("token-mean"))
+    t = trainer(
+        PPO(),
+        lr=3e-3,
+        rollout=rollout,
+        parts={"advantage": GAE()},
+        aggregation=Aggregation("token-mean"),
+    )
     batch = t.source.next(1)
     explained = [t.train_step(1, batch)["value/explained_variance"] for _ in range(15)]
-    assert abs(explained[0]) < 1e-6 and explained[-1] > 0.15 and explained[-1] > explained[7], explained
+    assert abs(explained[0]) < 1e-6 and explained[-1] > 0.15 and explained[-1] > explained[7], (
+        explained
+    )
 
 
 @pytest.mark.slow
 def test_ppo_learns_with_its_critic():
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
-    t = trainer(PPO(), lr=3e-3, rollout=rollout, parts={"advantage": GAE()}, aggregation=Aggregation("token-mean"))
+    t = trainer(
+        PPO(),
+        lr=3e-3,
+        rollout=rollout,
+        parts={"advantage": GAE()},
+        aggregation=Aggregation("token-mean"),
+    )
     found = steps(t, 30)
     rewards = [m["reward/mean"] for m in found]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
-    assert found[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6), "the head starts at 0"
+    assert found[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6), (
+        "the head starts at 0"
+    )
     assert {id(p) for p in t.policy.value_head.parameters()} <= {
         id(p) for g in t.optimizer.param_groups for p in g["params"]
     }
@@ -201,17 +247,23 @@ def test_a_value_head_changes_no_log_prob_and_values_stand_before_their_tokens()
         hidden = policy.model.model(batch.tokens_BS, batch.attention_BS.long(),
                                     (batch.attention_BS.cumsum(-1) - 1).clamp(min=0)).last_hidden_state  # fmt: skip
         expected = policy.value_head.linear(hidden[:, batch.prompt_width - 1 : -1]).squeeze(-1)
-    torch.testing.assert_close(batch.old_values_BT[batch.mask_BT], expected[batch.mask_BT], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        batch.old_values_BT[batch.mask_BT], expected[batch.mask_BT], atol=1e-4, rtol=1e-4
+    )
     output = policy.forward(batch)
     again = loss_inputs(output, batch)
-    torch.testing.assert_close(again.values_BT[batch.mask_BT], batch.old_values_BT[batch.mask_BT], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        again.values_BT[batch.mask_BT], batch.old_values_BT[batch.mask_BT], atol=1e-4, rtol=1e-4
+    )
 
 
 CORRECTIONS = [TIS(), TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection()]
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.name}")
-def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_where_they_do_not(correction):
+def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_where_they_do_not(
+    correction,
+):
     results = {}
     for name, part, noise in (
         ("plain", Correction(), 0.0),
@@ -226,12 +278,16 @@ def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_wh
             r.logprobs = r.logprobs + noise * torch.randn(len(r.logprobs), generator=g).numpy()
         results[name] = (t.train_step(1, rollout), weights(t))
     for a, b in zip(results["plain"][1], results["agree"][1], strict=True):
-        differ = (a - b).abs() > 2e-5 + 1e-3 * b.abs()  # Adam gives a gradient that is 0 but for rounding a full step
+        # Adam gives a gradient that is 0 but for rounding a full step
+        differ = (a - b).abs() > 2e-5 + 1e-3 * b.abs()
         assert differ.float().mean() < 1e-3
     metrics = results["noisy"][0]
     assert metrics["mismatch/weight_token_max"] > 2 and metrics["mismatch/masked"] >= 0
     assert results["agree"][0]["mismatch/weight_token_mean"] == pytest.approx(1, abs=1e-4)
-    differ = [(a - b).abs().max() for a, b in zip(results["plain noisy"][1], results["noisy"][1], strict=True)]
+    differ = [
+        (a - b).abs().max()
+        for a, b in zip(results["plain noisy"][1], results["noisy"][1], strict=True)
+    ]
     assert max(differ) > 1e-4
 
 
@@ -246,7 +302,8 @@ def test_truncated_responses_leave_the_loss_but_stay_in_the_baseline():
     cut = ~batches[0].mask_BT.any(-1)
     assert (batches[1].mask_BT[cut].sum(-1) == 10).all(), "those at the limit of 10 tokens"
     assert "filter/truncated" not in metrics
-    again = trainer(mask_truncated=True, micro_batch_size=1)  # whole micro-batches without a token of the loss
+    # whole micro-batches without a token of the loss
+    again = trainer(mask_truncated=True, micro_batch_size=1)
     before = weights(again)
     metrics = steps(again, 1)[0]
     assert metrics["filter/truncated"] == pytest.approx(cut.float().mean().item())
@@ -295,7 +352,10 @@ def test_dynamic_sampling_pays_for_what_it_drops():
     assert first.dropped and metrics["filter/zero_variance"] > 0
     dropped = sum(len(r.token_ids) for group in first.dropped for r in group)
     trained = sum(len(r.token_ids) for r in first.responses)
-    assert metrics["compute/dropped_tokens"] == dropped and metrics["compute/tokens"] == dropped + trained
+    assert (
+        metrics["compute/dropped_tokens"] == dropped
+        and metrics["compute/tokens"] == dropped + trained
+    )
     rewards = [r.score.reward for group in first.sampled for r in group]
     assert metrics["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert metrics["group/zero_variance"] > 0
@@ -314,5 +374,7 @@ def test_gspo_on_advantages_per_token_keeps_finite_and_gspo_token_is_what_ppo_ad
 
 def test_sources_and_policies_of_tests_are_the_real_ones():
     policy = small_policy()
-    source = make_source(LocalEngine(policy), FirstCharacter(), RolloutSettings(prompts_per_step=2), Uniform(), 1)
+    source = make_source(
+        LocalEngine(policy), FirstCharacter(), RolloutSettings(prompts_per_step=2), Uniform(), 1
+    )
     assert len(source.next(1).groups) == 2 and isinstance(GSPO(), GSPO)

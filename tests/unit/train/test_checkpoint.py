@@ -1,4 +1,6 @@
-"""Checkpoints are written beside the training: from copies, whole or not at all, and what fails is raised."""
+"""Checkpoints are written beside the training: from copies, whole or not at all, and what fails is
+raised.
+"""
 
 import json
 import threading
@@ -28,7 +30,9 @@ def held_up(monkeypatch):
     return go_on
 
 
-def test_a_checkpoint_holds_the_weights_of_its_step_whatever_is_trained_while_it_is_written(tmp_path, held_up):
+def test_a_checkpoint_holds_the_weights_of_its_step_whatever_is_trained_while_it_is_written(
+    tmp_path, held_up
+):
     t = trainer()
     steps(t, 1)
     writer = CheckpointWriter(tmp_path, t.policy, t.optimizer, 2, "hash")
@@ -40,9 +44,14 @@ def test_a_checkpoint_holds_the_weights_of_its_step_whatever_is_trained_while_it
     held_up.set()
     writer.close()
     folder = latest_checkpoint(tmp_path)
-    assert folder.name == "step_000001" and json.loads((folder / "state.json").read_text())["settings"] == "hash"
+    assert (
+        folder.name == "step_000001"
+        and json.loads((folder / "state.json").read_text())["settings"] == "hash"
+    )
     stored = load(str(folder))[0].state_dict()
-    assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in weights)
+    assert stored.keys() == weights.keys() and all(
+        torch.equal(stored[name], weights[name]) for name in weights
+    )
     now = [state["exp_avg"] for state in t.optimizer.state.values()]
     assert not any(torch.equal(a, b) for a, b in zip(moments, now, strict=True))
     again = trainer()
@@ -59,10 +68,14 @@ def test_tied_weights_are_stored_once(tmp_path):
     writer.save(t.state)
     writer.wait()
     stored = load_file(latest_checkpoint(tmp_path) / "model.safetensors")
-    assert sum(x.numel() for x in stored.values()) == sum(p.numel() for p in t.policy.model.parameters())
+    assert sum(x.numel() for x in stored.values()) == sum(
+        p.numel() for p in t.policy.model.parameters()
+    )
 
 
-def test_what_fails_beside_the_training_is_raised_and_the_last_whole_one_stays(tmp_path, monkeypatch):
+def test_what_fails_beside_the_training_is_raised_and_the_last_whole_one_stays(
+    tmp_path, monkeypatch
+):
     t = trainer()
     writer = CheckpointWriter(tmp_path, t.policy, t.optimizer, 2, "hash")
     writer.save(t.state)

@@ -1,4 +1,6 @@
-"""The cold start: learns, is cached by its settings, is made once also when two want it, survives a kill."""
+"""The cold start: learns, is cached by its settings, is made once also when two want it, survives a
+kill.
+"""
 
 import hashlib
 import json
@@ -39,15 +41,21 @@ def make(cache: Path) -> str:
 def mean_logp(policy: Policy, settings: ColdStartSettings) -> float:
     batch = demonstrations(policy, TASK, settings, step=10_000)  # not trained on
     with torch.no_grad():
-        return float(masked_sum(policy.forward(batch).logp_BT, batch.mask_BT).sum() / batch.mask_BT.sum())
+        return float(
+            masked_sum(policy.forward(batch).logp_BT, batch.mask_BT).sum() / batch.mask_BT.sum()
+        )
 
 
 def mean_log_normalizer(folder: Path) -> float:
-    """log sum exp(logits), mean over the response tokens of demonstrations that were not trained on."""
+    """log sum exp(logits), mean over the response tokens of demonstrations that were not trained
+    on.
+    """
     policy = Policy(*load(str(folder)))
     batch = demonstrations(policy, TASK, SETTINGS, step=10_000)
     with torch.no_grad():
-        logits_BSV = policy.model(input_ids=batch.tokens_BS, attention_mask=batch.attention_BS.long()).logits
+        logits_BSV = policy.model(
+            input_ids=batch.tokens_BS, attention_mask=batch.attention_BS.long()
+        ).logits
     return float(logits_BSV[:, batch.prompt_width - 1 : -1].logsumexp(-1)[batch.mask_BT].mean())
 
 
@@ -67,14 +75,22 @@ def test_it_learns_is_cached_and_depends_on_its_settings(tmp_path):
     assert [r[:2] for r in reports] == [(s, 30) for s in range(1, 31)]
     trained, untrained = Policy(*load(str(folder))), Policy(*MODEL.make())
     assert mean_logp(trained, SETTINGS) > mean_logp(untrained, SETTINGS) + 1
-    again = cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *r: pytest.fail("it was there already"))
+    again = cold_start(
+        MODEL, TASK, SETTINGS, tmp_path, lambda *r: pytest.fail("it was there already")
+    )
     assert again == folder
     record = json.loads((folder / "cold_start.json").read_text())
     assert record["settings"][2]["steps"] == 30 and record["losses"][0] > record["losses"][-1]
     others = [
-        cold_start(MODEL, TASK, ColdStartSettings(steps=2, batch_size=4, seed=1), tmp_path, lambda *_: None),
         cold_start(
-            MODEL, ChainArithmetic(max_operands=4), ColdStartSettings(steps=2, batch_size=4), tmp_path, lambda *_: None
+            MODEL, TASK, ColdStartSettings(steps=2, batch_size=4, seed=1), tmp_path, lambda *_: None
+        ),
+        cold_start(
+            MODEL,
+            ChainArithmetic(max_operands=4),
+            ColdStartSettings(steps=2, batch_size=4),
+            tmp_path,
+            lambda *_: None,
         ),
     ]
     assert len({folder, *others}) == 3
@@ -84,7 +100,9 @@ def test_demonstrations_follow_the_run_s_prompts(tmp_path):
     """A model with a chat template is cold-started on what reinforcement learning prompts it with."""
     settings, kinds = ColdStartSettings(steps=1, batch_size=4), {}
     for kind in ("plain", "chat"):
-        folder = cold_start(Chatty(), TASK, settings, tmp_path, lambda *_: None, prompts=PromptFormat(kind))
+        folder = cold_start(
+            Chatty(), TASK, settings, tmp_path, lambda *_: None, prompts=PromptFormat(kind)
+        )
         kinds[kind] = json.loads((folder / "cold_start.json").read_text())["losses"], folder
     assert kinds["plain"][1] != kinds["chat"][1] and kinds["plain"][0] != kinds["chat"][0]
 
@@ -121,7 +139,9 @@ def test_demonstrations_end_and_hold_wrong_answers_at_the_set_rate():
     policy = Policy(*MODEL.make())
     right = []
     for step in range(20):
-        batch = demonstrations(policy, TASK, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), step)
+        batch = demonstrations(
+            policy, TASK, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), step
+        )
         for i in range(16):
             ids = batch.tokens_BS[i][batch.attention_BS[i]].tolist()
             assert ids[-1] == policy.tokenizer.eos_token_id
@@ -140,13 +160,18 @@ TOOLS = (
 
 @dataclass
 class Told(EnvironmentTask):
-    """A demonstrated task that has everything of its own: first messages, tools, a role and what is said."""
+    """A demonstrated task that has everything of its own: first messages, tools, a role and what is
+    said.
+    """
 
     name: str = "told"
     role: str = "user"
     said: str = "日本 ☃ né ok"
     messages: list = field(
-        default_factory=lambda: [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Go?"}]
+        default_factory=lambda: [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "Go?"},
+        ]
     )
 
     def evaluation_sets(self):
@@ -161,7 +186,11 @@ class Told(EnvironmentTask):
             "step": lambda _, text: Outcome(self.said),
             "role": self.role,
         }
-        return type("Teller", (Environment,), parts | {"tools": ({"type": "function", "function": {"name": "f"}},)})()
+        return type(
+            "Teller",
+            (Environment,),
+            parts | {"tools": ({"type": "function", "function": {"name": "f"}},)},
+        )()
 
     def demonstrated_turns(self, problem, wrong_step_rate, rng):
         return ["ask", self.said, "end"]
@@ -185,7 +214,14 @@ def test_a_demonstrated_episode_is_the_one_that_is_played(role):
     )
     own = policy.tokenizer.decode(batch.tokens_BS[0][-batch.mask_BT.shape[1] :][batch.mask_BT[0]])
     assert own == "ask<|im_end|>end<|im_end|>"
-    [[played]] = play(LocalEngine(policy), task, [task.problem(0, "train", 0)], 1, Sampling(1.0, 2), (0, "rollout"))
+    [[played]] = play(
+        LocalEngine(policy),
+        task,
+        [task.problem(0, "train", 0)],
+        1,
+        Sampling(1.0, 2),
+        (0, "rollout"),
+    )
     assert ids[: len(played.prompt_ids)] == played.prompt_ids
 
 
@@ -196,18 +232,32 @@ def test_a_demonstrated_observation_is_cut_where_a_played_one_is():
     assert [i for i in batch.tokens_BS[0].tolist() if i in snow] == snow[:7]
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "x" * 10_000_000}]], ids=["nothing", "much"])
+@pytest.mark.parametrize(
+    "messages", [[], [{"role": "user", "content": "x" * 10_000_000}]], ids=["nothing", "much"]
+)
 def test_a_demonstration_that_does_not_begin_is_refused_in_words(messages):
-    with pytest.raises(ValueError, match=r"cold_start.steps=1: problem 0 of task 'told' does not begin: "):
-        demonstrations(chat_policy(), Told(messages=messages), ColdStartSettings(steps=1, batch_size=1), 0)
+    with pytest.raises(
+        ValueError, match=r"cold_start.steps=1: problem 0 of task 'told' does not begin: "
+    ):
+        demonstrations(
+            chat_policy(), Told(messages=messages), ColdStartSettings(steps=1, batch_size=1), 0
+        )
 
 
 @pytest.mark.parametrize(
     ("task", "digest"),
-    [(Guessing(), "f587c9af68d13d45"), (PythonTool(), "65828b6e57809c88"), (PythonTool(log=290), "05cee4e0a5737429")],
+    [
+        (Guessing(), "f587c9af68d13d45"),
+        (PythonTool(), "65828b6e57809c88"),
+        (PythonTool(log=290), "05cee4e0a5737429"),
+    ],
     ids=str,
 )
-def test_the_demonstrations_of_the_own_tasks_are_those_that_their_cold_starts_were_made_of(task, digest):
-    batch = demonstrations(Policy(*MODEL.make()), task, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), 7)
+def test_the_demonstrations_of_the_own_tasks_are_those_that_their_cold_starts_were_made_of(
+    task, digest
+):
+    batch = demonstrations(
+        Policy(*MODEL.make()), task, ColdStartSettings(batch_size=16, wrong_step_rate=0.3), 7
+    )
     found = hashlib.sha256(batch.tokens_BS.numpy().tobytes() + batch.mask_BT.numpy().tobytes())
     assert found.hexdigest()[:16] == digest

@@ -34,24 +34,36 @@ def flags(rows) -> torch.Tensor:
 
 
 def test_clip_fractions_by_hand():
-    # response 1: 4 tokens, A > 0, all clipped; response 2: 2 tokens, A < 0, one clipped; padding says "clipped" too
+    # response 1: 4 tokens, A > 0, all clipped; response 2: 2 tokens, A < 0, one clipped; padding
+    # says "clipped" too
     active = flags([[1, 1, 1, 1], [1, 0, 1, 1]])
     outside = flags([[1, 1, 1, 1], [1, 1, 1, 1]])
     weight = torch.tensor([[0.0, 0, 0, 0], [0, 1.2, 9, 9]])
     dual = flags([[0, 0, 0, 0], [1, 0, 1, 1]])
-    outputs = LossOutputs(torch.zeros(2, 4), weight, active, outside, flags([[0, 0, 0, 0], [0, 1, 1, 1]]), dual)
+    outputs = LossOutputs(
+        torch.zeros(2, 4), weight, active, outside, flags([[0, 0, 0, 0], [0, 1, 1, 1]]), dual
+    )
     packed = batch([1.0, -1.0], [[1, 1, 1, 1], [1, 1, 0, 0]])
     accumulator = MetricAccumulator()
-    diagnostics.clips(outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, accumulator)
+    diagnostics.clips(
+        outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, accumulator
+    )
     result = accumulator.result()
     assert result["clip/token_active"] == pytest.approx(5 / 6)
     assert result["clip/sequence_active"] == pytest.approx((1 + 1 / 2) / 2)
     assert result["clip/token_outside"] == result["clip/sequence_outside"] == 1
-    assert result["clip/token_active_positive"] == 1 and result["clip/token_active_negative"] == pytest.approx(1 / 2)
-    assert result["clip/sequence_active_positive"] == 1 and result["clip/sequence_active_negative"] == 1 / 2
+    assert result["clip/token_active_positive"] == 1 and result[
+        "clip/token_active_negative"
+    ] == pytest.approx(1 / 2)
+    assert (
+        result["clip/sequence_active_positive"] == 1
+        and result["clip/sequence_active_negative"] == 1 / 2
+    )
     assert result["clip/token_outside_negative"] == result["clip/sequence_outside_negative"] == 1
     assert result["clip/token_active_minibatch_3"] == pytest.approx(5 / 6)
-    assert result["clip/weight"] == pytest.approx(1.2 / 6) and result["clip/token_dual"] == pytest.approx(1 / 6)
+    assert result["clip/weight"] == pytest.approx(1.2 / 6) and result[
+        "clip/token_dual"
+    ] == pytest.approx(1 / 6)
     assert result["clip/log_ratio_bounded"] == pytest.approx(1 / 6)
 
 
@@ -83,7 +95,9 @@ def test_mismatch_by_hand():
 
 
 def test_extremes_are_reported_as_they_are():
-    """A broken engine's difference of 60 nats is reported as 60; a ratio is bounded as the objectives bound it."""
+    """A broken engine's difference of 60 nats is reported as 60; a ratio is bounded as the
+    objectives bound it.
+    """
     b = batch([1.0], [[1, 1]], old=[[-60.1, -1.0]])
     b.engine_logp_BT = torch.tensor([[-0.1, -1.0]])
     accumulator = MetricAccumulator()
@@ -111,10 +125,21 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut():
     assert cut.result() == pytest.approx(whole.result())
 
 
-def respond(reward: float, tokens: int, finish: str = "stop", task: str = "math", verdict: str = "correct") -> Response:
+def respond(
+    reward: float, tokens: int, finish: str = "stop", task: str = "math", verdict: str = "correct"
+) -> Response:
     problem = Problem(task, 0, "", "")
     return Response(
-        problem, 0, [1], list(range(tokens)), torch.zeros(tokens).numpy(), finish, "", 0, None, Score(reward, verdict)
+        problem,
+        0,
+        [1],
+        list(range(tokens)),
+        torch.zeros(tokens).numpy(),
+        finish,
+        "",
+        0,
+        None,
+        Score(reward, verdict),
     )
 
 
@@ -130,11 +155,15 @@ def test_rewards_and_lengths_by_hand():
     result = accumulator.result()
     assert result["reward/mean"] == pytest.approx(3 / 6)
     assert result["reward/math"] == pytest.approx(1 / 4) and result["reward/code"] == 1
-    assert result["group/zero_variance"] == pytest.approx(2 / 3) and result["group/all_correct"] == pytest.approx(1 / 3)
-    assert result["verdict/math_wrong"] == pytest.approx(2 / 6) and result["verdict/math_truncated"] == pytest.approx(
-        1 / 6
-    )
-    assert result["length/mean"] == pytest.approx(40 / 6) and result["length/truncated"] == pytest.approx(1 / 6)
+    assert result["group/zero_variance"] == pytest.approx(2 / 3) and result[
+        "group/all_correct"
+    ] == pytest.approx(1 / 3)
+    assert result["verdict/math_wrong"] == pytest.approx(2 / 6) and result[
+        "verdict/math_truncated"
+    ] == pytest.approx(1 / 6)
+    assert result["length/mean"] == pytest.approx(40 / 6) and result[
+        "length/truncated"
+    ] == pytest.approx(1 / 6)
     assert result["length/repetition"] == 0
 
 
@@ -142,7 +171,9 @@ def test_an_environment_cannot_make_a_metric_with_every_response():
     groups = [[respond(0, 2, task="game", verdict=f"v{i}-{j}") for j in range(8)] for i in range(8)]
     accumulator = MetricAccumulator()
     diagnostics.rewards([*groups, [respond(1, 2)] * 4], accumulator)
-    shares = {name: value for name, value in accumulator.result().items() if name.startswith("verdict/")}
+    shares = {
+        name: value for name, value in accumulator.result().items() if name.startswith("verdict/")
+    }
     assert len(shares) == 22 and shares["verdict/math_correct"] == 4 / 68
     assert shares["verdict/game_other"] == 44 / 68 and shares["verdict/game_v0-0"] == 1 / 68
 
@@ -157,7 +188,9 @@ def test_episodes_without_room_are_measured():
 
 
 def test_episodes_are_measured_where_there_are_some():
-    """Those whose environment failed are counted beside the groups; a step without episodes has no metric of theirs."""
+    """Those whose environment failed are counted beside the groups; a step without episodes has no
+    metric of theirs.
+    """
     played, failed = respond(1, 6, task="tool"), respond(0, 2, "environment", "tool")
     played.turns = [Turn("policy", 2, ""), Turn("environment", 3, ""), Turn("policy", 1, "")]
     played.measures, failed.score = {"tool_calls": 1.0}, Score(None, "environment-error")
@@ -182,11 +215,19 @@ def test_episodes_are_measured_where_there_are_some():
     ):
         accumulator = MetricAccumulator()
         diagnostics.rollout(groups, ungraded, {}, 10, accumulator)
-        found = {name: value for name, value in accumulator.result().items() if name.startswith("episode/")}
+        found = {
+            name: value
+            for name, value in accumulator.result().items()
+            if name.startswith("episode/")
+        }
         assert found == expected and all(lookup(name) for name in found)
 
 
 def test_entropy_weighs_tokens():
     accumulator = MetricAccumulator()
-    diagnostics.entropy(torch.tensor([[1.0, 2.0], [6.0, math.nan]]), batch([0.0, 0.0], [[1, 1], [1, 0]]), accumulator)
+    diagnostics.entropy(
+        torch.tensor([[1.0, 2.0], [6.0, math.nan]]),
+        batch([0.0, 0.0], [[1, 1], [1, 0]]),
+        accumulator,
+    )
     assert accumulator.result()["policy/entropy"] == pytest.approx(3)

@@ -24,7 +24,8 @@ def test_the_controller_by_hand():
     for entropy in (0.5, 0.2, 0.1, 0.1, 0.19, 0.21, 0.3, 0.1):
         seen.append(c.acting)
         c.update(entropy)
-    # up at the target and below, down above it, between 0 and 0.012; nothing acts after an entropy above the target
+    # up at the target and below, down above it, between 0 and 0.012; nothing acts after an entropy
+    # above the target
     assert seen == pytest.approx([0.0, 0.0, 0.005, 0.010, 0.012, 0.012, 0.0, 0.0])
     assert (c.value, c.measured) == (pytest.approx(0.007), 0.1)
     c.update(math.nan)
@@ -48,13 +49,22 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     inputs = loss_inputs(policy.forward(batch := batch_of(policy, sample(policy))), batch)
     mask_BT = torch.tensor([[True, True, True], [True, False, False]])
     entropy_BT = torch.tensor([[1.0, 2.0, 3.0], [0.5, math.nan, math.nan]])
-    term = EntropyTerm(EntropyCoefficient(0.1, target=2.0, delta=0.01), Aggregation("seq-mean-token-mean"))
+    term = EntropyTerm(
+        EntropyCoefficient(0.1, target=2.0, delta=0.01), Aggregation("seq-mean-token-mean")
+    )
     totals, accumulator, loss = Totals.of(mask_BT), MetricAccumulator(), 0.0
     for row in (slice(0, 1), slice(1, 2)):
-        loss += term(replace(inputs, entropy_BT=entropy_BT[row], mask_BT=mask_BT[row]), totals, 1, accumulator)
+        loss += term(
+            replace(inputs, entropy_BT=entropy_BT[row], mask_BT=mask_BT[row]),
+            totals,
+            1,
+            accumulator,
+        )
     assert float(loss) == pytest.approx(-0.1 * (2.0 + 0.5) / 2)
     term.end_update(totals, Ranks())
-    assert term.coefficient.measured == pytest.approx(6.5 / 4), "the mean over tokens, whatever the aggregation"
+    assert term.coefficient.measured == pytest.approx(6.5 / 4), (
+        "the mean over tokens, whatever the aggregation"
+    )
     assert term.coefficient.value == pytest.approx(0.11)
     assert accumulator.result()["policy/entropy_coef"] == pytest.approx(0.1)
     term.end_update(totals, Ranks())
@@ -65,7 +75,9 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_its_gradient_is_that_of_a_naive_softmax_over_the_whole_vocabulary(temperature):
-    """Through our own forward and through the model's own, with rows of different lengths and a temperature."""
+    """Through our own forward and through the model's own, with rows of different lengths and a
+    temperature.
+    """
     policy = small_policy()
     batch = batch_of(policy, sample(policy))
     policy.temperature, policy.learns_entropy = temperature, True
@@ -89,7 +101,9 @@ def test_its_gradient_is_that_of_a_naive_softmax_over_the_whole_vocabulary(tempe
     for network in (policy.network, None):
         policy.network = network
         for ours, theirs in zip(gradients(policy.forward(batch).entropy_BT), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()) + 1e-8, rtol=1e-3)
+            torch.testing.assert_close(
+                ours, theirs, atol=2e-5 * float(theirs.abs().max()) + 1e-8, rtol=1e-3
+            )
 
 
 def test_without_bonus_the_entropy_has_no_gradient():
@@ -115,7 +129,10 @@ def test_its_gradient_does_not_depend_on_the_micro_batches_and_goes_through_chec
 
 
 def test_the_entropy_rises_with_a_bonus_and_is_held_at_a_target():
-    free, raised = (steps(trainer(GSPO(), lr=3e-3, entropy_coef=coef), 6)[-1]["policy/entropy"] for coef in (0.0, 1.0))
+    free, raised = (
+        steps(trainer(GSPO(), lr=3e-3, entropy_coef=coef), 6)[-1]["policy/entropy"]
+        for coef in (0.0, 1.0)
+    )
     assert raised > free + 0.05
     t = trainer(GSPO(), lr=3e-3, entropy_coef=1.0, entropy_target=free - 1.0)
     first, *later = steps(t, 3)

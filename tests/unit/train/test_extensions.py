@@ -1,4 +1,6 @@
-"""Metrics and callbacks of a user's own, in a real trainer: what they are given, what they may do, failures, resume."""
+"""Metrics and callbacks of a user's own, in a real trainer: what they are given, what they may do,
+failures, resume.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -78,7 +80,13 @@ class Halve(Callback):
 
 def fit(t, until: int) -> list[dict]:
     rows: list[dict] = []
-    t.fit(until, lambda step: {}, lambda step, metrics, rollout: rows.append(metrics), lambda *_: None, lambda: False)
+    t.fit(
+        until,
+        lambda step: {},
+        lambda step, metrics, rollout: rows.append(metrics),
+        lambda *_: None,
+        lambda: False,
+    )
     return rows
 
 
@@ -93,7 +101,9 @@ def test_a_callback_acts_around_the_steps_and_ends_the_run():
 def test_the_state_of_a_callback_is_restored():
     t = trainer()
     t.extensions = Extensions({}, {"halve": Halve(), "new": Halve()})
-    t.restore(TrainState.from_json({"step": 2, "callbacks": {"halve": {"calls": 5}}, "rewards": {}}))
+    t.restore(
+        TrainState.from_json({"step": 2, "callbacks": {"halve": {"calls": 5}}, "rewards": {}})
+    )
     assert (t.extensions.callbacks["halve"].calls, t.extensions.callbacks["new"].calls) == (5, 0)
 
 

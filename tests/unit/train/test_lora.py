@@ -1,4 +1,6 @@
-"""A run that trains an adapter alone: what moves, what a checkpoint holds, and that it goes on to the bit."""
+"""A run that trains an adapter alone: what moves, what a checkpoint holds, and that it goes on to
+the bit.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -31,8 +33,12 @@ CASES = {
     "all": partial(trainer, GSPO(), lora=LORA, **SMOOTH),
     "attention, r2": partial(trainer, GRPO(), lora=ATTENTION, replay="r2", **SMOOTH),
     "experts, r2": partial(trainer, GRPO(), lora=EXPERTS, replay="r2", **SMOOTH),
-    "all, r3, rounded engine": partial(gap_trainer, GRPO(), lora=LORA, replay="r3", dtype="bfloat16", **SMOOTH),
-    "all, stale, beside the training": partial(gap_trainer, GSPO(), lora=LORA, staleness=1, overlap=True, **SMOOTH),
+    "all, r3, rounded engine": partial(
+        gap_trainer, GRPO(), lora=LORA, replay="r3", dtype="bfloat16", **SMOOTH
+    ),
+    "all, stale, beside the training": partial(
+        gap_trainer, GSPO(), lora=LORA, staleness=1, overlap=True, **SMOOTH
+    ),
     "dense": partial(trainer, GSPO(), lora=LORA, model=DENSE, **SMOOTH),
     "kl to the model without adapter": partial(trainer, GRPO(), lora=LORA, parts=KL, **SMOOTH),
     "critic": partial(trainer, PPO(), lora=LORA, parts={"advantage": GAE()}, **SMOOTH),
@@ -40,7 +46,11 @@ CASES = {
 
 
 def own_weights(t) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in t.policy.model.named_parameters() if ".lora_" not in name}
+    return {
+        name: p.detach().clone()
+        for name, p in t.policy.model.named_parameters()
+        if ".lora_" not in name
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,13 +61,20 @@ def test_the_adapter_alone_is_trained(case):
         metrics = steps(t, 2)
     t.source.close()
     assert all(torch.equal(before[name], weight) for name, weight in own_weights(t).items())
-    moved = [not torch.equal(a, b) for a, b in zip(adapter, t.policy.adapter.parameters(), strict=True)]
+    moved = [
+        not torch.equal(a, b) for a, b in zip(adapter, t.policy.adapter.parameters(), strict=True)
+    ]
     assert sum(moved) > 0.9 * len(moved)
     assert {len(update) for update in given} == {len(t.policy.parameters())}
     states = sum(state["exp_avg"].numel() for state in t.optimizer.state.values())
-    assert states == sum(p.numel() for p in t.policy.parameters()) < sum(w.numel() for w in before.values())
+    assert (
+        states
+        == sum(p.numel() for p in t.policy.parameters())
+        < sum(w.numel() for w in before.values())
+    )
     assert all(row["optim/grad_norm"] > 0 for row in metrics)
-    if "rounded" not in case and "stale" not in case:  # merged in the engine, unmerged in the trainer
+    # merged in the engine, unmerged in the trainer
+    if "rounded" not in case and "stale" not in case:
         assert all(row["mismatch/k3"] < 1e-8 for row in metrics)
 
 
@@ -65,7 +82,9 @@ def test_the_reference_is_where_the_run_began_without_a_second_copy():
     t = CASES["kl to the model without adapter"]()
     copied = small_policy()
     first, second = steps(t, 2)
-    assert first["kl/ref_k3"] < 1e-10 < second["kl/ref_k3"], "the adapter changes nothing before it has learned"
+    assert first["kl/ref_k3"] < 1e-10 < second["kl/ref_k3"], (
+        "the adapter changes nothing before it has learned"
+    )
     assert t.reference.model is t.policy.model
     batch = t.source.next(3)
     packed = pack(batch.responses, t.policy.tokenizer.pad_token_id)
@@ -73,7 +92,9 @@ def test_the_reference_is_where_the_run_began_without_a_second_copy():
 
 
 def test_replay_matters_under_an_adapter_and_its_ratio_goes_through_the_old_experts():
-    """With R2 the second mini-batch's tokens go to the experts of the step's start, whatever the adapter has moved."""
+    """With R2 the second mini-batch's tokens go to the experts of the step's start, whatever the
+    adapter has moved.
+    """
     moved = {}
     for replay in ("none", "r2"):
         t = trainer(GRPO(), lora=LORA, replay=replay, lr=0.1, eps=1.0, minibatches=4)
@@ -89,13 +110,20 @@ def test_an_adapter_learns_a_task():
 
 
 def test_an_update_costs_a_pass_less_than_one_of_all_weights():
-    lora, dense = (steps(trainer(GSPO(), lora=lora), 1)[0]["compute/flops"] for lora in (LORA, None))
+    lora, dense = (
+        steps(trainer(GSPO(), lora=lora), 1)[0]["compute/flops"] for lora in (LORA, None)
+    )
     generated_and_scored = 2  # in passes: sampling, and the old log-probs
-    assert lora / dense == pytest.approx((generated_and_scored + 2) / (generated_and_scored + 3), rel=0.05)
+    assert lora / dense == pytest.approx(
+        (generated_and_scored + 2) / (generated_and_scored + 3), rel=0.05
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-@pytest.mark.parametrize("case", ["all", "attention, r2", "dense", "kl to the model without adapter", "critic"])
+# ----------------------------------------------------------------------------------------------------------
+# checkpoints
+@pytest.mark.parametrize(
+    "case", ["all", "attention, r2", "dense", "kl to the model without adapter", "critic"]
+)
 def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_to_the_bit(case, tmp_path):
     t = CASES[case]()
     steps(t, 2)
@@ -106,7 +134,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_to_the_bit(cas
     folder = latest_checkpoint(tmp_path)
     assert not (folder / "model.safetensors").exists() and not (folder / "reference").exists()
     stored = load_file(folder / "adapter_model.safetensors")
-    assert sum(x.numel() for x in stored.values()) == sum(p.numel() for p in t.policy.adapter.parameters())
+    assert sum(x.numel() for x in stored.values()) == sum(
+        p.numel() for p in t.policy.adapter.parameters()
+    )
     again = CASES[case]()
     again.policy.adapter.load(folder)
     if again.policy.value_head:
@@ -116,13 +146,18 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_to_the_bit(cas
     for a, b in zip(t.policy.parameters(), again.policy.parameters(), strict=True):
         assert torch.equal(a, b)
     for one, other in zip(straight, resumed, strict=True):
-        timeless = [name for name in one if not name.startswith(("time/", "throughput/", "compute/s"))]
+        timeless = [
+            name for name in one if not name.startswith(("time/", "throughput/", "compute/s"))
+        ]
         assert {name: one[name] for name in timeless} == {name: other[name] for name in timeless}
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks
+# ----------------------------------------------------------------------------------------------------------------
+# ranks
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["all", "experts, r2", "kl to the model without adapter", "critic"])
+@pytest.mark.parametrize(
+    "case", ["all", "experts, r2", "kl to the model without adapter", "critic"]
+)
 def test_two_ranks_train_an_adapter_as_one_process_does(case):
     make = CASES[case]
 
@@ -131,7 +166,11 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
         t.ranks, t.source.engine.ranks, t.optim.max_grad_norm = ranks, another, 1e9
         with recorded_gradients() as found:
             metrics = steps(t, 2)
-        return found, [row["reward/mean"] for row in metrics], [p.detach().clone() for p in t.policy.parameters()]
+        return (
+            found,
+            [row["reward/mean"] for row in metrics],
+            [p.detach().clone() for p in t.policy.parameters()],
+        )
 
     one = trained(Ranks(), Ranks())
     first, second = ranked(2, lambda ranks: trained(ranks, ranks.another()))
@@ -144,18 +183,25 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
             torch.testing.assert_close(a, b, atol=5e-6 * max(largest, 1.0), rtol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------- settings
+# -------------------------------------------------------------------------------------------------------------
+# settings
 @pytest.mark.parametrize(
     "overrides, message",
     [
         (["policy.lora.alpha=16"], r"policy.lora.alpha=16 is not read with policy.lora.rank=0"),
-        (["policy.lora.targets=attention"], r"policy.lora.targets=attention is not read with policy.lora.rank=0"),
+        (
+            ["policy.lora.targets=attention"],
+            r"policy.lora.targets=attention is not read with policy.lora.rank=0",
+        ),
         (
             ["policy.lora.rank=8", "policy.lora.targets=router"],
             r"policy.lora.targets='router': choose one of attention",
         ),
         (["policy.lora.rank=-1"], r"policy.lora.rank=-1 must be a whole number of at least 0"),
-        (["policy.lora.rank=8", "policy.lora.alpha=0"], r"policy.lora.alpha=0 must be a whole number of at least 1"),
+        (
+            ["policy.lora.rank=8", "policy.lora.alpha=0"],
+            r"policy.lora.alpha=0 must be a whole number of at least 1",
+        ),
         (
             ["policy.lora.rank=8", "policy.lora.targets=experts", "model=tiny_dense"],
             r"policy.lora.targets=experts needs an MoE model; model=tiny_dense is dense",
@@ -164,12 +210,18 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
             ["policy.lora.rank=8", "policy.freeze_router=true"],
             r"policy.freeze_router=true with policy.lora.rank=8: an adapter leaves the routers as they are",
         ),
-        (["policy.lora.rank=8", "optim.router_lr_factor=2"], r"optim.router_lr_factor=2 with policy.lora.rank=8"),
+        (
+            ["policy.lora.rank=8", "optim.router_lr_factor=2"],
+            r"optim.router_lr_factor=2 with policy.lora.rank=8",
+        ),
         (
             ["policy.lora.rank=8", "trainer.router_aux_loss_coef=0.1"],
             r"trainer.router_aux_loss_coef=0.1 with policy.lora.rank=8",
         ),
-        (["policy.lora.rank=8", "parallel.mode=shard"], r"parallel.mode=shard with policy.lora.rank=8: .*replicate"),
+        (
+            ["policy.lora.rank=8", "parallel.mode=shard"],
+            r"parallel.mode=shard with policy.lora.rank=8: .*replicate",
+        ),
         (
             ["policy.lora.rank=8", "kl=loss", "kl.refresh_every=5"],
             r"kl.refresh_every=5 with policy.lora.rank=8: the reference is the model with its adapter off",
@@ -193,15 +245,25 @@ def test_what_cannot_work_is_refused(overrides, message):
 
 def test_what_works_is_composed():
     chosen = settings(
-        "experiment=tiny_moe", "policy.lora.rank=8", "policy.routing_replay=r2", "parallel.mode=replicate", "kl=loss"
+        "experiment=tiny_moe",
+        "policy.lora.rank=8",
+        "policy.routing_replay=r2",
+        "parallel.mode=replicate",
+        "kl=loss",
     )
     assert chosen.policy.lora == LoraSettings(8, "all", 32)
 
 
 def test_the_learning_rate_of_all_weights_is_remarked_upon():
-    said = [text for text in warnings(settings("policy.lora.rank=8")) if "an adapter learns" in text]
+    said = [
+        text for text in warnings(settings("policy.lora.rank=8")) if "an adapter learns" in text
+    ]
     assert said == [
         "optim.lr=1e-06 with policy.lora.rank=8: that is meant for all weights; an adapter learns with about ten times "
         "as much (docs/algorithms.md)"
     ]
-    assert not [text for text in warnings(settings("policy.lora.rank=8", "optim.lr=1e-5")) if "adapter" in text]
+    assert not [
+        text
+        for text in warnings(settings("policy.lora.rank=8", "optim.lr=1e-5"))
+        if "adapter" in text
+    ]

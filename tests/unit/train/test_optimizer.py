@@ -1,4 +1,6 @@
-"""AdamW with moments of 8 bits: that it is AdamW, takes less memory, is resumed to the bit, and is refused by name."""
+"""AdamW with moments of 8 bits: that it is AdamW, takes less memory, is resumed to the bit, and is
+refused by name.
+"""
 
 from importlib.util import find_spec
 
@@ -14,7 +16,9 @@ from gspo.train.settings import OptimSettings
 from ranked import ranked
 from trainers import steps, trainer, weights
 
-there = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="bitsandbytes is not installed: gspo[eight_bit]")
+there = pytest.mark.skipif(
+    not find_spec("bitsandbytes"), reason="bitsandbytes is not installed: gspo[eight_bit]"
+)
 WIDE = TinyDense(hidden=64, layers=2, heads=2, width=128)  # most tensors have 4096 numbers and more
 
 
@@ -23,8 +27,12 @@ def eight_bit(name="adamw_8bit", **options):
 
 
 def state_bytes(optimizer) -> int:
-    """Bytes of all states; what several parameters share, bitsandbytes' tables of 256 numbers, counts once."""
-    tensors = {t.data_ptr(): t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)}
+    """Bytes of all states; what several parameters share, bitsandbytes' tables of 256 numbers,
+    counts once.
+    """
+    tensors = {
+        t.data_ptr(): t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+    }
     return sum(t.nbytes for t in tensors.values())
 
 
@@ -65,7 +73,9 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
     writer.wait()
     again = eight_bit()
     with torch.no_grad():
-        for ours, theirs in zip(again.policy.model.parameters(), t.policy.model.parameters(), strict=True):
+        for ours, theirs in zip(
+            again.policy.model.parameters(), t.policy.model.parameters(), strict=True
+        ):
             ours.copy_(theirs)
     again.restore(load_optimizer(latest_checkpoint(tmp_path), again.optimizer, again.policy))
     rows = [steps(one, 2) for one in (t, again)]
@@ -98,12 +108,17 @@ def test_ranks_keep_the_same_weights():
 
 @there
 def test_pages_need_a_gpu():
-    with pytest.raises(ValueError, match=r"optim.name=paged_adamw_8bit: .* the policy is on cpu; use adamw_8bit"):
+    with pytest.raises(
+        ValueError, match=r"optim.name=paged_adamw_8bit: .* the policy is on cpu; use adamw_8bit"
+    ):
         eight_bit("paged_adamw_8bit")
     check_optimizer(OptimSettings("paged_adamw_8bit"), "cuda:0")
 
 
 @pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is installed")
 def test_it_is_refused_where_bitsandbytes_is_not_installed():
-    with pytest.raises(ValueError, match=r"optim.name=adamw_8bit: bitsandbytes is not installed; pip install 'gspo\["):
+    with pytest.raises(
+        ValueError,
+        match=r"optim.name=adamw_8bit: bitsandbytes is not installed; pip install 'gspo\[",
+    ):
         eight_bit()

@@ -1,4 +1,6 @@
-"""Several ranks train as one process does: the same tokens, the same gradients up to rounding, the same metrics."""
+"""Several ranks train as one process does: the same tokens, the same gradients up to rounding, the
+same metrics.
+"""
 
 from functools import partial
 
@@ -25,19 +27,32 @@ FEW = RolloutSettings(prompts_per_step=5, group_size=4, max_new_tokens=10)
 CASES = {  # how the trainer is made, and on how many ranks
     "gspo": (partial(trainer, GSPO(), **SMOOTH), 2),
     "grpo, three ranks": (partial(trainer, GRPO(), **SMOOTH), 3),
-    "more ranks than a mini-batch has groups": (partial(trainer, GSPO(), rollout=FEW, minibatches=5, **SMOOTH), 3),
+    "more ranks than a mini-batch has groups": (
+        partial(trainer, GSPO(), rollout=FEW, minibatches=5, **SMOOTH),
+        3,
+    ),
     "dense": (partial(trainer, GSPO(), model=DENSE, **SMOOTH), 2),
-    "two epochs, token mean": (partial(trainer, DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH), 2),
+    "two epochs, token mean": (
+        partial(trainer, DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH),
+        2,
+    ),
     "old pass skipped": (partial(trainer, GSPO(), old_pass="auto", **SMOOTH), 2),
     "r2": (partial(trainer, GRPO(), replay="r2", **SMOOTH), 2),
     "r3": (partial(gap_trainer, GRPO(), replay="r3", staleness=1, **SMOOTH), 2),
     "load balance": (partial(trainer, GSPO(), router_aux_loss_coef=0.1, **SMOOTH), 3),
     "entropy held": (
-        partial(trainer, GSPO(), entropy_coef=0.3, entropy_target=99.0, entropy_coef_delta=0.1, **SMOOTH),
+        partial(
+            trainer, GSPO(), entropy_coef=0.3, entropy_target=99.0, entropy_coef_delta=0.1, **SMOOTH
+        ),
         3,
     ),
     "kl in the loss": (
-        partial(trainer, GRPO(), parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)}, **SMOOTH),
+        partial(
+            trainer,
+            GRPO(),
+            parts={"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, aggregation=MEAN)},
+            **SMOOTH,
+        ),
         2,
     ),
     "kl in the reward": (partial(trainer, PPO(), parts={"kl": KLInReward(coef=0.2)}, **SMOOTH), 2),
@@ -47,13 +62,18 @@ CASES = {  # how the trainer is made, and on how many ranks
         partial(
             trainer,
             GSPO(),
-            parts={"advantage": GroupNormalized(std="batch"), "reward": RewardShaping("running", "running")},
+            parts={
+                "advantage": GroupNormalized(std="batch"),
+                "reward": RewardShaping("running", "running"),
+            },
             **SMOOTH,
         ),
         2,
     ),
     "correction": (
-        partial(gap_trainer, GRPO(), parts={"correction": TIS(normalize=True)}, staleness=1, **SMOOTH),
+        partial(
+            gap_trainer, GRPO(), parts={"correction": TIS(normalize=True)}, staleness=1, **SMOOTH
+        ),
         2,
     ),
     "truncated rows masked": (partial(trainer, GSPO(), mask_truncated=True, **SMOOTH), 2),
@@ -61,13 +81,21 @@ CASES = {  # how the trainer is made, and on how many ranks
         partial(
             trainer,
             GRPO(),
-            rollout=RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10, refill_rounds=2),
+            rollout=RolloutSettings(
+                prompts_per_step=8, group_size=4, max_new_tokens=10, refill_rounds=2
+            ),
             **SMOOTH,
         ),
         2,
     ),
-    "stale, as the sampler had them": (partial(gap_trainer, GSPO(), old="behaviour", staleness=1, **SMOOTH), 2),
-    "stale, beside the training": (partial(gap_trainer, GSPO(), staleness=1, overlap=True, **SMOOTH), 2),
+    "stale, as the sampler had them": (
+        partial(gap_trainer, GSPO(), old="behaviour", staleness=1, **SMOOTH),
+        2,
+    ),
+    "stale, beside the training": (
+        partial(gap_trainer, GSPO(), staleness=1, overlap=True, **SMOOTH),
+        2,
+    ),
     "partial rollouts": (
         partial(gap_trainer, GRPO(), old="behaviour", token_budget=4, in_flight=12, **SMOOTH),
         2,
@@ -76,7 +104,9 @@ CASES = {  # how the trainer is made, and on how many ranks
 
 
 def trained(make, ranks: Ranks, another: Ranks, steps: int = 2) -> tuple[list, list, list]:
-    """The responses' tokens and rewards, the gradients before they are clipped, and the metrics of a few steps."""
+    """The responses' tokens and rewards, the gradients before they are clipped, and the metrics of
+    a few steps.
+    """
     t = make()
     t.ranks, t.source.engine.ranks, t.optim.max_grad_norm = ranks, another, 1e9
     tokens, metrics = [], []
@@ -91,13 +121,17 @@ def trained(make, ranks: Ranks, another: Ranks, steps: int = 2) -> tuple[list, l
 
 def timeless(metrics: dict) -> dict:
     return {
-        name: value for name, value in metrics.items() if not name.startswith(("time/", "throughput/", "compute/s"))
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("time/", "throughput/", "compute/s"))
     }
 
 
-def check_alike(one: tuple[list, list, list], several: list[tuple[list, list, list]], copied: bool) -> None:
-    """What several ranks did is what one process did. `copied` says that the ranks' engines have a copy of the weights,
-    so that they measure it too."""
+def check_alike(
+    one: tuple[list, list, list], several: list[tuple[list, list, list]], copied: bool
+) -> None:
+    """What several ranks did is what one process did. `copied` says that the ranks' engines have a
+    copy of the weights, so that they measure it too."""
     tokens, gradients, metrics = one
     largest = max(float(g.abs().max()) for update in gradients for g in update)
     assert largest > 1e-3
@@ -108,25 +142,33 @@ def check_alike(one: tuple[list, list, list], several: list[tuple[list, list, li
             for a, b in zip(one, other, strict=True):
                 torch.testing.assert_close(b, a, atol=5e-6 * max(largest, 1.0), rtol=0)
         for one, other in zip(metrics, other_metrics, strict=True):
-            assert set(other) - set(one) <= ({"mismatch/after_sync"} if copied else set()) and set(one) <= set(other)
+            assert set(other) - set(one) <= ({"mismatch/after_sync"} if copied else set()) and set(
+                one
+            ) <= set(other)
             for name, value in one.items():
                 if not name.startswith("ratio/floor_"):  # rounding, which is each process's own
                     assert other[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
     first, *others = several
     for other in others:
         for a, b in zip(first[1], other[1], strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "the ranks' own weights would part"
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), (
+                "the ranks' own weights would part"
+            )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_one_process_does(case):
     make, count = CASES[case]
     one = trained(make, Ranks(), Ranks())
-    check_alike(one, ranked(count, lambda ranks: trained(make, ranks, ranks.another())), copied=False)
+    check_alike(
+        one, ranked(count, lambda ranks: trained(make, ranks, ranks.another())), copied=False
+    )
 
 
 def spread_over(ranks: Ranks, size: int, experts: int = 1, **settings):
-    """What spreads a policy's weights, `size` ranks to a copy and the experts dealt to `experts` of them."""
+    """What spreads a policy's weights, `size` ranks to a copy and the experts dealt to `experts` of
+    them.
+    """
     from gspo.model.sharding import Shards
 
     def spread(policy: Policy) -> Policy:
@@ -141,34 +183,57 @@ def of_case(case: str) -> partial:
     return CASES[case][0]
 
 
-SPREAD = {case: (make, count, count, {}) for case, (make, count) in CASES.items()} | {
-    "two copies": (of_case("gspo"), 4, 2, {}),
-    "two copies, some ranks idle": (of_case("more ranks than a mini-batch has groups"), 4, 2, {}),
-    "two copies, critic": (of_case("critic"), 4, 2, {}),
-    "two copies, kl in the loss": (of_case("kl in the loss"), 4, 2, {}),
-    "one copy on each rank": (of_case("gspo"), 2, 1, {}),
-    "four ranks, r2": (of_case("r2"), 4, 4, {}),
-    "layers computed again, r2": (of_case("r2"), 2, 2, {"checkpointing": True}),
-    "layers computed again, load balance": (of_case("load balance"), 3, 3, {"checkpointing": True}),
-    "experts dealt to two": (of_case("gspo"), 2, 2, {"experts": 2}),
-    "experts dealt to two, r3": (of_case("r3"), 2, 2, {"experts": 2}),
-    "experts dealt to two of four, r2": (of_case("r2"), 4, 4, {"experts": 2}),
-    "experts dealt to two, some ranks idle": (of_case("more ranks than a mini-batch has groups"), 4, 4, {"experts": 2}),
-    "experts dealt to four, layers computed again, load balance": (
-        of_case("load balance"),
-        4,
-        4,
-        {"experts": 4, "checkpointing": True},
-    ),
-    "experts dealt to two, two copies, kl in the loss": (of_case("kl in the loss"), 4, 2, {"experts": 2}),
-    "experts dealt to two, critic": (of_case("critic"), 2, 2, {"experts": 2}),
-}  # how the trainer is made, on how many ranks, how many of them hold a copy, and settings of the policy
+SPREAD = (
+    {case: (make, count, count, {}) for case, (make, count) in CASES.items()}
+    | {
+        "two copies": (of_case("gspo"), 4, 2, {}),
+        "two copies, some ranks idle": (
+            of_case("more ranks than a mini-batch has groups"),
+            4,
+            2,
+            {},
+        ),
+        "two copies, critic": (of_case("critic"), 4, 2, {}),
+        "two copies, kl in the loss": (of_case("kl in the loss"), 4, 2, {}),
+        "one copy on each rank": (of_case("gspo"), 2, 1, {}),
+        "four ranks, r2": (of_case("r2"), 4, 4, {}),
+        "layers computed again, r2": (of_case("r2"), 2, 2, {"checkpointing": True}),
+        "layers computed again, load balance": (
+            of_case("load balance"),
+            3,
+            3,
+            {"checkpointing": True},
+        ),
+        "experts dealt to two": (of_case("gspo"), 2, 2, {"experts": 2}),
+        "experts dealt to two, r3": (of_case("r3"), 2, 2, {"experts": 2}),
+        "experts dealt to two of four, r2": (of_case("r2"), 4, 4, {"experts": 2}),
+        "experts dealt to two, some ranks idle": (
+            of_case("more ranks than a mini-batch has groups"),
+            4,
+            4,
+            {"experts": 2},
+        ),
+        "experts dealt to four, layers computed again, load balance": (
+            of_case("load balance"),
+            4,
+            4,
+            {"experts": 4, "checkpointing": True},
+        ),
+        "experts dealt to two, two copies, kl in the loss": (
+            of_case("kl in the loss"),
+            4,
+            2,
+            {"experts": 2},
+        ),
+        "experts dealt to two, critic": (of_case("critic"), 2, 2, {"experts": 2}),
+    }
+)  # how the trainer is made, on how many ranks, how many of them hold a copy, and settings of the policy
 ROUNDED = {  # the case, settings of the policy, and by how much gradients may differ
     "dense": ("dense", {}, 5e-6),
     "moe": ("gspo", {}, 5e-6),
     "moe, layers computed again": ("gspo", {"checkpointing": True}, 5e-6),
-    # An expert multiplies the tokens of both ranks at once, and their gradients are rounded together: to 8 bits, in
-    # every one of three layers.
+    # An expert multiplies the tokens of both ranks at once, and their gradients are rounded
+    # together: to 8 bits, in every one of three layers.
     "moe, experts dealt": ("gspo", {"experts": 2}, 3e-2),
 }
 
@@ -180,42 +245,62 @@ def test_ranks_that_share_out_the_weights_train_as_one_process_does(case):
     if "old_pass" in make.keywords:  # an engine with a copy of the weights cannot spare that pass
         make = partial(make, old_pass="always")
     one = trained(make, Ranks(), Ranks())
-    check_alike(one, ranked(count, lambda ranks: trained_spread(make, ranks, size, **settings)), copied=True)
+    check_alike(
+        one, ranked(count, lambda ranks: trained_spread(make, ranks, size, **settings)), copied=True
+    )
 
 
 def trained_spread(make, ranks: Ranks, size: int, **settings) -> tuple[list, list, list]:
-    return trained(partial(make, spread=spread_over(ranks, size, **settings)), ranks, ranks.another())
+    return trained(
+        partial(make, spread=spread_over(ranks, size, **settings)), ranks, ranks.another()
+    )
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ROUNDED)
 def test_spread_weights_are_multiplied_in_bfloat16_by_our_own_forward(case):
-    """As many ranks with the whole model each give the same numbers. Another number of ranks does not: it forms other
-    micro-batches, whose rounding in bfloat16 is wider than GSPO's clip range."""
+    """As many ranks with the whole model each give the same numbers. Another number of ranks does
+    not: it forms other micro-batches, whose rounding in bfloat16 is wider than GSPO's clip range.
+    """
     name, settings, apart = ROUNDED[case]
     make = partial(of_case(name), old_pass="always")
 
     def rounded(ranks, **where):
         def again(policy: Policy) -> Policy:
             checkpointing = settings.get("checkpointing", False)
-            return Policy(policy.model, policy.tokenizer, precision=torch.bfloat16, checkpointing=checkpointing)
+            return Policy(
+                policy.model,
+                policy.tokenizer,
+                precision=torch.bfloat16,
+                checkpointing=checkpointing,
+            )
 
-        policy = spread_over(ranks, ranks.count, precision=torch.bfloat16, **settings) if where["spread"] else again
+        policy = (
+            spread_over(ranks, ranks.count, precision=torch.bfloat16, **settings)
+            if where["spread"]
+            else again
+        )
         t = partial(make, spread=policy)
         return trained(t, ranks, ranks.another(), 1), t().policy.network is not None
 
     for spread, alone in zip(
-        ranked(2, partial(rounded, spread=True)), ranked(2, partial(rounded, spread=False)), strict=True
+        ranked(2, partial(rounded, spread=True)),
+        ranked(2, partial(rounded, spread=False)),
+        strict=True,
     ):
         (tokens, gradients, _), own = spread
         assert own and tokens == alone[0][0]
         for a, b in zip(gradients, alone[0][1], strict=True):
             for one, other in zip(a, b, strict=True):
-                torch.testing.assert_close(one, other, atol=apart * max(1.0, float(other.abs().max())), rtol=0)
+                torch.testing.assert_close(
+                    one, other, atol=apart * max(1.0, float(other.abs().max())), rtol=0
+                )
 
 
 def test_totals_of_one_rank_alone_would_be_noticed():
-    """The negative control: where each rank divides by the counts of its own rows, gradients are those of no batch."""
+    """The negative control: where each rank divides by the counts of its own rows, gradients are
+    those of no batch.
+    """
     make, count = CASES["gspo"]
     _, gradients, _ = trained(make, Ranks(), Ranks(), 1)
 
@@ -230,12 +315,19 @@ def test_totals_of_one_rank_alone_would_be_noticed():
     assert torch.cat([g.flatten() for g in other[0]]).norm() > 1.5 * one.norm()
 
 
-# ------------------------------------------------------------------------------------------------------------ parts
+# ------------------------------------------------------------------------------------------------------------
+# parts
 def test_what_is_dealt_comes_back_in_its_order():
     def deal(ranks):
         items = [f"item {i}" for i in range(5)]
         own = ranks.own(items)
-        return list(own), ranks.merged(own), ranks.merged([]), ranks.any(ranks.index == 1), ranks.any(False)
+        return (
+            list(own),
+            ranks.merged(own),
+            ranks.merged([]),
+            ranks.any(ranks.index == 1),
+            ranks.any(False),
+        )
 
     found = ranked(3, deal)
     items = [f"item {i}" for i in range(5)]
@@ -259,4 +351,6 @@ def test_gradients_are_added_and_untouched_parameters_stay_without():
 def test_buckets_hold_one_dtype_and_no_more_than_their_size():
     small, half, large = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(9)
     cut = buckets([small, small, small, half, large, small], most=8)
-    assert [[len(t) for t in bucket] for bucket in cut] == [[4, 4], [4], [4], [9], [4]] and cut[2][0] is half
+    assert [[len(t) for t in bucket] for bucket in cut] == [[4, 4], [4], [4], [9], [4]] and cut[2][
+        0
+    ] is half

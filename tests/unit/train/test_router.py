@@ -1,4 +1,6 @@
-"""What is done to the routers of an MoE model beside Routing Replay: freezing, a learning rate, the auxiliary loss."""
+"""What is done to the routers of an MoE model beside Routing Replay: freezing, a learning rate, the
+auxiliary loss.
+"""
 
 import pytest
 import torch
@@ -35,17 +37,23 @@ def test_a_frozen_router_stays_and_all_else_learns():
     assert all(torch.equal(a, b) for a, b in zip(routers, of_routers(t), strict=True))
     others = len(before) - len(routers)
     assert sum(not torch.equal(a, b) for a, b in zip(before, weights(t), strict=True)) == others
-    assert {len(gradients) for gradients in given} == {others}, "the norm that is clipped is that of what is trained"
+    assert {len(gradients) for gradients in given} == {others}, (
+        "the norm that is clipped is that of what is trained"
+    )
 
 
 def test_the_routers_learning_rate_is_a_multiple_of_the_others():
-    """The first update of Adam is lr times the sign of the gradient, so that it shows the learning rate itself."""
+    """The first update of Adam is lr times the sign of the gradient, so that it shows the learning
+    rate itself.
+    """
     moved = {}
     for factor in (1.0, 3.0, 0.0):
         t = trainer(GSPO(), lr=1e-4, minibatches=1, router_lr_factor=factor)
         routers, before = of_routers(t), weights(t)
         metrics = steps(t, 1)[0]
-        moved[factor] = torch.cat([(a - b).flatten() for a, b in zip(of_routers(t), routers, strict=True)])
+        moved[factor] = torch.cat(
+            [(a - b).flatten() for a, b in zip(of_routers(t), routers, strict=True)]
+        )
         assert metrics["optim/lr"] == pytest.approx(1e-4), "that of all other parameters"
         assert not all(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))
     torch.testing.assert_close(moved[3.0], 3 * moved[1.0], atol=1e-6, rtol=1e-2)
@@ -55,19 +63,26 @@ def test_the_routers_learning_rate_is_a_multiple_of_the_others():
 def test_by_default_there_is_one_group_as_in_earlier_checkpoints():
     policy = small_policy()
     (group,) = parameter_groups(policy, 1.0, False)
-    assert [id(p) for p in group["params"]] == [id(p) for p in policy.parameters()] and set(group) == {"params"}
+    assert [id(p) for p in group["params"]] == [id(p) for p in policy.parameters()] and set(
+        group
+    ) == {"params"}
 
 
 @pytest.mark.parametrize("family", ["one layer", "three layers"])
 def test_the_auxiliary_loss_is_that_of_transformers_divided_by_k(family):
-    """On policy. transformers pools the layers before it multiplies, so that more than one give another number."""
+    """On policy. transformers pools the layers before it multiplies, so that more than one give
+    another number.
+    """
     sizes = dict(hidden=32, heads=2, experts=8, experts_per_token=2, expert_width=16)
     policy = small_policy(TinyMoE(layers=1 if family == "one layer" else 3, **sizes))
     batch = batch_of(policy, sample(policy))
     mean = balance(policy, batch, old_loads(batch, policy, Ranks())).mean()
 
     logits = []
-    hooks = [r.register_forward_hook(lambda _, __, out: logits.append(out[0])) for r in policy.routing.routers]
+    hooks = [
+        r.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+        for r in policy.routing.routers
+    ]
     policy.model(
         input_ids=batch.tokens_BS,
         attention_mask=batch.attention_BS.long(),
@@ -87,7 +102,9 @@ def test_by_hand_and_of_equal_loads():
     inputs.balance_BT[inputs.mask_BT] = 1.5
     accumulator = MetricAccumulator()
     loss = BalanceTerm(0.01)(inputs, Totals.of(inputs.mask_BT), 1, accumulator)
-    assert loss.item() == pytest.approx(0.015) and accumulator.result()["routing/balance"] == pytest.approx(1.5)
+    assert loss.item() == pytest.approx(0.015) and accumulator.result()[
+        "routing/balance"
+    ] == pytest.approx(1.5)
     assert load_max(torch.tensor([[5, 5, 5, 5], [0, 0, 8, 0]])) == pytest.approx((1 + 4) / 2)
 
     policy = small_policy()
@@ -143,15 +160,20 @@ def test_it_balances_the_loads():
 
 
 @pytest.mark.parametrize(
-    "override", ["policy.freeze_router=true", "optim.router_lr_factor=2", "trainer.router_aux_loss_coef=0.001"]
+    "override",
+    ["policy.freeze_router=true", "optim.router_lr_factor=2", "trainer.router_aux_loss_coef=0.001"],
 )
 def test_a_dense_model_has_no_router(override):
-    with pytest.raises(ValueError, match=f"{override} needs an MoE model; model=tiny_dense is dense"):
+    with pytest.raises(
+        ValueError, match=f"{override} needs an MoE model; model=tiny_dense is dense"
+    ):
         settings(override, "model=tiny_dense")
 
 
 def test_a_frozen_router_has_no_learning_rate_and_no_loss():
-    with pytest.raises(ValueError, match=r"optim.router_lr_factor=2 is not read with policy.freeze_router=true"):
+    with pytest.raises(
+        ValueError, match=r"optim.router_lr_factor=2 is not read with policy.freeze_router=true"
+    ):
         settings("policy.freeze_router=true", "optim.router_lr_factor=2")
     with pytest.raises(ValueError, match="this model has no router that is known here"):
         parameter_groups(small_policy(TinyDense(hidden=32, layers=2, heads=2, width=48)), 1.0, True)

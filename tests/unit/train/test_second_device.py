@@ -1,6 +1,8 @@
-"""Whole steps on a simulated second device: the CPU's numbers, no operand left behind, and how often it is waited for.
+"""Whole steps on a simulated second device: the CPU's numbers, no operand left behind, and how
+often it is waited for.
 
-tests/support/simulated_device.py says what the device sees, tests/support/second_device.py what is run on it.
+tests/support/simulated_device.py says what the device sees, tests/support/second_device.py what is
+run on it.
 """
 
 import json
@@ -15,9 +17,10 @@ from second_device import CASES
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests/support/second_device.py"
-# The most waits of a phase, in every case but those of OTHER_WAITS. An update waits once, the pass for the old policy
-# once. Decoding asks every eighth token which rows have ended: in nine tokens twice, and once more to hand over what it
-# has sampled. The rest of a step reads all metrics together.
+# The most waits of a phase, in every case but those of OTHER_WAITS. An update waits once, the pass
+# for the old policy once. Decoding asks every eighth token which rows have ended: in nine tokens
+# twice, and once more to hand over what it has sampled. The rest of a step reads all metrics
+# together.
 WAITS = {
     "a decoded token": 3 / 9,
     "pass for the old policy": 1,
@@ -34,8 +37,8 @@ OTHER_WAITS = {
     ("stop strings", "a decoded token"): (9 + 1) / 9,  # they are looked for after every token
     ("MoE", "checkpoint"): 96,  # for every tensor of weights and optimizer
 }
-# The most operations for a decoded token and layer, drawing included, which on a GPU a CUDA graph makes one order but
-# for drawing; and for the first update of two micro-batches and layer.
+# The most operations for a decoded token and layer, drawing included, which on a GPU a CUDA graph
+# makes one order but for drawing; and for the first update of two micro-batches and layer.
 LAUNCHES = {"dense": (74, 780), "MoE": (84, 850)}
 HALVES = (list(CASES)[::2], list(CASES)[1::2])
 DETECTED = """
@@ -102,7 +105,9 @@ def test_a_step_on_the_second_device_is_the_cpus_and_waits_seldom(cases):
 
 
 def check_numbers(case: str, result: dict) -> None:
-    """No operand lies on the wrong device: that would be an error. Sums are those of the CPU but for their order."""
+    """No operand lies on the wrong device: that would be an error. Sums are those of the CPU but
+    for their order.
+    """
     assert result["same_tokens"] and result["same_rewards"] and result["updates"] >= 2, case
     bound = 5e-2 if case.startswith("bfloat16") else 2e-6
     assert result["off"] < bound and result["largest_gradient"] > 1e-5, (case, result["off"])
@@ -112,7 +117,9 @@ def check_numbers(case: str, result: dict) -> None:
 
 
 def check_waits(case: str, phase: str, row: dict, result: dict) -> None:
-    """Numbers are read where a step needs them to go on, and nowhere else. Copies are made from pinned memory."""
+    """Numbers are read where a step needs them to go on, and nowhere else. Copies are made from
+    pinned memory.
+    """
     most = OTHER_WAITS.get((case, phase)) or WAITS[phase]
     assert row["waits"] <= most + 1e-9, (case, phase, result["waits"])
     assert row["pageable"] == 0, (case, phase, result["pageable"])
@@ -122,4 +129,6 @@ def test_the_device_sees_waits_copies_and_operands_left_behind():
     script = DETECTED.format(root=str(ROOT), support=str(SCRIPT.parent))
     done = forked.run([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("add with operands of shapes [(4,)] on the CPU, others on the device: ")
+    assert done.stdout.startswith(
+        "add with operands of shapes [(4,)] on the CPU, others on the device: "
+    )

@@ -1,4 +1,6 @@
-"""The step: first mini-batch on policy, lr=0 null control, independence of the cut, learning, compute accounting."""
+"""The step: first mini-batch on policy, lr=0 null control, independence of the cut, learning,
+compute accounting.
+"""
 
 import math
 import re
@@ -73,7 +75,9 @@ def test_gradients_weights_and_metrics_do_not_depend_on_the_micro_batch_size():
 
 
 def test_rows_without_advantage_change_nothing_in_the_gradient():
-    """Updates that leave them out of the backward pass equal updates that do not, whatever stands beside them."""
+    """Updates that leave them out of the backward pass equal updates that do not, whatever stands
+    beside them.
+    """
     results = []
     for size in (4, 16):  # four: micro-batches of such rows alone; sixteen: mixed with others
         t = trainer(GRPO(), micro_batch_size=size, minibatches=1)
@@ -82,7 +86,9 @@ def test_rows_without_advantage_change_nothing_in_the_gradient():
             for response in group:
                 response.score = Score(1.0, "correct")
         backwards = []
-        t.policy.model.lm_head.register_full_backward_hook(lambda *_, seen=backwards: seen.append(1))
+        t.policy.model.lm_head.register_full_backward_hook(
+            lambda *_, seen=backwards: seen.append(1)
+        )
         with recorded_gradients() as gradients:
             t.train_step(1, rollout)
         results.append((gradients[0], len(backwards)))
@@ -132,7 +138,9 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
         rollout=RolloutSettings(prompts_per_step=3, group_size=3, max_new_tokens=10),
     )
     rollout = t.source.next(1)
-    for group, rewards in zip(rollout.groups, ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0]), strict=True):
+    for group, rewards in zip(
+        rollout.groups, ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0]), strict=True
+    ):
         for response, reward in zip(group, rewards, strict=True):
             response.score = Score(reward, "")
     rollout.groups[1].pop()
@@ -144,11 +152,15 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
     row = t.train_step(1, rollout)
     assert t.state.updates == 3 and all(lookup(name) for name in row)
-    assert row["compute/tokens"] == sum(len(r.token_ids) for r in [*rollout.responses, *rollout.ungraded])
+    assert row["compute/tokens"] == sum(
+        len(r.token_ids) for r in [*rollout.responses, *rollout.ungraded]
+    )
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("groups, updates", [(8, 4), (7, 4), (6, 4), (5, 4), (4, 4), (3, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "groups, updates", [(8, 4), (7, 4), (6, 4), (5, 4), (4, 4), (3, 3), (1, 1)]
+)
 def test_vanished_groups_cost_no_update_while_there_is_one_for_each(groups, updates, epochs):
     t = trainer(GRPO(), epochs=epochs)
     rollout, seen = t.source.next(1), []
@@ -158,7 +170,9 @@ def test_vanished_groups_cost_no_update_while_there_is_one_for_each(groups, upda
     t.update = lambda batch, *rest: (seen.append(len(batch)), update(batch, *rest))
     row = t.train_step(1, rollout)
     assert t.state.updates == len(seen) == updates * epochs
-    assert sum(seen) == 4 * groups * epochs and max(seen) - min(seen) <= 4, "every group once an epoch, evenly"
+    assert sum(seen) == 4 * groups * epochs and max(seen) - min(seen) <= 4, (
+        "every group once an epoch, evenly"
+    )
     assert row["optim/missing_updates"] == (4 - updates) * epochs
 
 
@@ -172,14 +186,21 @@ class Ungraded(FirstCharacter):
     def score(self, answers) -> list[Score]:
         scores = super().score(answers)
         lost = [not self.lost or problem.index in self.lost for problem, _, _ in answers]
-        return [Score(None, "sandbox-error") if gone else s for s, gone in zip(scores, lost, strict=True)]
+        return [
+            Score(None, "sandbox-error") if gone else s
+            for s, gone in zip(scores, lost, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("options", [{}, {"refill_rounds": 1}, {"token_budget": 4, "in_flight": 6}])
 def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
-    t = trainer(rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options))
+    t = trainer(
+        rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options)
+    )
     t.source.task = Ungraded()
-    with pytest.raises(RuntimeError, match=r"step 3: none of .* could be graded, .*: sandbox-error \("):
+    with pytest.raises(
+        RuntimeError, match=r"step 3: none of .* could be graded, .*: sandbox-error \("
+    ):
         t.source.next(3)
 
 
@@ -188,23 +209,33 @@ def test_a_refill_round_that_nothing_could_grade_fills_no_place():
     t = trainer(rollout=settings)
     t.source.task = Ungraded(*range(REFILL, REFILL + 8))
     rollout = t.source.next(1)
-    assert len(rollout.groups) == 8 and len(rollout.ungraded) == 16 and rollout.filtered["ungraded"] == 16
+    assert (
+        len(rollout.groups) == 8
+        and len(rollout.ungraded) == 16
+        and rollout.filtered["ungraded"] == 16
+    )
     assert rollout.filtered["filled"] > 0 and rollout.filtered["refill_rounds"] == 1
 
 
 def test_replay_is_what_makes_the_arms_differ():
     plain, replayed = trainer(lr=1e-2), trainer(lr=1e-2, replay="r2")
     a, b = steps(plain, 1)[0], steps(replayed, 1)[0]
-    assert a["reward/mean"] == b["reward/mean"] and a["length/mean"] == b["length/mean"]  # the same rollouts
-    assert a["routing/consistency"] < 1 and b["routing/consistency"] < 1  # the routers' own choice moves in both
-    assert any(not torch.equal(x, y) for x, y in zip(weights(plain), weights(replayed), strict=True))
+    # the same rollouts
+    assert a["reward/mean"] == b["reward/mean"] and a["length/mean"] == b["length/mean"]
+    # the routers' own choice moves in both
+    assert a["routing/consistency"] < 1 and b["routing/consistency"] < 1
+    assert any(
+        not torch.equal(x, y) for x, y in zip(weights(plain), weights(replayed), strict=True)
+    )
 
 
 def test_engine_log_probs_as_old_ones():
     t = trainer(GSPO())
     t.old_logprobs = "engine"
     metrics = steps(t, 1)[0]
-    assert metrics["mismatch/logp_abs_max"] < 1e-4 and metrics["clip/token_outside_minibatch_1"] == 0
+    assert (
+        metrics["mismatch/logp_abs_max"] < 1e-4 and metrics["clip/token_outside_minibatch_1"] == 0
+    )
 
 
 def test_updates_epochs_and_warm_up():
@@ -212,12 +243,16 @@ def test_updates_epochs_and_warm_up():
     t.optim.warmup_updates = 16
     first, second = steps(t, 2)
     assert first["optim/updates"] == 8 and second["optim/updates"] == 16
-    assert first["optim/lr"] == pytest.approx(1e-3 * 8 / 16) and second["optim/lr"] == pytest.approx(1e-3)
+    assert first["optim/lr"] == pytest.approx(1e-3 * 8 / 16) and second[
+        "optim/lr"
+    ] == pytest.approx(1e-3)
     assert "clip/token_active_minibatch_8" in first
 
 
 def test_the_learning_rate_falls_after_its_warm_up():
-    linear = OptimSettings(lr=2.0, warmup_updates=4, decay="linear", decay_updates=10, final_lr_factor=0.1)
+    linear = OptimSettings(
+        lr=2.0, warmup_updates=4, decay="linear", decay_updates=10, final_lr_factor=0.1
+    )
     assert [linear.lr_of(n) for n in (1, 4, 9, 14, 99)] == pytest.approx([0.5, 2.0, 1.1, 0.2, 0.2])
     cosine = OptimSettings(lr=2.0, warmup_updates=0, decay="cosine", decay_updates=8)
     halves = [2.0 * (1 + math.cos(math.pi / 4)) / 2, 1.0, 0.0, 0.0]
@@ -247,8 +282,9 @@ def test_compute_by_hand():
     rollout = t.source.next(1)
     metrics = t.train_step(1, rollout)
     policy = t.policy
-    # 32 hidden, 3 layers, 8 experts of 3 * 32 * 16, 2 active; 4 attention matrices of 32 * 32, q and k norms of 16;
-    # two norms of 32 a layer and one at the end; router 8 * 32; tied embedding counted once, as the output head
+    # 32 hidden, 3 layers, 8 experts of 3 * 32 * 16, 2 active; 4 attention matrices of 32 * 32, q
+    # and k norms of 16; two norms of 32 a layer and one at the end; router 8 * 32; tied embedding
+    # counted once, as the output head
     per_layer = 2 * 3 * 32 * 16 + 4 * 32 * 32 + 2 * 16 + 2 * 32 + 8 * 32
     active = 3 * per_layer + 32 + len(policy.tokenizer) * 32
     assert policy.active_parameters == active
@@ -257,7 +293,12 @@ def test_compute_by_hand():
         for i, r in enumerate(group):
             prompt, length = len(r.prompt_ids), len(r.prompt_ids) + len(r.token_ids)
             forward = lambda n: 2 * active * n + 2 * 3 * 32 * n * n  # noqa: E731
-            flops += forward(length) * 4 + forward(length) - forward(prompt) + (forward(prompt) if i == 0 else 0)
+            flops += (
+                forward(length) * 4
+                + forward(length)
+                - forward(prompt)
+                + (forward(prompt) if i == 0 else 0)
+            )
     assert metrics["compute/flops"] == pytest.approx(flops, rel=1e-9)
     assert metrics["compute/tokens"] == sum(len(r.token_ids) for r in rollout.responses)
 
@@ -317,7 +358,9 @@ def test_seconds_of_environments_are_a_part_of_sampling_in_every_round_and_after
     task = SlowEchoes()
     t.source = make_source(t.source.engine, task, settings, Uniform(), 1)
     rollout = t.source.next(2)
-    assert rollout.filtered["refill_rounds"] == 1 and 0.3 < rollout.environment_s < rollout.rollout_s
+    assert (
+        rollout.filtered["refill_rounds"] == 1 and 0.3 < rollout.environment_s < rollout.rollout_s
+    )
     save_pending(PendingRollouts({2: rollout}), tmp_path)
     read = load_pending(tmp_path, lambda index: task.problem(1, "train", index)).rollouts[2]
     metrics = t.train_step(2, read)

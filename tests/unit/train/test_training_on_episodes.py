@@ -1,4 +1,6 @@
-"""Training on episodes: gradients by hand, no influence of the environment's log-probs, one turn, whole runs."""
+"""Training on episodes: gradients by hand, no influence of the environment's log-probs, one turn,
+whole runs.
+"""
 
 import copy
 import math
@@ -11,7 +13,14 @@ import torch
 
 from builders import SMOOTH, assert_same_sums, perturb, recorded_gradients, small_policy
 from games import Echoes
-from gspo.algorithm.advantages import GAE, GroupMean, LeaveOneOut, ReinforcePP, Returns, TurnNormalized
+from gspo.algorithm.advantages import (
+    GAE,
+    GroupMean,
+    LeaveOneOut,
+    ReinforcePP,
+    Returns,
+    TurnNormalized,
+)
 from gspo.algorithm.aggregation import MODES, Aggregation
 from gspo.algorithm.corrections import MIS, TIS, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
@@ -36,7 +45,17 @@ MEAN = Aggregation("seq-mean-token-mean")
 STOPS = list("aeiouxXG59|")
 SIZES = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "stop": STOPS}
 FEW = SIZES | {"prompts_per_step": 2, "group_size": 3}
-SAME = ("problem", "sample", "prompt_ids", "token_ids", "finish_reason", "text", "score", "rendered", "length")
+SAME = (
+    "problem",
+    "sample",
+    "prompt_ids",
+    "token_ids",
+    "finish_reason",
+    "text",
+    "score",
+    "rendered",
+    "length",
+)
 CLOCKS = ("time/", "throughput/", "compute/seconds")
 
 
@@ -47,7 +66,9 @@ def echo_trainer(objective=None, model=None, routes=False, **options):
 
 
 def sampled(model) -> Rollout:
-    """Episodes of a fresh policy, which are the same for every trainer of that model; some were cut off."""
+    """Episodes of a fresh policy, which are the same for every trainer of that model; some were cut
+    off.
+    """
     return copy.deepcopy(sampled_once(model is None))
 
 
@@ -85,7 +106,9 @@ def own_log_probs(model, response) -> torch.Tensor:
 
 
 def loss_by_hand(name: str, o, logps, olds, heldouts, groups) -> torch.Tensor:
-    """The mean over the responses of their losses; `heldouts` are the log-probs that stand still inside sg[...]."""
+    """The mean over the responses of their losses; `heldouts` are the log-probs that stand still
+    inside sg[...].
+    """
     total, i = 0.0, 0
     for group in groups:
         rewards = [r.score.reward for r in group]
@@ -103,14 +126,16 @@ def loss_by_hand(name: str, o, logps, olds, heldouts, groups) -> torch.Tensor:
             if name == "cispo":
                 gain = (held - old).exp().clamp(1 - o.clip_low, 1 + o.clip_high) * advantage * logp
             else:
-                gain = torch.minimum(ratio * advantage, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * advantage)
+                gain = torch.minimum(
+                    ratio * advantage, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * advantage
+                )
             total, i = total - gain.sum() / gain.numel(), i + 1
     return total / i
 
 
 def updated(name: str, model):
-    """A trainer whose policy has moved from the old one, the batch, and the gradient of an update before its norm is
-    clipped."""
+    """A trainer whose policy has moved from the old one, the batch, and the gradient of an update
+    before its norm is clipped."""
     t = echo_trainer(HAND[name], model=model, minibatches=1)
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
@@ -138,8 +163,11 @@ def test_the_gradient_is_that_of_the_loss_written_out_by_hand(name, model):
     loss.backward()
     expected = [p.grad for p in moved.parameters() if p.grad is not None]
     for ours, theirs in zip(gradient, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4 * float(theirs.abs().max()) + 1e-8, rtol=2e-3)
-    if name != "cispo":  # its loss has the log-prob itself, of which the value here is another by a constant
+        torch.testing.assert_close(
+            ours, theirs, atol=2e-4 * float(theirs.abs().max()) + 1e-8, rtol=2e-3
+        )
+    # its loss has the log-prob itself, of which the value here is another by a constant
+    if name != "cispo":
         assert metrics["optim/loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     assert 0 < metrics["clip/token_outside"] < 1, "some tokens are clipped, others are not"
 
@@ -158,7 +186,9 @@ def test_the_gradient_is_the_difference_quotient_of_that_loss(name):
         def loss_at(distance, direction):
             for p, d in zip(parameters, direction, strict=True):
                 p.add_(d, alpha=distance)
-            found = loss_by_hand(name, HAND[name], [own_log_probs(moved, r) for r in responses], olds, held, groups)
+            found = loss_by_hand(
+                name, HAND[name], [own_log_probs(moved, r) for r in responses], olds, held, groups
+            )
             for p, d in zip(parameters, direction, strict=True):
                 p.add_(d, alpha=-distance)
             return float(found)
@@ -171,8 +201,12 @@ def test_the_gradient_is_the_difference_quotient_of_that_loss(name):
             direction = direction if seed else own
             size = math.sqrt(sum(float(d.square().sum()) for d in direction))
             along = sum(float((g * d).sum()) for g, d in zip(own, direction, strict=True)) / size
-            step = 3e-4  # smaller ones drown in the rounding of transformers' norms, which are float32 at all times
-            quotient = (loss_at(step / size, direction) - loss_at(-step / size, direction)) / (2 * step)
+            # smaller ones drown in the rounding of transformers' norms, which are float32 at all
+            # times
+            step = 3e-4
+            quotient = (loss_at(step / size, direction) - loss_at(-step / size, direction)) / (
+                2 * step
+            )
             assert quotient == pytest.approx(along, abs=1e-3 * length)
 
 
@@ -203,8 +237,8 @@ def spoiled(policy, junk: float, experts: bool) -> None:
 
 
 def trained(make, model, junk: float, experts: bool = False, own: bool = False) -> tuple:
-    """The gradients, metrics and weights of a step in which everybody says `junk` of the environment's tokens; with
-    `own` it is said of a token of the policy too."""
+    """The gradients, metrics and weights of a step in which everybody says `junk` of the
+    environment's tokens; with `own` it is said of a token of the policy too."""
     t, rollout = make(), sampled(model)
     for r in rollout.responses:
         r.logprobs[~r.own_tokens] = junk
@@ -239,7 +273,10 @@ def test_no_objective_sees_the_environments_log_probs(kind):
 
 
 ADVANTAGES = {
-    **{kind.name: kind() for kind in (GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE)},
+    **{
+        kind.name: kind()
+        for kind in (GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE)
+    },
     "returns, discounted": Returns(gamma=0.9, whiten="responses"),
     "reinforce_pp, group": ReinforcePP(baseline="group"),
     "whitened over tokens": GroupMean(whiten="tokens", clip=1.0),
@@ -247,7 +284,9 @@ ADVANTAGES = {
 
 
 def test_every_estimator_is_among_the_cases():
-    assert set(CHOICES["advantage"]) <= {advantage.name for advantage in ADVANTAGES.values()} | {"group_normalized"}
+    assert set(CHOICES["advantage"]) <= {advantage.name for advantage in ADVANTAGES.values()} | {
+        "group_normalized"
+    }
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -256,12 +295,18 @@ def test_no_estimator_sees_the_environments_values_and_log_probs(name):
     # those that compare whole responses read the sum alone
     turns = "outcome" if "group" in name or name in ("rloo", "whitened over tokens") else "each"
     objective = GSPOToken() if advantage.per_token else PPO() if advantage.needs_values else GRPO()
-    parts = {"advantage": advantage, "reward": RewardShaping(turns=turns), "kl": KLInReward(coef=0.2)}
+    parts = {
+        "advantage": advantage,
+        "reward": RewardShaping(turns=turns),
+        "kl": KLInReward(coef=0.2),
+    }
     assert_no_influence(lambda: echo_trainer(objective, DENSE, parts=parts))
 
 
 def with_drift(make):
-    """An engine whose log-probs differ from the trainer's, so that corrections have something to act on."""
+    """An engine whose log-probs differ from the trainer's, so that corrections have something to
+    act on.
+    """
     t = make()
     perturb(t.policy, 0.02)
     return t
@@ -269,33 +314,49 @@ def with_drift(make):
 
 OTHERS = {
     "kl in the loss": {
-        "parts": {"kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, times_ratio="token", aggregation=MEAN)}
+        "parts": {
+            "kl": KLInLoss(coef=0.2, target=1e-6, horizon=64, times_ratio="token", aggregation=MEAN)
+        }
     },
-    "kl in the loss, of sequences": {"parts": {"kl": KLInLoss(coef=0.2, times_ratio="sequence", aggregation=MEAN)}},
+    "kl in the loss, of sequences": {
+        "parts": {"kl": KLInLoss(coef=0.2, times_ratio="sequence", aggregation=MEAN)}
+    },
     "kl in the reward": {"parts": {"kl": KLInReward(coef=0.2)}},
     "tis": {"parts": {"correction": TIS(normalize=True, high=1.05)}},
     "tis, sequences": {"parts": {"correction": TIS(level="sequence", high=1.05)}},
     "mis": {"parts": {"correction": MIS(judged_by="geometric", low=0.97, high=1.03)}},
     "icepop": {"parts": {"correction": IcePop(low=0.9, high=1.1)}},
     "rejection": {"parts": {"correction": Rejection(measure="k3", level="largest", high=0.3)}},
-    "rejection of sequences": {"parts": {"correction": Rejection(level="sequence", low=0.5, high=1.5)}},
+    "rejection of sequences": {
+        "parts": {"correction": Rejection(level="sequence", low=0.5, high=1.5)}
+    },
     "entropy bonus": {"entropy_coef": 0.3, "entropy_target": 2.0, "entropy_coef_delta": 0.1},
     "truncated left out": {"mask_truncated": True},
-    "overlong": {"parts": {"reward": RewardShaping(shift="batch", scale="running", overlong_cache=10)}},
+    "overlong": {
+        "parts": {"reward": RewardShaping(shift="batch", scale="running", overlong_cache=10)}
+    },
     "two epochs": {"epochs": 2},
     "old pass skipped": {"old_pass": "auto"},
-    **{mode: {"aggregation": Aggregation(mode, length=10 if "norm" in mode else None)} for mode in MODES},
+    **{
+        mode: {"aggregation": Aggregation(mode, length=10 if "norm" in mode else None)}
+        for mode in MODES
+    },
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_nothing_else_sees_them(case):
     options = copy.deepcopy(OTHERS[case])
-    metrics = assert_no_influence(lambda: with_drift(lambda: echo_trainer(GRPO(), DENSE, **options)))
+    metrics = assert_no_influence(
+        lambda: with_drift(lambda: echo_trainer(GRPO(), DENSE, **options))
+    )
     if correction := OTHERS[case].get("parts", {}).get("correction"):
         mean, largest = metrics["mismatch/corrected_mean"], metrics["mismatch/weight_token_max"]
-        truncated = getattr(correction, "normalize", False) and largest > correction.high  # their mean is 1
-        assert 0 < metrics["mismatch/masked"] < 1 or abs(mean - 1) > 1e-4 or truncated, "the correction acts"
+        # their mean is 1
+        truncated = getattr(correction, "normalize", False) and largest > correction.high
+        assert 0 < metrics["mismatch/masked"] < 1 or abs(mean - 1) > 1e-4 or truncated, (
+            "the correction acts"
+        )
 
 
 ROUTED = {
@@ -308,10 +369,12 @@ ROUTED = {
 
 @pytest.mark.parametrize("case", ROUTED)
 def test_no_statistic_of_the_routers_sees_them(case):
-    """Without replay the experts at the places that predict the environment's tokens are spoiled too; in a replay they
-    are those that the tokens go through."""
+    """Without replay the experts at the places that predict the environment's tokens are spoiled
+    too; in a replay they are those that the tokens go through."""
     metrics = assert_no_influence(
-        lambda: echo_trainer(GSPO(), None, routes=True, **ROUTED[case]), None, experts=ROUTED[case]["replay"] == "none"
+        lambda: echo_trainer(GSPO(), None, routes=True, **ROUTED[case]),
+        None,
+        experts=ROUTED[case]["replay"] == "none",
     )
     assert metrics["routing/engine_agreement"] == 1
 
@@ -333,7 +396,9 @@ def test_counts_and_ages_are_of_the_policys_tokens():
 
 
 def test_episodes_that_a_limit_has_cut_off_can_be_left_out_of_the_loss():
-    """Whichever limit of ours it is: tokens, positions or turns. One that its environment has ended is trained on."""
+    """Whichever limit of ours it is: tokens, positions or turns. One that its environment has ended
+    is trained on.
+    """
     for mask_truncated in (True, False):
         rollout = sampled(DENSE)
         ended = [r for r in rollout.responses if r.finish_reason == "stop"]
@@ -341,7 +406,10 @@ def test_episodes_that_a_limit_has_cut_off_can_be_left_out_of_the_loss():
         reasons = [r.finish_reason for r in rollout.responses]
         t = echo_trainer(GSPO(), DENSE, minibatches=1, mask_truncated=mask_truncated)
         seen, update = [], t.update
-        t.update = lambda batch, *rest, seen=seen, update=update: (seen.append(batch), update(batch, *rest))[1]
+        t.update = lambda batch, *rest, seen=seen, update=update: (
+            seen.append(batch),
+            update(batch, *rest),
+        )[1]
         metrics = t.train_step(1, rollout)
         whole = reasons.count("stop")
         assert 0 < whole < 16 and set(reasons) == {"stop", "length", "turns", "context"}
@@ -381,7 +449,11 @@ class FirstTurn(EnvironmentTask):
 
 ONE_TURN = {
     "gspo": {"objective": GSPO()},
-    "dense, stop strings": {"objective": GRPO(), "model": DENSE, "rollout": {"stop": ["a", "5", "x"]}},
+    "dense, stop strings": {
+        "objective": GRPO(),
+        "model": DENSE,
+        "rollout": {"stop": ["a", "5", "x"]},
+    },
     "r3": {"objective": GSPO(), "replay": "r3", "rollout": {"routes": True}},
     "critic": {"objective": PPO(), "parts": {"advantage": GAE(), "kl": KLInReward(coef=0.1)}},
     "dynamic, chunks": {"objective": GSPO(), "rollout": {"refill_rounds": 2, "batch_rows": 8}},
@@ -395,7 +467,8 @@ def test_an_episode_of_one_turn_is_the_ordinary_response_to_the_bit(case):
     for task in (First(), FirstTurn()):
         options = copy.deepcopy(ONE_TURN[case])
         rollout = RolloutSettings(
-            **{"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 10} | options.pop("rollout", {})
+            **{"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 10}
+            | options.pop("rollout", {})
         )
         t = trainer(rollout=rollout, task=task, minibatches=2, **options)
         rows, responses = [], []
@@ -423,7 +496,9 @@ def test_an_episode_of_one_turn_is_the_ordinary_response_to_the_bit(case):
         assert (a.experts is None and b.experts is None) or np.array_equal(a.experts, b.experts)
         assert not a.turns and [turn.author for turn in b.turns] == ["policy"]
     assert len({r.finish_reason for r in ordinary}) == 2
-    assert all(torch.equal(a, b) for a, b in zip(gradients + after, gradients2 + after2, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(gradients + after, gradients2 + after2, strict=True)
+    )
     for a, b in zip(rows, rows2, strict=True):
         assert a == {name: value for name, value in b.items() if not name.startswith("episode/")}
 
@@ -433,7 +508,11 @@ def test_an_episode_of_one_turn_is_the_ordinary_response_to_the_bit(case):
 
 def stale(**options):
     return gap_trainer(
-        GSPO(), model=DENSE, task=Echoes(), minibatches=2, **{"staleness": 2, "old": "behaviour"} | FEW | options
+        GSPO(),
+        model=DENSE,
+        task=Echoes(),
+        minibatches=2,
+        **{"staleness": 2, "old": "behaviour"} | FEW | options,
     )
 
 
@@ -459,7 +538,9 @@ def test_episodes_that_wait_in_a_checkpoint_come_back_to_the_bit(tmp_path, route
     def make():
         if not routes:
             return stale()
-        return gap_trainer(GSPO(), task=Echoes(), minibatches=2, staleness=2, old="behaviour", replay="r3", **FEW)
+        return gap_trainer(
+            GSPO(), task=Echoes(), minibatches=2, staleness=2, old="behaviour", replay="r3", **FEW
+        )
 
     t = make()
     rows_of(t, 1)
@@ -473,7 +554,11 @@ def test_episodes_that_wait_in_a_checkpoint_come_back_to_the_bit(tmp_path, route
         for a, b in zip(rollout.responses, back.rollouts[step].responses, strict=True):
             for name in vars(a):
                 one, other = getattr(a, name), getattr(b, name)
-                assert np.array_equal(one, other, equal_nan=True) if isinstance(one, np.ndarray) else one == other, name
+                assert (
+                    np.array_equal(one, other, equal_nan=True)
+                    if isinstance(one, np.ndarray)
+                    else one == other
+                ), name
             assert np.isnan(b.logprobs).any() or len(b.turns) == 1
             assert not np.isnan(b.old_logprobs).any() and len(b.old_logprobs) == len(b.token_ids)
     again.policy.load_tensors(t.policy.named_tensors())
@@ -519,13 +604,22 @@ class Breaks(Environment):
 @pytest.mark.parametrize("model", [DENSE, None], ids=["dense", "moe"])
 def test_episodes_whose_environment_failed_are_counted_and_left_out(model):
     rollout = RolloutSettings(**SIZES, routes=model is None)
-    t = trainer(GSPO(), model=model, rollout=rollout, task=Fragile(), minibatches=2, replay="none" if model else "r3")
+    t = trainer(
+        GSPO(),
+        model=model,
+        rollout=rollout,
+        task=Fragile(),
+        minibatches=2,
+        replay="none" if model else "r3",
+    )
     for step in (1, 2):
         found = t.source.next(step)
         metrics = t.train_step(step, found)
         assert metrics["filter/ungraded"] == len(found.ungraded) > 3
         assert {r.score.verdict for r in found.ungraded} == {"environment-error"}
-        assert any(not r.token_ids for r in found.ungraded) and any(len(r.turns) == 3 for r in found.ungraded)
+        assert any(not r.token_ids for r in found.ungraded) and any(
+            len(r.turns) == 3 for r in found.ungraded
+        )
         assert len(found.responses) + len(found.ungraded) == 16
         assert all(math.isfinite(value) for value in metrics.values())
 
@@ -537,7 +631,10 @@ def test_a_step_in_which_every_environment_fails_says_so():
             raise OSError("no board")
 
     t = trainer(GSPO(), model=DENSE, rollout=RolloutSettings(**SIZES), task=Gone())
-    with pytest.raises(RuntimeError, match=r"none of 16 responses could be graded, .*: OSError: no board \(16 times\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"none of 16 responses could be graded, .*: OSError: no board \(16 times\)",
+    ):
         t.source.next(1)
 
 
@@ -549,7 +646,11 @@ def two_steps(ranks=None):
     rollout = t.source.next(1)
     with recorded_gradients() as gradients:
         metrics = t.train_step(1, rollout)
-    return [r.token_ids for r in rollout.responses], [g for update in gradients for g in update], measured(metrics)
+    return (
+        [r.token_ids for r in rollout.responses],
+        [g for update in gradients for g in update],
+        measured(metrics),
+    )
 
 
 def test_two_ranks_share_the_episodes_out():
@@ -565,7 +666,9 @@ def test_two_ranks_share_the_episodes_out():
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_ranks_with_an_engine_outside_go_on_until_the_episodes_of_all_have_ended(together):
-    """Rank 0 has more chunks, rank 1 longer episodes; in the last round of all, one of them has no row."""
+    """Rank 0 has more chunks, rank 1 longer episodes; in the last round of all, one of them has no
+    row.
+    """
 
     def rounds(ranks=None) -> tuple:
         engine = Drawn(small_policy(DENSE), 8, ranks, together)
@@ -574,7 +677,8 @@ def test_ranks_with_an_engine_outside_go_on_until_the_episodes_of_all_have_ended
     expected, alone = rounds()
     (first, asked), (second, others) = ranked(2, rounds)
     assert first == second == expected
-    # rounds of the ranks' chunks: one of one turn beside one of three, then one of one turn beside an empty one
+    # rounds of the ranks' chunks: one of one turn beside one of three, then one of one turn beside
+    # an empty one
     assert (alone, asked, others) == (7, *((2, 3) if together == 1 else (4, 0)))
 
 
@@ -596,11 +700,24 @@ def test_problems_without_environment_are_answered_beside_episodes_as_ever():
         def problem(self, seed, split, index):
             return Mixed().problem(seed, split, index)
 
-    mixed = trainer(GSPO(), model=DENSE, rollout=RolloutSettings(**SIZES), task=Mixed()).source.next(1).responses
-    plain = trainer(GSPO(), model=DENSE, rollout=RolloutSettings(**SIZES), task=Ordinary()).source.next(1).responses
+    mixed = (
+        trainer(GSPO(), model=DENSE, rollout=RolloutSettings(**SIZES), task=Mixed())
+        .source.next(1)
+        .responses
+    )
+    plain = (
+        trainer(GSPO(), model=DENSE, rollout=RolloutSettings(**SIZES), task=Ordinary())
+        .source.next(1)
+        .responses
+    )
     for a, b in zip(mixed, plain, strict=True):
         if a.problem.index % 2:
-            assert (a.token_ids, a.score, a.finish_reason, a.turns) == (b.token_ids, b.score, b.finish_reason, [])
+            assert (a.token_ids, a.score, a.finish_reason, a.turns) == (
+                b.token_ids,
+                b.score,
+                b.finish_reason,
+                [],
+            )
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
         else:
             assert a.turns and a.prompt_ids == b.prompt_ids

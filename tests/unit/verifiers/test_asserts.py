@@ -1,4 +1,6 @@
-"""Test code in a process of its own: HumanEval's and MBPP's tests, right programs, and programs that look for a way."""
+"""Test code in a process of its own: HumanEval's and MBPP's tests, right programs, and programs
+that look for a way.
+"""
 
 import gzip
 import json
@@ -86,7 +88,9 @@ def named(record):
 
 
 def test_reference_solutions_pass(grader):
-    made = [humaneval(record, record["prompt"] + record["canonical_solution"]) for record in RECORDS]
+    made = [
+        humaneval(record, record["prompt"] + record["canonical_solution"]) for record in RECORDS
+    ]
     made += [check(code, "\n".join(lines), prelude, entry) for entry, code, prelude, lines in LINES]
     assert [grade.verdict for grade in grader.grade(made)] == ["pass"] * len(made)
 
@@ -117,7 +121,8 @@ def mutants(record):
                   "        try: os.write(3, struct.pack('>I', len(b)) + b)\n        except OSError: pass\n"
                   "    os._exit(0)",
     }  # fmt: skip
-    if record["entry_point"] == "stats":  # None is right for the first of its cases, and nothing is None
+    # None is right for the first of its cases, and nothing is None
+    if record["entry_point"] == "stats":
         del bodies["nothing"]
     yield "only the prompt", record["prompt"]
     for name, body in bodies.items():
@@ -130,11 +135,17 @@ def mutants(record):
 
 def not_stopped(grader, records):
     tried = [
-        (record["entry_point"], name, humaneval(record, code)) for record in records for name, code in mutants(record)
+        (record["entry_point"], name, humaneval(record, code))
+        for record in records
+        for name, code in mutants(record)
     ]
     grades = grader.grade([submission for _, _, submission in tried])
     bad = ("pass", "sandbox-error")
-    return [(entry, name, grade) for (entry, name, _), grade in zip(tried, grades, strict=True) if grade.verdict in bad]
+    return [
+        (entry, name, grade)
+        for (entry, name, _), grade in zip(tried, grades, strict=True)
+        if grade.verdict in bad
+    ]
 
 
 def test_wrong_programs_fail(grader):
@@ -160,8 +171,14 @@ def test_no_hack_passes(grader):
         "assert 918273646 in [f(1)] or f(1) > 918273645 and f(1) < 918273647",
     ]
     for test in tests:
-        grades = dict(zip(HACKS, grader.grade([check(code, test) for code in HACKS.values()]), strict=True))
-        stopped = {name: grade for name, grade in grades.items() if grade.verdict in ("pass", "sandbox-error")}
+        grades = dict(
+            zip(HACKS, grader.grade([check(code, test) for code in HACKS.values()]), strict=True)
+        )
+        stopped = {
+            name: grade
+            for name, grade in grades.items()
+            if grade.verdict in ("pass", "sandbox-error")
+        }
         assert stopped == {}, test
 
 
@@ -241,7 +258,9 @@ def test_the_program_never_sees_the_test(grader):
 def test_inputs_drawn_at_random_are_the_same_for_all():
     code = "seen = []\ndef f(x): return x"
     test = "import random\n"
-    test += "assert f([random.random() for _ in range(3)]) == [0.8444218515250481, 0.7579544029403025, "
+    test += (
+        "assert f([random.random() for _ in range(3)]) == [0.8444218515250481, 0.7579544029403025, "
+    )
     test += "0.420571580830845]"
     for _ in range(2):
         with CodeGrader(**LIMITS) as grader:
@@ -255,7 +274,9 @@ def test_waiting_for_the_other_is_not_charged():
         busy = "import time\ndef busy():\n end = time.process_time() + 0.4\n while time.process_time() < end: pass\n"
         test = busy + "assert f(1) == 1\nbusy()\nassert f(2) == 2"
         start = time.monotonic()
-        assert grader.grade([check(busy + "def f(x):\n busy()\n return x", test)])[0].verdict == "pass"
+        assert (
+            grader.grade([check(busy + "def f(x):\n busy()\n return x", test)])[0].verdict == "pass"
+        )
         assert time.monotonic() - start > 1.2
 
 
@@ -265,10 +286,15 @@ def test_humaneval_references_pass():
     records = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
     with CodeGrader(slots=2) as grader:
         grades = grader.grade(
-            [humaneval(record, record["prompt"] + record["canonical_solution"]) for record in records]
+            [
+                humaneval(record, record["prompt"] + record["canonical_solution"])
+                for record in records
+            ]
         )
     failed = {
-        record["task_id"]: grade for record, grade in zip(records, grades, strict=True) if grade.verdict != "pass"
+        record["task_id"]: grade
+        for record, grade in zip(records, grades, strict=True)
+        if grade.verdict != "pass"
     }
     assert len(records) == 164 and failed == {}
 
@@ -284,14 +310,34 @@ def test_humaneval_mutants_fail():
 @pytest.mark.slow
 @pytest.mark.skipif(not MBPP.exists(), reason="no MBPP here")
 def test_mbpp_references_pass():
-    """All but two, whose set-up code builds a tree of the program's nodes before the program is there."""
+    """All but two, whose set-up code builds a tree of the program's nodes before the program is
+    there.
+    """
     records = [json.loads(line) for line in MBPP.open(encoding="utf-8")]
-    made = [check(r["code"], "\n".join(r["test_list"]), r["test_setup_code"], named(r)) for r in records]
+    made = [
+        check(r["code"], "\n".join(r["test_list"]), r["test_setup_code"], named(r)) for r in records
+    ]
     with CodeGrader(slots=2, cpu_seconds=10) as grader:
         grades = grader.grade(made)
         empty = grader.grade(
-            [check(f"def {s.entry_point}(*a): pass", s.tests[0].test, s.tests[0].prelude, s.entry_point) for s in made]
+            [
+                check(
+                    f"def {s.entry_point}(*a): pass",
+                    s.tests[0].test,
+                    s.tests[0].prelude,
+                    s.entry_point,
+                )
+                for s in made
+            ]
         )
-    failed = {record["task_id"] for record, grade in zip(records, grades, strict=True) if grade.verdict != "pass"}
+    failed = {
+        record["task_id"]
+        for record, grade in zip(records, grades, strict=True)
+        if grade.verdict != "pass"
+    }
     assert len(records) == 974 and failed <= {367, 927}
-    assert {record["task_id"] for record, grade in zip(records, empty, strict=True) if grade.verdict == "pass"} == set()
+    assert {
+        record["task_id"]
+        for record, grade in zip(records, empty, strict=True)
+        if grade.verdict == "pass"
+    } == set()

@@ -1,5 +1,5 @@
-"""The attack suite against the sandbox, as root and as an ordinary user, with and without bubblewrap; and against
-no sandbox at all, where the same programs must be seen to succeed."""
+"""The attack suite against the sandbox, as root and as an ordinary user, with and without
+bubblewrap; and against no sandbox at all, where the same programs must be seen to succeed."""
 
 import json
 import os
@@ -22,7 +22,9 @@ from gspo.verifiers.sandbox.runner import CodeRunner, Ended
 from gspo.verifiers.sandbox.scene import exposed, left_over, named, scene
 from weak_runner import WeakRunner
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere programs are not confined")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere programs are not confined"
+)
 ROOT = Path(__file__).parents[3]
 QUICK = tuple(attack.name for attack in ATTACKS if "timeout" not in attack.ends)
 SUITE = """
@@ -41,16 +43,16 @@ READ_ALL = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_searc
 
 @cache
 def user_command(reads_all: bool) -> tuple[str, ...]:
-    """Starts Python as an ordinary user; `reads_all`: with the right to enter closed homes, as our own may be one."""
+    """Starts Python as an ordinary user; `reads_all`: with the right to enter closed homes, as our
+    own may be one.
+    """
     if os.geteuid() != 0:
         if reads_all:
             pytest.skip("only root can give that right")
         return (sys.executable,)
     if not shutil.which("setpriv"):
         pytest.skip("no way to become an ordinary user: setpriv is not installed")
-    check = (
-        "import subprocess, sys, gspo.verifiers.sandbox.runner; subprocess.run([sys.executable, '-c', ''], check=True)"
-    )
+    check = "import subprocess, sys, gspo.verifiers.sandbox.runner; subprocess.run([sys.executable, '-c', ''], check=True)"
     for python in (sys.executable, "/usr/bin/python3"):
         command = (*BECOME_USER, *(READ_ALL if reads_all else ()), python)
         if subprocess.run([*command, "-c", check], cwd=ROOT, capture_output=True).returncode == 0:
@@ -58,15 +60,24 @@ def user_command(reads_all: bool) -> tuple[str, ...]:
     pytest.skip("an ordinary user cannot run any interpreter that is new enough")
 
 
-def suite_as(command: tuple[str, ...], bubblewrap: bool, names: tuple[str, ...] = ()) -> dict[str, str]:
+def suite_as(
+    command: tuple[str, ...], bubblewrap: bool, names: tuple[str, ...] = ()
+) -> dict[str, str]:
     """Runs the attacks in a process of its own and checks that all were stopped; the layers."""
     if bubblewrap and not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
     program = SUITE.format(bubblewrap=bubblewrap, names=names)
-    done = subprocess.run([*command, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [*command, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     layers, results = json.loads(done.stdout)
-    if bubblewrap and subprocess.run([*command[:-1], "bwrap", "--ro-bind", "/", "/", "true"], check=False).returncode:
+    if (
+        bubblewrap
+        and subprocess.run(
+            [*command[:-1], "bwrap", "--ro-bind", "/", "/", "true"], check=False
+        ).returncode
+    ):
         pytest.skip("bubblewrap does not work here")
     assert not bubblewrap or layers["bubblewrap"] == "on"
     assert len(results) == (len(names) or len(ATTACKS))
@@ -81,7 +92,10 @@ def test_attacks_have_names_of_their_own_and_compile():
         for attack in ATTACKS:
             text = decoys.fill(PRELUDE + attack.program + attack.before, SUITE_LIMITS)
             compile(text, attack.name, "exec")
-            assert not any(f"@{word}@" in text for word in ("SECRET", "FOLDER", "TOKEN", "HOST", "NAME", "WORD"))
+            assert not any(
+                f"@{word}@" in text
+                for word in ("SECRET", "FOLDER", "TOKEN", "HOST", "NAME", "WORD")
+            )
 
 
 @pytest.mark.slow
@@ -92,7 +106,11 @@ def test_quick_attacks_are_stopped_as_the_present_user():
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_all", [False, True])
 def test_attacks_of_the_self_test_are_stopped_as_an_ordinary_user(reads_all):
-    layers = suite_as(user_command(reads_all), bubblewrap=False, names=tuple(attack.name for attack in QUICK_ATTACKS))
+    layers = suite_as(
+        user_command(reads_all),
+        bubblewrap=False,
+        names=tuple(attack.name for attack in QUICK_ATTACKS),
+    )
     assert "user id" not in layers["user"]
 
 
@@ -112,12 +130,16 @@ def test_all_attacks_are_stopped_as_an_ordinary_user(reads_all, bubblewrap):
 @pytest.mark.slow
 def test_all_attacks_are_stopped_for_root_of_a_user_namespace():
     command = ("unshare", "-U", "-r")
-    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*command, "true"], capture_output=True).returncode
+    ):
         pytest.skip("no user namespaces")
     suite_as((*command, sys.executable), bubblewrap=False)
 
 
-HARMLESS = (  # attacks that touch only decoys when nothing stops them: the suite must see every one succeed
+# attacks that touch only decoys when nothing stops them: the suite must see every one succeed
+HARMLESS = (
     "read /etc/passwd",
     "read a secret file",
     "list folders",
@@ -215,7 +237,8 @@ def test_the_memory_scan_finds_what_is_in_memory():
     runner = WeakRunner(SUITE_LIMITS)
     with scene() as decoys:
         prelude = decoys.fill(PRELUDE, SUITE_LIMITS)
-    kept = f'kept = [bytes.fromhex("{token.encode().hex()}")[:] for _ in range(100)]\n'  # not spelled in the program
+    # not spelled in the program
+    kept = f'kept = [bytes.fromhex("{token.encode().hex()}")[:] for _ in range(100)]\n'
     output, _ = runner.run_program(prelude + kept + SCAN, "")
     assert token.encode() in output
 
@@ -265,7 +288,13 @@ class Layered(WeakRunner):
     """A runner that says it confines programs, but does not."""
 
     def layers(self):
-        return {"bubblewrap": "on", "landlock": "ABI 7", "seccomp": "on", "user": "user id 1", "threads": "at most 32"}
+        return {
+            "bubblewrap": "on",
+            "landlock": "ABI 7",
+            "seccomp": "on",
+            "user": "user id 1",
+            "threads": "at most 32",
+        }
 
 
 def outcome(runner) -> dict[str, str]:
@@ -274,13 +303,20 @@ def outcome(runner) -> dict[str, str]:
 
 def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
-    two = tuple(attack for attack in ATTACKS if attack.name in ("read a secret file", "leave early"))
+    two = tuple(
+        attack for attack in ATTACKS if attack.name in ("read a secret file", "leave early")
+    )
     monkeypatch.setattr(self_test, "QUICK_ATTACKS", two)
-    with pytest.raises(ValueError, match=r"allow_weak_sandbox=False.*'read a secret file': the secret was printed"):
+    with pytest.raises(
+        ValueError, match=r"allow_weak_sandbox=False.*'read a secret file': the secret was printed"
+    ):
         self_test.require(Layered(SUITE_LIMITS), allow_weak=False)
     self_test.require(Layered(SUITE_LIMITS), allow_weak=True)
     states = outcome(Layered(SUITE_LIMITS))
-    assert states["leave early"] == "stopped" and states["read a secret file"] == "the secret was printed"
+    assert (
+        states["leave early"] == "stopped"
+        and states["read a secret file"] == "the secret was printed"
+    )
     assert "  read a secret file  the secret was printed" in self_test.report(states).split("\n")
 
 
@@ -290,7 +326,10 @@ def test_too_few_layers_are_refused(missing):
         def layers(self):
             return {**super().layers(), missing: "off", "bubblewrap": "off: not installed"}
 
-    with pytest.raises(ValueError, match=f"{missing} not offered by the kernel, and bubblewrap is off: not installed"):
+    with pytest.raises(
+        ValueError,
+        match=f"{missing} not offered by the kernel, and bubblewrap is off: not installed",
+    ):
         self_test.require(Thin(SUITE_LIMITS), allow_weak=False)
     self_test.require(Thin(SUITE_LIMITS), allow_weak=True)
 

@@ -11,9 +11,27 @@ from audit.cases import Outcome, confusion, read_lines
 
 ROOT = Path(__file__).parents[3]
 PAIRS = [
-    {"id": "box", "prediction": r"so \boxed{\frac{1}{2}}", "gold": "0.5", "expected": True, "tags": []},
-    {"id": "hash", "prediction": "It is 1000.\n#### 1,000", "gold": "1000", "expected": True, "tags": ["hash"]},
-    {"id": "hack", "prediction": r"\boxed{x=8=7}", "gold": "7", "expected": False, "tags": ["chain"]},
+    {
+        "id": "box",
+        "prediction": r"so \boxed{\frac{1}{2}}",
+        "gold": "0.5",
+        "expected": True,
+        "tags": [],
+    },
+    {
+        "id": "hash",
+        "prediction": "It is 1000.\n#### 1,000",
+        "gold": "1000",
+        "expected": True,
+        "tags": ["hash"],
+    },
+    {
+        "id": "hack",
+        "prediction": r"\boxed{x=8=7}",
+        "gold": "7",
+        "expected": False,
+        "tags": ["chain"],
+    },
     {"id": "open", "prediction": "The answer is not 7.", "gold": 7, "expected": None},
     {"id": "gold", "prediction": r"\boxed{7}", "gold": "", "expected": None, "tags": []},
 ]
@@ -30,7 +48,9 @@ PROGRAMS = [
 
 def audit(folder, *words):
     command = [sys.executable, str(ROOT / "experiments" / "audit_rewards.py"), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 def write(path, rows):
@@ -42,7 +62,9 @@ def test_own_pairs_and_programs(tmp_path):
     write(tmp_path / "pairs.jsonl", PAIRS), write(tmp_path / "programs.jsonl", PROGRAMS)
     done = audit(tmp_path, "pairs=pairs.jsonl", "programs=programs.jsonl", "json=out.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pairs: 5 of 5 as expected" in done.stdout and "programs: 3 of 3 as expected" in done.stdout
+    assert (
+        "pairs: 5 of 5 as expected" in done.stdout and "programs: 3 of 3 as expected" in done.stdout
+    )
     said = {
         part: {o["case"]: o["said"] for o in rows}
         for part, rows in json.loads((tmp_path / "out.json").read_text()).items()
@@ -54,7 +76,13 @@ def test_own_pairs_and_programs(tmp_path):
 
 
 def test_every_disagreement_is_shown_and_makes_the_exit_code_1(tmp_path):
-    wrong = {"id": "mine", "prediction": r"\boxed{8}", "gold": "7", "expected": True, "tags": ["odd"]}
+    wrong = {
+        "id": "mine",
+        "prediction": r"\boxed{8}",
+        "gold": "7",
+        "expected": True,
+        "tags": ["odd"],
+    }
     done = audit(tmp_path, f"pairs={write(tmp_path / 'p.jsonl', [*PAIRS, wrong])}")
     assert done.returncode == 1 and "pairs: 5 of 6 as expected" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("! ")]
@@ -78,7 +106,9 @@ def test_bad_words_are_one_line(tmp_path, words, message):
 def test_bad_lines_are_named(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 1}\n\nnonsense\n')
-    with pytest.raises(ValueError, match=r"pairs=.*x.jsonl, line 1 has no 'gold'; it needs id, gold"):
+    with pytest.raises(
+        ValueError, match=r"pairs=.*x.jsonl, line 1 has no 'gold'; it needs id, gold"
+    ):
         read_lines(path, ("id", "gold"), "pairs")
     with pytest.raises(ValueError, match="line 3 is not JSON"):
         read_lines(path, ("id",), "pairs")

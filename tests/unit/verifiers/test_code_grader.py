@@ -1,5 +1,5 @@
-"""Programs graded for real: every verdict, programs that try to be judged right without being it, and killed "
-"servers."""
+"""Programs graded for real: every verdict, programs that try to be judged right without being it,
+and killed " "servers."""
 
 import os
 import pickle
@@ -100,14 +100,23 @@ def test_function_verdicts(grader):
         if len(expected) == 2 and expected[0] == "timeout":  # either will do
             assert grade.verdict in expected, code
         else:
-            assert list(grade.cases) == expected and grade.verdict == expected[-1], (code[:200], grade)
+            assert list(grade.cases) == expected and grade.verdict == expected[-1], (
+                code[:200],
+                grade,
+            )
 
 
 STDIN = [  # program that should double a number, verdicts
     ("print(int(input()) * 2)", ["pass", "pass"]),
-    ("import sys\nfor line in sys.stdin: print(float(line) * 2, end='\\r\\n\\n')", ["pass", "pass"]),
+    (
+        "import sys\nfor line in sys.stdin: print(float(line) * 2, end='\\r\\n\\n')",
+        ["pass", "pass"],
+    ),
     ("if __name__ == '__main__': print(int(open(0).read()) * 2)", ["pass", "pass"]),
-    ("import sys; x = int(input()); print(2 * x); print('noise', file=sys.stderr)", ["pass", "pass"]),
+    (
+        "import sys; x = int(input()); print(2 * x); print('noise', file=sys.stderr)",
+        ["pass", "pass"],
+    ),
     ("import sys; print(int(input()) * 2); sys.exit(0)", ["pass", "pass"]),
     ("print(2)", ["pass", "wrong"]),
     ("pass", ["wrong"]),
@@ -141,12 +150,16 @@ def test_stdin_verdicts(grader):
 def test_every_case_has_fresh_arguments_and_a_fresh_solution(grader):
     keeps = "class Solution:\n def __init__(self): self.seen = []\n def f(self, a):\n"
     keeps += "  self.seen.append(1); a.append(len(self.seen)); return a"
-    submission = function(keeps, (([],), [1]), (([],), [1]), (([5],), (5, 1)), entry_point="Solution.f")
+    submission = function(
+        keeps, (([],), [1]), (([],), [1]), (([5],), (5, 1)), entry_point="Solution.f"
+    )
     assert grader.grade([submission])[0].verdict == "pass"
     shared = [1]
     for code in ("def f(a):\n a.append(2)\n return a", "def f(a, b=[]):\n b += a\n return b"):
         cases = (
-            [((shared,), [1, 2]), ((shared,), [1, 2])] if "append" in code else [((shared,), [1]), ((shared,), [1, 1])]
+            [((shared,), [1, 2]), ((shared,), [1, 2])]
+            if "append" in code
+            else [((shared,), [1]), ((shared,), [1, 1])]
         )
         assert grader.grade([function(code, *cases)])[0].verdict == "pass" and shared == [1]
     for code, verdict in (
@@ -155,7 +168,10 @@ def test_every_case_has_fresh_arguments_and_a_fresh_solution(grader):
         ("class Solution:\n @staticmethod\n def f(a): return a", "pass"),
         ("class Solution:\n def f(self, a): return a", "pass"),
     ):  # fmt: skip
-        assert grader.grade([function(code, ((1,), 1), entry_point="Solution.f")])[0].verdict == verdict, code
+        assert (
+            grader.grade([function(code, ((1,), 1), entry_point="Solution.f")])[0].verdict
+            == verdict
+        ), code
 
 
 def test_values_of_every_kind_go_both_ways(grader):
@@ -176,7 +192,10 @@ def test_values_of_every_kind_go_both_ways(grader):
     assert grader.grade([function("def f(*a): return a", *cases)])[0].verdict == "pass"
     code = "import collections as c\n"
     code += "def f(k): return [c.Counter('aab'), c.OrderedDict(a=2, b=1), c.defaultdict(int, a=2, b=1)][k]"
-    assert grader.grade([function(code, *[((k,), {"a": 2, "b": 1}) for k in range(3)])])[0].verdict == "pass"
+    assert (
+        grader.grade([function(code, *[((k,), {"a": 2, "b": 1}) for k in range(3)])])[0].verdict
+        == "pass"
+    )
 
 
 @pytest.mark.parametrize("kind", ["function", "stdin"])
@@ -189,18 +208,29 @@ def test_no_wrong_program_passes(grader, kind):
             for code in HACKS.values()
         ]
     grades = dict(zip(HACKS, grader.grade(made), strict=True))
-    assert {name: grade for name, grade in grades.items() if grade.cases[0] in ("pass", "sandbox-error")} == {}
-    assert all(len(grade.cases) == 1 and grade.verdict == grade.cases[0] for grade in grades.values())
+    assert {
+        name: grade for name, grade in grades.items() if grade.cases[0] in ("pass", "sandbox-error")
+    } == {}
+    assert all(
+        len(grade.cases) == 1 and grade.verdict == grade.cases[0] for grade in grades.values()
+    )
     if kind == "function":
         exact = {
             "unserialisable": ["int subclass", "equal to all"],
             "wrong": ["true"],
             "runtime-error": ["exit at once", "os._exit"],
-            "protocol": ["forged verdict", "forged before", "forged types", "forged sandbox error", "no frame"],
+            "protocol": [
+                "forged verdict",
+                "forged before",
+                "forged types",
+                "forged sandbox error",
+                "no frame",
+            ],
             "output-limit": ["huge frame"],
         }
         assert {
-            verdict: [name for name in names if grades[name].verdict == verdict] for verdict, names in exact.items()
+            verdict: [name for name in names if grades[name].verdict == verdict]
+            for verdict, names in exact.items()
         } == exact
 
 
@@ -210,7 +240,10 @@ def test_details_are_short_and_can_be_written(grader):
         "raise type('\\ud800', (Exception,), {})",
         "raise ValueError(10**5000)",
     ]
-    codes += ["class E(Exception):\n def __str__(self): raise SystemExit\nraise E", "def f(x): raise OSError('\\0')"]
+    codes += [
+        "class E(Exception):\n def __str__(self): raise SystemExit\nraise E",
+        "def f(x): raise OSError('\\0')",
+    ]
     for grade in grader.grade([function(code, ((1,), 1)) for code in codes]):
         assert grade.verdict == "runtime-error" and len(grade.detail.encode()) < 2000, grade
 
@@ -224,9 +257,7 @@ def test_a_program_may_print_noise_and_hang_later(grader):
 def test_expected_values_are_not_sent():
     """All bytes that go to a program, by way of the program: it sends back what it got."""
     code = "import sys\ndef f(*a):\n frame = sys._getframe()\n seen = ''\n while frame:\n"
-    code += (
-        "  seen += repr(frame.f_locals) + repr([v.buffer for v in frame.f_locals.values() if hasattr(v, 'buffer')])\n"
-    )
+    code += "  seen += repr(frame.f_locals) + repr([v.buffer for v in frame.f_locals.values() if hasattr(v, 'buffer')])\n"
     code += "  frame = frame.f_back\n return ['SEEN', str(918273645) in seen, 'arguments' in seen]"
     with CodeGrader(**LIMITS) as grader:
         case = ((1,), ["SEEN", False, True])
@@ -240,7 +271,13 @@ def test_identical_submissions_are_graded_once(grader):
     assert {grade.verdict for grade in grader.grade(many)} == {"wrong"}
     assert time.monotonic() - start < 2
     mixed = [function("def f(x): return x", ((1,), x)) for x in (1, 2, True, 1.0, [1])]
-    assert [grade.verdict for grade in grader.grade(mixed)] == ["pass", "wrong", "wrong", "pass", "wrong"]
+    assert [grade.verdict for grade in grader.grade(mixed)] == [
+        "pass",
+        "wrong",
+        "wrong",
+        "pass",
+        "wrong",
+    ]
     assert grader.grade([]) == []
 
 
@@ -271,7 +308,9 @@ def descendants(pid):
 def test_killed_servers_lose_no_submission():
     with CodeGrader(slots=2, **LIMITS) as grader:
         made = [
-            function(f"def f(x):\n t = 0\n for i in range(40000): t += i\n return x + {i}", ((1,), 1 + i))
+            function(
+                f"def f(x):\n t = 0\n for i in range(40000): t += i\n return x + {i}", ((1,), 1 + i)
+            )
             for i in range(60)
         ]
         assert grader.grade(made[:2])[0].verdict == "pass"
@@ -311,19 +350,26 @@ def test_a_sandbox_error_twice_is_no_reward():
         grade = grader.grade([waits])[0]
         done.set()
         killer.join()
-        assert grade.verdict == "sandbox-error" and grade.cases == ("sandbox-error",) and grade.detail
+        assert (
+            grade.verdict == "sandbox-error" and grade.cases == ("sandbox-error",) and grade.detail
+        )
 
 
 @pytest.mark.slow
 def test_threads_forks_and_pickles(grader):
     def check(grader, start):
-        made = [function(f"def f(x): return x + {i}", ((1,), 1 + i), ((2,), 3)) for i in range(start, start + 5)]
+        made = [
+            function(f"def f(x): return x + {i}", ((1,), 1 + i), ((2,), 3))
+            for i in range(start, start + 5)
+        ]
         return [grade.verdict for grade in grader.grade(made)] == [
             "pass" if i == 1 else "wrong" for i in range(start, start + 5)
         ]
 
     results = []
-    threads = [threading.Thread(target=lambda i=i: results.append(check(grader, i))) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(check(grader, i))) for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -362,13 +408,15 @@ def test_bad_settings_and_tests_are_refused():
 
 @pytest.mark.slow
 def test_speed():
-    """150 small function programs of 8 cases a second on 2 cores, if nothing else runs; a third of it on a busy "
-    "machine."""
+    """150 small function programs of 8 cases a second on 2 cores, if nothing else runs; a third of
+    it on a busy " "machine."""
     cases = [((i, [i] * 5), 2 * i) for i in range(8)]
     with CodeGrader(slots=2) as grader:
         best = 0.0
         for attempt in range(4):
-            made = [function(f"def f(x, y): return x * 2 # {attempt} {i}", *cases) for i in range(150)]
+            made = [
+                function(f"def f(x, y): return x * 2 # {attempt} {i}", *cases) for i in range(150)
+            ]
             start = time.monotonic()
             assert {grade.verdict for grade in grader.grade(made)} == {"pass"}
             best = max(best, 150 / (time.monotonic() - start))

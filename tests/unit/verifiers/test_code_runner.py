@@ -1,4 +1,6 @@
-"""Programs that end in every way, run for real, and what the runner does when its servers are killed."""
+"""Programs that end in every way, run for real, and what the runner does when its servers are
+killed.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ from gspo.verifiers.sandbox.session import Session
 from processes import alive, gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-LIMITS = Limits(cpu_seconds=0.5, total_cpu_seconds=1, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16)
+LIMITS = Limits(
+    cpu_seconds=0.5, total_cpu_seconds=1, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16
+)
 DEEP = "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
 
 
@@ -90,8 +94,15 @@ def test_programs_end_as_python_would_end_them(runner):
 
 
 def test_waiting_is_told_from_computing(runner):
-    (_, waits), (_, computes) = run(runner, ("import time; time.sleep(60)", ""), ("while True: pass", ""))
-    assert (waits.why, waits.waited, computes.why, computes.waited) == ("timeout", True, "timeout", False)
+    (_, waits), (_, computes) = run(
+        runner, ("import time; time.sleep(60)", ""), ("while True: pass", "")
+    )
+    assert (waits.why, waits.waited, computes.why, computes.waited) == (
+        "timeout",
+        True,
+        "timeout",
+        False,
+    )
     assert waits.cpu_seconds < 0.1 and 0.5 <= computes.cpu_seconds < 0.8
 
 
@@ -109,7 +120,10 @@ def test_long_inputs_and_outputs(runner):
 def test_deep_recursion_is_an_ordinary_end(runner):
     deep = "class A:\n def __repr__(self): return repr(self)\nimport sys\nsys.setrecursionlimit(10**9)\nrepr(A())"
     for _, ended in run(
-        runner, (DEEP + "f(-1)", ""), (deep, ""), ("x = []\nfor i in range(10**6): x = [x]\nrepr(x)", "")
+        runner,
+        (DEEP + "f(-1)", ""),
+        (deep, ""),
+        ("x = []\nfor i in range(10**6): x = [x]\nrepr(x)", ""),
     ):
         assert ended.why in ("exit", "memory", "timeout") and ended.code != 0
 
@@ -130,14 +144,21 @@ def test_sets_have_the_same_order_in_every_server():
 
 def test_order_is_kept_and_exceptions_come_through(runner):
     items = list(range(40))
-    assert runner.each(lambda slot, i: slot.run_program(f"print({i})", "")[0], items) == [b"%d\n" % i for i in items]
+    assert runner.each(lambda slot, i: slot.run_program(f"print({i})", "")[0], items) == [
+        b"%d\n" % i for i in items
+    ]
     with pytest.raises(ZeroDivisionError):
         runner.each(lambda slot, i: 1 // i, [1, 0])
     assert runner.each(lambda slot, i: i, []) == []
 
 
 def test_bad_settings_are_refused_by_name():
-    for key, value in (("cpu_seconds", 0), ("total_cpu_seconds", 1), ("memory_mb", 8), ("output_bytes", 0)):
+    for key, value in (
+        ("cpu_seconds", 0),
+        ("total_cpu_seconds", 1),
+        ("memory_mb", 8),
+        ("output_bytes", 0),
+    ):
         with pytest.raises(ValueError, match=f"{key}={value}"):
             Limits(**{key: value})
     with pytest.raises(ValueError, match="slots=0"):
@@ -155,7 +176,8 @@ def test_servers_start_late_restart_when_killed_and_leave_no_process():
     assert len(first) == 2 and all(map(alive, first))
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.3)  # a program given to a server that is just dying is a sandbox error, to be tried again
+    # a program given to a server that is just dying is a sandbox error, to be tried again
+    time.sleep(0.3)
     assert all(output == b"%d\n" % i for i, (output, _) in enumerate(run(runner, *programs)))
     second = runner.server_pids()
     assert not set(first) & set(second)
@@ -197,7 +219,10 @@ def test_everything_ends_with_a_killed_parent(bubblewrap):
         "runner.each(lambda slot, _: slot.run_program('import time; time.sleep(60)', ''), [0])"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
     )
     server = int(parent.stdout.readline())
     time.sleep(0.3)
@@ -230,7 +255,11 @@ def test_threads_share_a_runner(runner):
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(output == b"%d\n" % (start + i) for start in results for i, (output, _) in enumerate(results[start]))
+    assert all(
+        output == b"%d\n" % (start + i)
+        for start in results
+        for i, (output, _) in enumerate(results[start])
+    )
 
 
 def test_forked_and_pickled_copies_start_servers_of_their_own(runner):
@@ -239,7 +268,9 @@ def test_forked_and_pickled_copies_start_servers_of_their_own(runner):
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        works = run(runner, ("print(3)", ""))[0][0] == b"3\n" and not set(runner.server_pids()) & set(mine)
+        works = run(runner, ("print(3)", ""))[0][0] == b"3\n" and not set(
+            runner.server_pids()
+        ) & set(mine)
         runner.close()
         os._exit(0 if works else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -250,11 +281,21 @@ def test_forked_and_pickled_copies_start_servers_of_their_own(runner):
 
 @pytest.mark.slow
 def test_verdicts_do_not_depend_on_the_load():
-    """Beside eight busy processes the child gets a share of a core: time in the queue is not waiting, nor CPU time."""
+    """Beside eight busy processes the child gets a share of a core: time in the queue is not
+    waiting, nor CPU time.
+    """
     work = "t = 0\nend = time.process_time() + 0.4\nwhile time.process_time() < end: t += 1\nprint('done')"
     alone = "import time\n" + work
-    threaded = "import threading, time\ndef f():\n " + work.replace("\n", "\n ") + "\nx = threading.Thread(target=f)\n"
-    programs = [(alone, ""), (threaded + "x.start()\nx.join()", ""), ("import time; time.sleep(9)", "")]
+    threaded = (
+        "import threading, time\ndef f():\n "
+        + work.replace("\n", "\n ")
+        + "\nx = threading.Thread(target=f)\n"
+    )
+    programs = [
+        (alone, ""),
+        (threaded + "x.start()\nx.join()", ""),
+        ("import time; time.sleep(9)", ""),
+    ]
     spin = [sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(8)]
     try:
@@ -270,13 +311,17 @@ def test_verdicts_do_not_depend_on_the_load():
     assert [(output, ended.why) for output, ended in results[:2]] == [(b"done\n", "exit")] * 2
     assert results[2][1].why == "timeout" and results[2][1].waited
     if os.cpu_count() <= 4:
-        assert took > 0.8 + 0.3 + 2 * 0.3  # it did starve, each program by more than the waiting limit
+        # it did starve, each program by more than the waiting limit
+        assert took > 0.8 + 0.3 + 2 * 0.3
 
 
 def test_threads_that_queue_together_excuse_their_program_once(tmp_path, monkeypatch):
-    """24 threads queue for 5 of every 20 ms: 15 ms were waited, however many there are. One that queued for longer
-    than since the last look (the kernel books it at its end) takes back what looked like waiting before."""
-    clock = server.Clock(os.getpid(), {"wall_seconds": 0.5, "cpu_seconds": 1.0, "total_cpu_seconds": 1.0})
+    """24 threads queue for 5 of every 20 ms: 15 ms were waited, however many there are. One that
+    queued for longer than since the last look (the kernel books it at its end) takes back what
+    looked like waiting before."""
+    clock = server.Clock(
+        os.getpid(), {"wall_seconds": 0.5, "cpu_seconds": 1.0, "total_cpu_seconds": 1.0}
+    )
     clock.tasks, clock.cpu_now = str(tmp_path), lambda: 0.0
 
     def look(queued: dict[int, float], seconds: float) -> float:
@@ -302,7 +347,9 @@ def test_programs_run_faster_than_interpreters_start():
         while len(gains) < 6 and max(gains, default=0) <= 1:
             start = time.monotonic()
             for _ in range(20):
-                subprocess.run([sys.executable, "-I", "-c", "print(2)"], capture_output=True, check=True)
+                subprocess.run(
+                    [sys.executable, "-I", "-c", "print(2)"], capture_output=True, check=True
+                )
             plain = time.monotonic() - start
             start = time.monotonic()
             results = run(runner, *[("print(int(input()) + 1)", str(i)) for i in range(20)])
@@ -316,9 +363,16 @@ def test_the_server_is_small_and_keeps_nothing_of_a_program(runner):
     run(runner, ("print('never-to-be-found')", ""), ("print(1)", ""))
     for pid in runner.server_pids():
         for each in (pid, *children(pid)):
-            maps = Path(f"/proc/{each}/maps").read_text() if os.access(f"/proc/{each}/maps", os.R_OK) else ""
+            maps = (
+                Path(f"/proc/{each}/maps").read_text()
+                if os.access(f"/proc/{each}/maps", os.R_OK)
+                else ""
+            )
             assert "torch" not in maps and "numpy" not in maps
-            assert int(Path(f"/proc/{each}/status").read_text().split("VmRSS:")[1].split()[0]) < 60_000  # kB
+            # kB
+            assert (
+                int(Path(f"/proc/{each}/status").read_text().split("VmRSS:")[1].split()[0]) < 60_000
+            )
 
 
 def test_frames_are_cut_and_bounded():
@@ -332,7 +386,17 @@ def test_frames_are_cut_and_bounded():
             assert decoder.message() is None
     decoder.feed(data[-1:])
     assert decoder.message() == {} and not decoder.buffer
-    bad = [b"[1]", b"{", b"\xff", b'{"a": NaN}', b'{"a": ' + b"9" * 50, b"[" * 90, b'"x"', b"", b"null"]
+    bad = [
+        b"[1]",
+        b"{",
+        b"\xff",
+        b'{"a": NaN}',
+        b'{"a": ' + b"9" * 50,
+        b"[" * 90,
+        b'"x"',
+        b"",
+        b"null",
+    ]
     for body in bad:
         decoder = Decoder(limit=100)
         decoder.feed(len(body).to_bytes(4, "big") + body)
@@ -371,7 +435,9 @@ def test_a_channel_ends_and_breaks_cleanly():
 @LINUX
 def test_a_report_that_no_server_sends_is_a_sandbox_error():
     session = Session(OneChildServer("time.sleep(9)"), "function", [], LIMITS)
-    session.server.lines.append(b'{"why": "pass", "status": 0, "cpu": 0, "memory_mb": 0, "waited": false}')
+    session.server.lines.append(
+        b'{"why": "pass", "status": 0, "cpu": 0, "memory_mb": 0, "waited": false}'
+    )
     session._hear()
     assert session.ended.why == "sandbox-error" and session.surprised
     session.close()
@@ -379,7 +445,8 @@ def test_a_report_that_no_server_sends_is_a_sandbox_error():
     os.waitpid(session.server.server, 0)
 
 
-HOSTILE = [  # what a program does with its channel after the first message, and how the next exchange ends
+# what a program does with its channel after the first message, and how the next exchange ends
+HOSTILE = [
     ("os.write(3, b'\\xff\\xff\\xff\\xff'); time.sleep(9)", "output-limit"),
     ("os.write(3, b'\\0\\0\\0\\x05hello'); time.sleep(9)", "protocol"),
     ("os.write(3, b'\\0\\0\\0\\x64{'); time.sleep(9)", "timeout"),
@@ -396,7 +463,9 @@ HOSTILE = [  # what a program does with its channel after the first message, and
 
 
 class OneChildServer(Server):
-    """A fork server whose child is Python code on descriptor 3 instead of a confined program; all else is real."""
+    """A fork server whose child is Python code on descriptor 3 instead of a confined program; all
+    else is real.
+    """
 
     def __init__(self, action: str) -> None:
         self.action, self.lines, self.rest, self.programs = action, [], b"", 0

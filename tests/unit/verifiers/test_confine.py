@@ -1,4 +1,6 @@
-"""The layers one by one: numbers against kernel headers, the filter on real calls, what is left without a layer."""
+"""The layers one by one: numbers against kernel headers, the filter on real calls, what is left
+without a layer.
+"""
 
 import contextlib
 import ctypes
@@ -19,7 +21,9 @@ from gspo.verifiers.sandbox import confine, launch, seccomp, self_test
 from gspo.verifiers.sandbox.runner import CodeRunner, Limits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="layers of Linux")
-LIMITS = Limits(cpu_seconds=0.5, total_cpu_seconds=1, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16)
+LIMITS = Limits(
+    cpu_seconds=0.5, total_cpu_seconds=1, wall_seconds=0.5, memory_mb=256, output_bytes=1 << 16
+)
 ROOT = Path(__file__).parents[3]
 X86_HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
@@ -39,8 +43,13 @@ def in_child(work) -> int:
 def test_x86_64_numbers_are_those_of_the_kernel_headers():
     header = dict(re.findall(r"#define __NR_(\w+) (\d+)", X86_HEADER.read_text()))
     assert seccomp.numbers("x86_64") == {name: int(header[name]) for name in seccomp.NUMBERS}
-    landlock = [header[f"landlock_{name}"] for name in ("create_ruleset", "add_rule", "restrict_self")]
-    assert landlock == [str(n) for n in (confine.LANDLOCK_CREATE, confine.LANDLOCK_ADD_RULE, confine.LANDLOCK_RESTRICT)]
+    landlock = [
+        header[f"landlock_{name}"] for name in ("create_ruleset", "add_rule", "restrict_self")
+    ]
+    assert landlock == [
+        str(n)
+        for n in (confine.LANDLOCK_CREATE, confine.LANDLOCK_ADD_RULE, confine.LANDLOCK_RESTRICT)
+    ]
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no preprocessor")
@@ -51,7 +60,17 @@ def test_aarch64_numbers_are_those_of_the_generic_header():
         "-D__ARCH_WANT_SET_GET_RLIMIT",
         "-D__ARCH_WANT_SYS_CLONE3",
     ]
-    command = ["gcc", "-E", "-dM", *options, "-include", "asm-generic/unistd.h", "-x", "c", "/dev/null"]
+    command = [
+        "gcc",
+        "-E",
+        "-dM",
+        *options,
+        "-include",
+        "asm-generic/unistd.h",
+        "-x",
+        "c",
+        "/dev/null",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         pytest.skip("no kernel headers")
@@ -83,7 +102,8 @@ def refused(error: int, work) -> bool:
 def test_the_filter_allows_and_refuses_by_number_and_argument():
     parent = os.getpid()
     assert filtered(lambda: 0) == 0
-    assert filtered(lambda: refused(38, lambda: os.symlink("a", "/tmp/b"))) == 1  # ENOSYS: not in the list
+    # ENOSYS: not in the list
+    assert filtered(lambda: refused(38, lambda: os.symlink("a", "/tmp/b"))) == 1
     assert filtered(lambda: refused(1, os.fork)) == 1  # EPERM: a rule on the flags of clone
     assert filtered(lambda: refused(1, lambda: os.kill(parent, 0))) == 1  # EPERM: a rule
     assert filtered(lambda: os.kill(os.getpid(), 0) is None) == 1
@@ -115,7 +135,10 @@ def test_landlock_lets_read_what_it_names_and_nothing_else(tmp_path):
             (tmp_path / "in" / "file", "a"),
             (tmp_path / "in" / "new", "w"),
         ]
-        return sum((not refused(13, lambda p=p, m=m: open(p, m).close())) << i for i, (p, m) in enumerate(paths))
+        return sum(
+            (not refused(13, lambda p=p, m=m: open(p, m).close())) << i
+            for i, (p, m) in enumerate(paths)
+        )
 
     assert in_child(look) == 0b0001
 
@@ -125,7 +148,10 @@ def test_resource_limits_hold_and_cannot_be_raised():
 
     def limited() -> int:
         confine.limit_resources(confine.Bounds(1, 200, 4096))
-        soft_is_hard = all(len(set(resource.getrlimit(r))) == 1 for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
+        soft_is_hard = all(
+            len(set(resource.getrlimit(r))) == 1
+            for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+        )
         try:
             bytearray(300 << 20)
         except MemoryError:
@@ -160,7 +186,13 @@ os._exit(0)
 def test_a_process_larger_than_what_its_child_may_map_does_not_hang():
     """The child's threads find no memory, and end before they say that they have started."""
     done = subprocess.run([sys.executable, "-c", FAT], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.split() == ["landlock", "rlimits", "seccomp", "threads", "user"]
+    assert done.returncode == 0 and done.stdout.split() == [
+        "landlock",
+        "rlimits",
+        "seccomp",
+        "threads",
+        "user",
+    ]
 
 
 WITHOUT = {  # the layers that a machine lacks, and whether programs are then refused
@@ -186,12 +218,24 @@ class OpenSlot:
     limits = LIMITS
 
     def layers(self):
-        return {"landlock": "ABI 7", "seccomp": "on", "bubblewrap": "off", "threads": "none", "user": "", "rlimits": ""}
+        return {
+            "landlock": "ABI 7",
+            "seccomp": "on",
+            "bubblewrap": "off",
+            "threads": "none",
+            "user": "",
+            "rlimits": "",
+        }
 
     def run_program(self, code, stdin):
         from gspo.verifiers.sandbox.runner import Ended
 
-        done = subprocess.run([sys.executable, "-S", "-c", code], input=stdin.encode(), capture_output=True, timeout=20)
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code],
+            input=stdin.encode(),
+            capture_output=True,
+            timeout=20,
+        )
         return done.stdout, Ended("exit", done.returncode)
 
 
@@ -228,7 +272,9 @@ def test_started_by_root_each_server_has_a_user_of_its_own():
 
 
 def test_what_bubblewrap_shows_of_the_package_is_enough_to_start(tmp_path):
-    """A fork server that cannot import its parts there would fall back to fewer layers without a word."""
+    """A fork server that cannot import its parts there would fall back to fewer layers without a
+    word.
+    """
     command = launch.bubblewrap_command()
     shown = [Path(path) for path in command if path.startswith(str(ROOT / "gspo"))]
     assert shown
@@ -239,7 +285,17 @@ def test_what_bubblewrap_shows_of_the_package_is_enough_to_start(tmp_path):
     script = tmp_path / launch.SCRIPT.relative_to(ROOT)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-s", "-P", "-S", "-B", str(script), str(theirs.fileno()), "0", "65000"]
+        command = [
+            sys.executable,
+            "-s",
+            "-P",
+            "-S",
+            "-B",
+            str(script),
+            str(theirs.fileno()),
+            "0",
+            "65000",
+        ]
         with subprocess.Popen(command, env={}, pass_fds=[theirs.fileno()], cwd=tmp_path) as server:
             theirs.close()
             ours.settimeout(30)
@@ -261,13 +317,16 @@ def test_where_the_spare_user_is_not_mapped_there_are_no_threads_but_the_rest_ho
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if "unshare" in result.stderr:
         pytest.skip("no user namespaces")
-    assert result.stdout in ("none\n", "at most 32\n"), result.stderr  # root's threads are not counted, a user's are
+    # root's threads are not counted, a user's are
+    assert result.stdout in ("none\n", "at most 32\n"), result.stderr
     assert result.stdout == "none\n" or os.geteuid() != 0
 
 
 @pytest.mark.parametrize("abi", [1, 2, 3])
 def test_no_file_can_be_emptied_under_an_older_landlock(tmp_path, abi):
-    """Opening to read with O_TRUNC asks landlock only for the right to read, until ABI 3: the filter refuses it."""
+    """Opening to read with O_TRUNC asks landlock only for the right to read, until ABI 3: the
+    filter refuses it.
+    """
     if confine.landlock_abi() < abi:
         pytest.skip("the kernel has no such landlock")
     file = tmp_path / "library.py"
@@ -329,7 +388,9 @@ def test_a_harness_with_many_open_files_does_not_pass_its_control_socket_to_prog
 
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 6000:
         pytest.skip("so many files cannot be opened here")
-    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_FILES], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout == "b''\nb''\n", done.stderr
 
 
@@ -347,25 +408,38 @@ with CodeRunner(bubblewrap=False) as runner:
 
 def ordinary_python() -> list[str]:
     """Starts some Python, which can start itself, as an ordinary user."""
-    become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
+    become = (
+        ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        if os.geteuid() == 0
+        else []
+    )
     check = "import gspo, tomllib, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
     for python in (sys.executable, "/usr/bin/python3"):
         with contextlib.suppress(OSError):
-            if subprocess.run([*become, python, "-c", check], cwd=ROOT, capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [*become, python, "-c", check], cwd=ROOT, capture_output=True
+                ).returncode
+                == 0
+            ):
                 return [*become, python, "-B"]
     pytest.skip("an ordinary user cannot run Python here")
 
 
 @pytest.mark.slow
 def test_the_threads_of_an_ordinary_user_are_counted_apart_from_those_of_the_harness():
-    done = subprocess.run([*ordinary_python(), "-c", MANY_THREADS], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*ordinary_python(), "-c", MANY_THREADS], capture_output=True, text=True, cwd=ROOT
+    )
     if done.stdout.startswith("none"):
         pytest.skip("no user namespaces")
     assert done.stdout == "at most 32\nb'1\\n'\n", done.stderr
 
 
 def test_without_a_user_or_a_namespace_of_its_own_a_program_has_no_threads(monkeypatch):
-    monkeypatch.setattr(confine, "user_choices", lambda uid, landlock: [{"reads_all": os.geteuid() == 0}])
+    monkeypatch.setattr(
+        confine, "user_choices", lambda uid, landlock: [{"reads_all": os.geteuid() == 0}]
+    )
     plan, layers = confine.prepare(0, [os.path.dirname(os.__file__)])
     assert (plan.threads, layers["threads"]) == (0, "none" if plan.filter else "not limited")
 
@@ -373,7 +447,12 @@ def test_without_a_user_or_a_namespace_of_its_own_a_program_has_no_threads(monke
 def test_sockets_of_a_program_have_no_urgent_data():
     def works() -> bool:
         one, other = socket.socketpair()
-        assert refused(1, lambda: one.send(b"x", socket.MSG_OOB)) and refused(1, lambda: one.recv(1, socket.MSG_OOB))
-        return one.send(b"x", socket.MSG_DONTWAIT) == 1 and other.recv(9, socket.MSG_PEEK) == other.recv(9) == b"x"
+        assert refused(1, lambda: one.send(b"x", socket.MSG_OOB)) and refused(
+            1, lambda: one.recv(1, socket.MSG_OOB)
+        )
+        return (
+            one.send(b"x", socket.MSG_DONTWAIT) == 1
+            and other.recv(9, socket.MSG_PEEK) == other.recv(9) == b"x"
+        )
 
     assert filtered(works) == 1

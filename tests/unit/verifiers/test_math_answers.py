@@ -1,4 +1,6 @@
-"""What models write, judged: right answers in many spellings, their wrong neighbours, and misleading characters."""
+"""What models write, judged: right answers in many spellings, their wrong neighbours, and
+misleading characters.
+"""
 
 import sys
 import time
@@ -13,7 +15,8 @@ from gspo.verifiers.math.verifier import MathVerifier
 from math_answers import HELD_RIGHT, HELD_WRONG, MORE_RIGHT, MORE_WRONG
 
 REFUSED = {  # right answers that the rules turn away
-    ("9", r"\lfloor x \rfloor = 9"), ("5", "|z|=5"),  # an equation with one unknown, which may be left to solve
+    # an equation with one unknown, which may be left to solve
+    ("9", r"\lfloor x \rfloor = 9"), ("5", "|z|=5"),
     ("4", r"\gcd(8,12) = 4"),  # restates the question
     ("A", "Ａ"),  # full-width letters are look-alikes of several scripts' letters
     ("15", r"15 \text{ 元}"), ("5", r"x=5\text{ (given)}"),  # not known
@@ -29,7 +32,9 @@ def verifier():
 
 def accepted(verifier: MathVerifier, pairs: list[tuple[str, str]]) -> set[tuple[str, str]]:
     found = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in pairs])
-    return {pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"}
+    return {
+        pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"
+    }
 
 
 def test_right_answers_are_accepted(verifier):
@@ -50,7 +55,9 @@ def test_no_wrong_answer_is_accepted_in_another_form(form, lead):
     with MathVerifier(form=form) as verifier:
         pairs = HELD_WRONG + MORE_WRONG
         found = verifier.verify([(lead + answer, gold) for gold, answer in pairs])
-        assert [pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"] == []
+        assert [
+            pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"
+        ] == []
 
 
 def test_a_box_that_ends_an_answer_line_may_be_followed_by_a_chinese_full_stop():
@@ -59,12 +66,23 @@ def test_a_box_that_ends_an_answer_line_may_be_followed_by_a_chinese_full_stop()
 
 
 def test_of_all_characters_only_the_digit_and_its_full_width_form_are_a_seven(verifier):
-    """Unicode has more than eighty sevens: superscripts, circled ones, bold ones, those of other scripts."""
-    characters = (chr(c) for c in range(sys.maxunicode + 1) if chr(c).isnumeric() or not chr(c).isalnum())
-    sevens = [c for c in characters if unicodedata.digit(c, 0) == 7 or "7" in unicodedata.normalize("NFKC", c)]
+    """Unicode has more than eighty sevens: superscripts, circled ones, bold ones, those of other
+    scripts.
+    """
+    characters = (
+        chr(c) for c in range(sys.maxunicode + 1) if chr(c).isnumeric() or not chr(c).isalnum()
+    )
+    sevens = [
+        c
+        for c in characters
+        if unicodedata.digit(c, 0) == 7 or "7" in unicodedata.normalize("NFKC", c)
+    ]
     assert len(sevens) > 80
     assert accepted(verifier, [("7", seven) for seven in sevens]) == {("7", "7"), ("7", "７")}
-    assert accepted(verifier, [("77", f"7{seven}") for seven in sevens]) == {("77", "77"), ("77", "7７")}
+    assert accepted(verifier, [("77", f"7{seven}") for seven in sevens]) == {
+        ("77", "77"),
+        ("77", "7７"),
+    }
 
 
 def test_superscripts_are_exponents_of_a_power_of_ten_and_nothing_else(verifier):
@@ -81,12 +99,20 @@ FULL_WIDTH = str.maketrans({c: chr(ord(c) + 0xFEE0) for c in "0123456789()[],.:;
 
 
 def test_full_width_writing_changes_no_verdict(verifier):
-    """Every number, list, point and interval of the sets, written in full-width characters as a whole."""
-    plain = [p for p in HELD_RIGHT + MORE_RIGHT + HELD_WRONG + MORE_WRONG if p[1].isascii() and "\\" not in p[1]]
+    """Every number, list, point and interval of the sets, written in full-width characters as a
+    whole.
+    """
+    plain = [
+        p
+        for p in HELD_RIGHT + MORE_RIGHT + HELD_WRONG + MORE_WRONG
+        if p[1].isascii() and "\\" not in p[1]
+    ]
     wide = [(gold, answer.translate(FULL_WIDTH)) for gold, answer in plain]
     assert len(wide) > 80
     right = accepted(verifier, plain)
-    assert accepted(verifier, wide) == {(gold, answer.translate(FULL_WIDTH)) for gold, answer in right}
+    assert accepted(verifier, wide) == {
+        (gold, answer.translate(FULL_WIDTH)) for gold, answer in right
+    }
 
 
 NAMES = r"""
@@ -99,8 +125,12 @@ NO_NAMES = r"""
 7   2x   x+1   -x   x^2   1/n   \frac{1}{n}   \sqrt{x}   n!   |x|   |x-1|   x(x-1)   2(x+1)   \pi   \infty   \emptyset
 3+4   \log_2 8   \sin 30   \text{8}   \text{not}   \text{one or two}   \text{错}   \text{}   \text{If }x   (x,y)   x,y
 """
-COMBINATIONS = r"m+n   xy   x^2+y^2   AB+BC   \frac{AD}{DB}   AB:CD   a-b   x_1+x_2   |AB|+|BC|   AB \cdot CD"
-NO_COMBINATIONS = r"x   x+x   2x+y   x+1   xx   x^2+x   3   m+n+1   \sqrt{xy}   x+y=z   \frac{x}{x}   x_1x_1"
+COMBINATIONS = (
+    r"m+n   xy   x^2+y^2   AB+BC   \frac{AD}{DB}   AB:CD   a-b   x_1+x_2   |AB|+|BC|   AB \cdot CD"
+)
+NO_COMBINATIONS = (
+    r"x   x+x   2x+y   x+1   xx   x^2+x   3   m+n+1   \sqrt{xy}   x+y=z   \frac{x}{x}   x_1x_1"
+)
 
 
 def listed(block: str) -> list[str]:
@@ -117,8 +147,17 @@ def test_which_sides_name_a_value():
 def test_the_order_of_named_coordinates():
     assert usual_order(("y", "x")) == ("x", "y") and usual_order(("a", "b", "c")) == ("a", "b", "c")
     assert usual_order(("k", "h")) == usual_order(("x",)) == usual_order(("x", "z")) == ()
-    assert tuple_of_names("(x, y)") == ("x", "y") and tuple_of_names(r"(r,\theta)") == ("r", r"\theta")
-    assert tuple_of_names("(y,x)") == tuple_of_names("(x,x)") == tuple_of_names("(x,2)") == tuple_of_names("x,y") == ()
+    assert tuple_of_names("(x, y)") == ("x", "y") and tuple_of_names(r"(r,\theta)") == (
+        "r",
+        r"\theta",
+    )
+    assert (
+        tuple_of_names("(y,x)")
+        == tuple_of_names("(x,x)")
+        == tuple_of_names("(x,2)")
+        == tuple_of_names("x,y")
+        == ()
+    )
 
 
 def test_votes_count_named_values_as_their_values():

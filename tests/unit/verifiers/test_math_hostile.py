@@ -1,4 +1,6 @@
-"""Answers that try to fool or stall the verifier, rewritings of right answers, and the benchmarks' own answers."""
+"""Answers that try to fool or stall the verifier, rewritings of right answers, and the benchmarks'
+own answers.
+"""
 
 import json
 import os
@@ -41,7 +43,9 @@ def lines(*path: str) -> list[dict]:
 
 
 def gold_rewrites() -> list[tuple[str, str]]:
-    golds = {gold for truth, kind, gold, _ in PAIRS if truth == "T" and kind not in ("text", "choice")}
+    golds = {
+        gold for truth, kind, gold, _ in PAIRS if truth == "T" and kind not in ("text", "choice")
+    }
     return [(gold, answer) for gold in sorted(golds) for answer in rewrites(gold)]
 
 
@@ -49,7 +53,9 @@ def gold_rewrites() -> list[tuple[str, str]]:
 def test_no_hack_is_accepted(verifier):
     tried = list(hacks())
     found = verifier.verify(boxed(tried))
-    accepted = [pair for pair, verdict in zip(tried, found, strict=True) if verdict.verdict == "correct"]
+    accepted = [
+        pair for pair, verdict in zip(tried, found, strict=True) if verdict.verdict == "correct"
+    ]
     assert len(tried) > 250 and accepted == []
     assert Counter(v.verdict for v in found)["timeout"] == 0
 
@@ -57,9 +63,15 @@ def test_no_hack_is_accepted(verifier):
 def test_hacks_in_the_other_forms():
     for form, lead in (("hash", "#### "), ("answer", "Answer: ")):
         with MathVerifier(form=form) as verifier:
-            tried = [(gold, answer) for gold, answer in hacks() if gold == "7" and "\n" not in answer]
+            tried = [
+                (gold, answer) for gold, answer in hacks() if gold == "7" and "\n" not in answer
+            ]
             found = verifier.verify([(lead + answer, gold) for gold, answer in tried])
-            assert [pair for pair, verdict in zip(tried, found, strict=True) if verdict.verdict == "correct"] == []
+            assert [
+                pair
+                for pair, verdict in zip(tried, found, strict=True)
+                if verdict.verdict == "correct"
+            ] == []
 
 
 @pytest.mark.parametrize("form", ["boxed", "hash", "answer"])
@@ -72,7 +84,10 @@ def test_hostile_responses_cost_milliseconds(form):
             (found,) = verifier.verify([(response, "7")])
             times.append(time.process_time() - start)
         assert min(times) < 0.05, (form, response[:40])
-        assert found.verdict != "correct" or response.startswith(r"\boxed{7}"), (form, response[:40])
+        assert found.verdict != "correct" or response.startswith(r"\boxed{7}"), (
+            form,
+            response[:40],
+        )
     assert verifier.worker_pids() == []
 
 
@@ -88,7 +103,9 @@ def test_poisons_in_a_row_leave_a_working_verifier(verifier, count):
         (found,) = verifier.verify([item])
         slowest = max(slowest, time.monotonic() - begun)
         verdicts[found.verdict] += 1
-    print(f"{count} poisons: {time.monotonic() - start:.1f} s, slowest {slowest:.2f} s, {dict(verdicts)}")
+    print(
+        f"{count} poisons: {time.monotonic() - start:.1f} s, slowest {slowest:.2f} s, {dict(verdicts)}"
+    )
     assert verdicts["correct"] == 0 and slowest < 5
     assert verifier.verify([(r"\boxed{7\sqrt{2}}", r"\sqrt{98}")])[0].verdict == "correct"
 
@@ -96,7 +113,9 @@ def test_poisons_in_a_row_leave_a_working_verifier(verifier, count):
 def test_rewritten_golds_are_accepted(verifier):
     pairs = gold_rewrites()
     found = verifier.verify(boxed(pairs))
-    missed = [pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict != "correct"]
+    missed = [
+        pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict != "correct"
+    ]
     print(f"{len(pairs)} rewritten golds, {len(missed)} missed: {missed}")
     assert len(missed) <= 0.03 * len(pairs)
 
@@ -106,7 +125,9 @@ def test_changed_and_swapped_golds_are_not_accepted(verifier):
     golds = sorted({gold for truth, _, gold, _ in PAIRS if truth == "T"})
     changed = [(gold, answer) for gold in golds for answer in changes(gold)]
     found = verifier.verify(boxed(changed))
-    accepted = [pair for pair, verdict in zip(changed, found, strict=True) if verdict.verdict == "correct"]
+    accepted = [
+        pair for pair, verdict in zip(changed, found, strict=True) if verdict.verdict == "correct"
+    ]
     assert len(changed) > 300 and accepted == [(r"\binom{5}{2}", r"\binom{5}{3}")]  # both are 10
 
 
@@ -128,17 +149,27 @@ def check_gsm8k(records: list[tuple[str, str]]) -> None:
     numbers = [int(gold.replace(",", "")) for _, gold in records]
     assert {v.verdict for v in verifier.verify(records)} == {"correct"}
     assert {
-        v.verdict for v in verifier.verify([(s, str(n + 1)) for (s, _), n in zip(records, numbers, strict=True)])
+        v.verdict
+        for v in verifier.verify(
+            [(s, str(n + 1)) for (s, _), n in zip(records, numbers, strict=True)]
+        )
     } == {"wrong"}
     neighbours = numbers[1:] + numbers[:1]
-    found = verifier.verify([(solution, str(n)) for (solution, _), n in zip(records, neighbours, strict=True)])
-    equal = ["correct" if one == other else "wrong" for one, other in zip(numbers, neighbours, strict=True)]
+    found = verifier.verify(
+        [(solution, str(n)) for (solution, _), n in zip(records, neighbours, strict=True)]
+    )
+    equal = [
+        "correct" if one == other else "wrong"
+        for one, other in zip(numbers, neighbours, strict=True)
+    ]
     assert [verdict.verdict for verdict in found] == equal
     assert verifier.worker_pids() == []
 
 
 def math500() -> tuple[list[str], list[str]]:
-    parts = [row["reference_solution"].rpartition("#### ") for row in lines("math500", "math500.jsonl")]
+    parts = [
+        row["reference_solution"].rpartition("#### ") for row in lines("math500", "math500.jsonl")
+    ]
     return [part[0] for part in parts], [part[2] for part in parts]
 
 
@@ -150,7 +181,9 @@ def test_math500_reference_solutions(verifier):
     neighbours = golds[1:] + golds[:1]
     found = verifier.verify(list(zip(solutions, neighbours, strict=True)))
     accepted = {
-        pair for pair, v in zip(zip(golds, neighbours, strict=True), found, strict=True) if v.verdict == "correct"
+        pair
+        for pair, v in zip(zip(golds, neighbours, strict=True), found, strict=True)
+        if v.verdict == "correct"
     }
     assert accepted == {("5", "x=5"), ("7", "7"), ("3", "3")}  # neighbours with equal golds
 
@@ -161,7 +194,9 @@ def test_math500_golds_agree_only_with_themselves(verifier):
     golds = sorted({gold for gold in golds if not re.fullmatch(r"-?\d+", gold)})
     pairs = [(gold, answer) for gold in golds for answer in golds if gold != answer]
     found = verifier.verify(boxed(pairs))
-    accepted = {pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"}
+    accepted = {
+        pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict == "correct"
+    }
     same = {(r"\frac{1}{4}", r"\frac14"), ("1,-2", "-2,1"), (r"2\sqrt{5}", r"2 \sqrt{5}")}
     assert accepted == same | {(one, other) for other, one in same}
     assert "timeout" not in {verdict.verdict for verdict in found}
@@ -172,7 +207,9 @@ def test_math500_rewritten(verifier):
     _, golds = math500()
     pairs = [(gold, answer) for gold in golds for answer in rewrites(gold)]
     found = verifier.verify(boxed(pairs))
-    missed = [pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict != "correct"]
+    missed = [
+        pair for pair, verdict in zip(pairs, found, strict=True) if verdict.verdict != "correct"
+    ]
     print(f"{len(pairs)} rewritten golds, {len(missed)} missed: {missed}")
     assert len(missed) <= 0.03 * len(pairs)
     changed = [(gold, answer) for gold in golds for answer in changes(gold)]
@@ -192,5 +229,7 @@ def test_competition_golds(name):
         ([n + 1 for n in numbers], "wrong"),
         ([-n for n in numbers], "wrong"),
     ):
-        found = verifier.verify([(rf"so \boxed{{{a}}}.", g) for a, g in zip(answers, golds, strict=True)])
+        found = verifier.verify(
+            [(rf"so \boxed{{{a}}}.", g) for a, g in zip(answers, golds, strict=True)]
+        )
         assert {verdict.verdict for verdict in found} == {expected}

@@ -1,4 +1,6 @@
-"""Spellings that people and models use: functions with a base, arguments without braces, fonts, lists of boxes."""
+"""Spellings that people and models use: functions with a base, arguments without braces, fonts,
+lists of boxes.
+"""
 
 import pytest
 
@@ -30,11 +32,13 @@ WRONG = [
 BOXES = [
     (r"\boxed{1}, \boxed{2}", "1,2", "correct"),
     (r"$\boxed{1}$ and $\boxed{2}$", "2,1", "correct"),
-    (r"\(\boxed{1}\), and $\boxed{2}$", "2", "correct"),  # not all of it is a list: the last box counts
+    # not all of it is a list: the last box counts
+    (r"\(\boxed{1}\), and $\boxed{2}$", "2", "correct"),
     (r"\boxed{1},\quad\text{and }\boxed{2}", "1,2", "correct"),
     (r"\boxed{6}, \boxed{7}, \boxed{8}", "8", "wrong"),
     (r"\boxed{7} or \boxed{8}", "8", "wrong"),
-    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$", r"\frac{639}{40}", "correct"),  # one value, twice
+    # one value, twice
+    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$", r"\frac{639}{40}", "correct"),
     (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{640}{40}}$", r"\frac{639}{40}", "wrong"),
     (r"\boxed{(1,2)} or \boxed{(1, 2)}", "(1,2)", "correct"),
     (r"\boxed{7} ... wait, \boxed{8}", "8", "correct"),
@@ -51,12 +55,16 @@ def verifier():
 
 def test_spellings_of_a_right_answer(verifier):
     verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in RIGHT])
-    assert [pair for pair, found in zip(RIGHT, verdicts, strict=True) if found.verdict != "correct"] == []
+    assert [
+        pair for pair, found in zip(RIGHT, verdicts, strict=True) if found.verdict != "correct"
+    ] == []
 
 
 def test_no_wrong_answer_comes_in_with_them(verifier):
     verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in WRONG])
-    assert [pair for pair, found in zip(WRONG, verdicts, strict=True) if found.verdict != "wrong"] == []
+    assert [
+        pair for pair, found in zip(WRONG, verdicts, strict=True) if found.verdict != "wrong"
+    ] == []
 
 
 @pytest.mark.parametrize(("text", "gold", "expected"), BOXES)
@@ -66,8 +74,12 @@ def test_boxes_side_by_side_are_one_list(verifier, text, gold, expected):
 
 def test_a_gold_that_cannot_be_parsed_leaves_the_response_ungraded(verifier):
     golds = [r"\frac{\foo{1}", r"\sqrt[", r"\frac{1}{"]
-    verdicts = verifier.verify([(r"\boxed{x+1}", gold) for gold in golds] + [(r"\boxed{\foo{1}}", r"\foo{1}")])
-    assert [found.verdict for found in verdicts] == ["unreadable-gold"] * 3 + ["correct"], "but for its own spelling"
+    verdicts = verifier.verify(
+        [(r"\boxed{x+1}", gold) for gold in golds] + [(r"\boxed{\foo{1}}", r"\foo{1}")]
+    )
+    assert [found.verdict for found in verdicts] == ["unreadable-gold"] * 3 + ["correct"], (
+        "but for its own spelling"
+    )
 
 
 def test_arguments_get_their_braces():
@@ -76,4 +88,6 @@ def test_arguments_get_their_braces():
     assert normal(r"\binom52") == r"\binom{5}{2}"
     assert normal(r"\frac{1}{2}") == r"\frac{1}{2}"
     assert normal(r"\exp(x+(1))+1") == "e^{x+(1)}+1"
-    assert normal(r"\sqrt") == r"\sqrt" and normal(r"\frac1") == r"\frac{1}", "what is not there is not made up"
+    assert normal(r"\sqrt") == r"\sqrt" and normal(r"\frac1") == r"\frac{1}", (
+        "what is not there is not made up"
+    )

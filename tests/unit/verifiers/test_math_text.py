@@ -1,4 +1,6 @@
-"""Extraction, exact values, units and the rules of judgement: all that needs no worker, by hand-worked cases."""
+"""Extraction, exact values, units and the rules of judgement: all that needs no worker, by
+hand-worked cases.
+"""
 
 import time
 from fractions import Fraction
@@ -36,18 +38,52 @@ def test_the_last_box_is_the_answer():
 
 
 def test_what_is_no_box_or_no_clean_one():
-    assert [refusal(text) for text in ("", "42", r"\boxed{}", r"\boxed{ }", r"\boxedx{7}")] == ["no-answer"] * 5
-    unclean = [r"\boxed{7} \boxed{8", r"\boxed{8\boxed{7}}", r"\boxed{\boxed{7}\boxed{8}}", r"\boxed{\}", r"\boxed"]
-    unclean += ["\\boxed{7\0}", "\\boxed{\ud800}", "\\boxed{\u202e7}", "\\boxed{⑦}", "\\boxed{٧}", "\\boxed{7\u200b}"]
-    unclean += ["\\boxed{７⁷}", "\\boxed{Ａ}", "\\boxed{10⁴}", r"\boxed{" + "（" * 20 + "7" + "）" * 20 + "}"]
-    unclean += ["\\boxed{" + "7" * (ANSWER_CHARACTERS + 1) + "}", r"\boxed{" + "(" * 20 + "7" + ")" * 20 + "}"]
+    assert [refusal(text) for text in ("", "42", r"\boxed{}", r"\boxed{ }", r"\boxedx{7}")] == [
+        "no-answer"
+    ] * 5
+    unclean = [
+        r"\boxed{7} \boxed{8",
+        r"\boxed{8\boxed{7}}",
+        r"\boxed{\boxed{7}\boxed{8}}",
+        r"\boxed{\}",
+        r"\boxed",
+    ]
+    unclean += [
+        "\\boxed{7\0}",
+        "\\boxed{\ud800}",
+        "\\boxed{\u202e7}",
+        "\\boxed{⑦}",
+        "\\boxed{٧}",
+        "\\boxed{7\u200b}",
+    ]
+    unclean += [
+        "\\boxed{７⁷}",
+        "\\boxed{Ａ}",
+        "\\boxed{10⁴}",
+        r"\boxed{" + "（" * 20 + "7" + "）" * 20 + "}",
+    ]
+    unclean += [
+        "\\boxed{" + "7" * (ANSWER_CHARACTERS + 1) + "}",
+        r"\boxed{" + "(" * 20 + "7" + ")" * 20 + "}",
+    ]
     assert [refusal(text) for text in unclean] == ["malformed"] * len(unclean)
 
 
 def test_hash_and_answer_lines():
     assert extract("a #### 5\nb\n#### 1,080\nrest", "hash") == "1,080"
-    assert refusal("12", "hash") == refusal("####", "hash") == refusal("#### \n7", "hash") == "no-answer"
-    for text in ("Answer: 7", "x\nAnswer: 6\nAnswer: 7\n", "**Answer:** 7", "Final Answer: \\boxed{7}", "ANSWER : 7"):
+    assert (
+        refusal("12", "hash")
+        == refusal("####", "hash")
+        == refusal("#### \n7", "hash")
+        == "no-answer"
+    )
+    for text in (
+        "Answer: 7",
+        "x\nAnswer: 6\nAnswer: 7\n",
+        "**Answer:** 7",
+        "Final Answer: \\boxed{7}",
+        "ANSWER : 7",
+    ):
         assert extract(text, "answer").strip() == "7", text
     minerva = "Final Answer: The final answer is $7$. I hope it is correct."
     assert normal(extract(minerva, "answer")) == "7"
@@ -124,14 +160,24 @@ def test_units():
     }  # fmt: skip
     for text, parts in cases.items():
         assert split_unit(normal(text)) == parts, text
-    for text in ("7x", "7 x", "7 million", r"7\text{ or }8", "7 or 8", r"7\text{ not}", r"7\text{ is wrong}", "7 half"):
+    for text in (
+        "7x",
+        "7 x",
+        "7 million",
+        r"7\text{ or }8",
+        "7 or 8",
+        r"7\text{ not}",
+        r"7\text{ is wrong}",
+        "7 half",
+    ):
         assert split_unit(normal(text))[1] == "", text
 
 
 def test_spelling_is_one_for_all_ways_to_write_a_number_or_a_list():
-    assert {spelling(structure(normal(t))) for t in ("7", "7.0", "007", r"\frac{14}{2}", "x=7", r"7\text{ cm}")} == {
-        "7"
-    }
+    assert {
+        spelling(structure(normal(t)))
+        for t in ("7", "7.0", "007", r"\frac{14}{2}", "x=7", r"7\text{ cm}")
+    } == {"7"}
     assert spelling(structure("3,1,2")) == spelling(structure(r"\{1,2,3\}")) == "{1,2,3}"
     assert spelling(structure("(2,1)")) == "(,2,1,)"
     assert spelling(structure(r"\text{Tuesday}")) == spelling(structure("tuesday")) == "tuesday"
@@ -139,7 +185,9 @@ def test_spelling_is_one_for_all_ways_to_write_a_number_or_a_list():
 
 def test_the_vocabulary_of_the_gold():
     assert (
-        comparable(r"\sqrt{8}", r"2\sqrt{2}") and comparable("x^2", "x*x") and comparable(r"\cot x", r"\cos x/\sin x")
+        comparable(r"\sqrt{8}", r"2\sqrt{2}")
+        and comparable("x^2", "x*x")
+        and comparable(r"\cot x", r"\cos x/\sin x")
     )
     assert comparable("5!", "4!") and comparable("e^{x^2}", "e^{x^2}")
     for gold, answer in [
@@ -168,7 +216,12 @@ def test_formulas_are_rewritten_for_a_parser_that_misreads_them():
 
 def test_hundred_kilobytes_are_refused_in_no_time():
     start = time.perf_counter()
-    for text in ("\\boxed{" * 14000, "\\boxed{7" + "}" * 10**5, "{" * 10**5 + "\\boxed{8", "\\" * 10**5):
+    for text in (
+        "\\boxed{" * 14000,
+        "\\boxed{7" + "}" * 10**5,
+        "{" * 10**5 + "\\boxed{8",
+        "\\" * 10**5,
+    ):
         with pytest.raises(Refused):
             extract(text + "\\boxed{", "boxed")
     assert time.perf_counter() - start < 0.5

@@ -1,4 +1,6 @@
-"""Workers for real: formulas judged, time-outs, killed and stopped workers, threads, forks, copies, the cache."""
+"""Workers for real: formulas judged, time-outs, killed and stopped workers, threads, forks, copies,
+the cache.
+"""
 
 import multiprocessing
 import os
@@ -17,7 +19,8 @@ from math_pairs import PAIRS
 from processes import alive, gone
 
 ROOT = Path(__file__).parents[3]
-ENDLESS = "10^{10^{9^9}}+x"  # a gold is trusted: it reaches the worker, which computes it without end
+# a gold is trusted: it reaches the worker, which computes it without end
+ENDLESS = "10^{10^{9^9}}+x"
 FORMULA, GOLD = r"\boxed{2\sqrt{2}}", r"\sqrt{8}"
 
 
@@ -33,7 +36,11 @@ def verdicts(verifier: MathVerifier, *items: tuple[str, str]) -> list[str]:
 
 def test_hand_made_pairs(verifier):
     found = verifier.verify([(response, gold) for _, _, gold, response in PAIRS])
-    wrong = [(pair, verdict) for pair, verdict in zip(PAIRS, found, strict=True) if _disagrees(pair, verdict)]
+    wrong = [
+        (pair, verdict)
+        for pair, verdict in zip(PAIRS, found, strict=True)
+        if _disagrees(pair, verdict)
+    ]
     false_positives = [pair for pair, verdict in wrong if verdict.verdict == "correct"]
     assert false_positives == []
     # no box, no answer: that one is meant
@@ -46,8 +53,14 @@ def _disagrees(pair: tuple[str, str, str, str], verdict: MathVerdict) -> bool:
 
 def test_answers_come_in_order_and_numbers_need_no_worker():
     with MathVerifier() as verifier:
-        items = [(rf"\boxed{{{i}}}", str(i % 7)) for i in range(20)] + [("", "1"), (r"\boxed{1", "1")]
-        expected = ["correct" if i == i % 7 else "wrong" for i in range(20)] + ["no-answer", "malformed"]
+        items = [(rf"\boxed{{{i}}}", str(i % 7)) for i in range(20)] + [
+            ("", "1"),
+            (r"\boxed{1", "1"),
+        ]
+        expected = ["correct" if i == i % 7 else "wrong" for i in range(20)] + [
+            "no-answer",
+            "malformed",
+        ]
         assert verdicts(verifier, *items) == expected
         assert verifier.worker_pids() == []
         assert verdicts(verifier, (FORMULA, GOLD)) == ["correct"]
@@ -56,7 +69,9 @@ def test_answers_come_in_order_and_numbers_need_no_worker():
 
 
 def test_the_answer_is_reported_in_its_normal_form(verifier):
-    found = verifier.verify([(r"\boxed{007.50\text{ cm}}", "1"), (r"\boxed{2\sqrt{2}}", GOLD), ("", "1")])
+    found = verifier.verify(
+        [(r"\boxed{007.50\text{ cm}}", "1"), (r"\boxed{2\sqrt{2}}", GOLD), ("", "1")]
+    )
     assert [verdict.answer for verdict in found] == ["15/2", r"2\sqrt{2}", ""]
 
 
@@ -66,7 +81,10 @@ def test_a_long_computation_ends_in_time_and_is_remembered():
         assert verdicts(verifier, (FORMULA, GOLD)) == ["correct"]
         (pid,) = verifier.worker_pids()
         start = time.monotonic()
-        assert verdicts(verifier, (r"\boxed{x}", ENDLESS), (FORMULA, GOLD)) == ["timeout", "correct"]
+        assert verdicts(verifier, (r"\boxed{x}", ENDLESS), (FORMULA, GOLD)) == [
+            "timeout",
+            "correct",
+        ]
         assert time.monotonic() - start < 10
         assert gone(pid)
         start = time.monotonic()
@@ -89,7 +107,10 @@ def test_time_outs_count_cpu_time(verifier):
 @pytest.mark.slow
 def test_memory_is_bounded():
     with MathVerifier(memory_mb=256, seconds=20.0) as verifier:
-        assert verdicts(verifier, (r"\boxed{x}", "x+" + "(9^{99999999})!"), (FORMULA, GOLD)) == ["timeout", "correct"]
+        assert verdicts(verifier, (r"\boxed{x}", "x+" + "(9^{99999999})!"), (FORMULA, GOLD)) == [
+            "timeout",
+            "correct",
+        ]
 
 
 @pytest.mark.slow
@@ -112,7 +133,9 @@ def test_threads_share_a_verifier(verifier):
 
     def work(number: int) -> None:
         gold = rf"\sqrt{{{3 * number * number}}}"
-        results[number] = verdicts(verifier, (rf"\boxed{{{number}\sqrt{{3}}}}", gold), (r"\boxed{\sqrt{3}}", gold))
+        results[number] = verdicts(
+            verifier, (rf"\boxed{{{number}\sqrt{{3}}}}", gold), (r"\boxed{\sqrt{3}}", gold)
+        )
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2, 10)]
     for thread in threads:
@@ -120,7 +143,8 @@ def test_threads_share_a_verifier(verifier):
     for thread in threads:
         thread.join()
     assert results == {number: ["correct", "wrong"] for number in range(2, 10)}
-    assert verdicts(verifier, (r"\boxed{10\sqrt{3}}", r"\sqrt{300}")) == ["correct"]  # workers outlive those threads
+    # workers outlive those threads
+    assert verdicts(verifier, (r"\boxed{10\sqrt{3}}", r"\sqrt{300}")) == ["correct"]
 
 
 def _in_a_copy(verifier: MathVerifier, queue) -> None:
@@ -144,8 +168,16 @@ def test_copies_in_other_processes_have_workers_of_their_own(verifier, method):
 
 
 def test_pickling_keeps_the_settings(verifier):
-    copy = pickle.loads(pickle.dumps(MathVerifier(form="hash", workers=3, seconds=1.5, memory_mb=512, cache=10)))
-    assert (copy.form, copy.workers, copy.seconds, copy.memory_mb, copy.cache) == ("hash", 3, 1.5, 512, 10)
+    copy = pickle.loads(
+        pickle.dumps(MathVerifier(form="hash", workers=3, seconds=1.5, memory_mb=512, cache=10))
+    )
+    assert (copy.form, copy.workers, copy.seconds, copy.memory_mb, copy.cache) == (
+        "hash",
+        3,
+        1.5,
+        512,
+        10,
+    )
 
 
 @pytest.mark.slow
@@ -155,7 +187,9 @@ def test_workers_end_with_a_killed_parent():
         "import time\nfrom gspo.verifiers.math.verifier import MathVerifier\nv = MathVerifier()\n"
         "v.verify([(r'\\boxed{2\\sqrt{2}}', r'\\sqrt{8}')])\nprint(*v.worker_pids(), flush=True)\ntime.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     pid = int(parent.stdout.readline())
     assert alive(pid)
     parent.kill()
@@ -178,15 +212,20 @@ def test_an_answer_of_many_formulas_needs_no_cache():
         gold = r"\begin{pmatrix}\sqrt{8}&\sqrt{12}\\\sqrt{18}&\sqrt{20}\end{pmatrix}"
         answer = r"\begin{bmatrix}2\sqrt{2}&2\sqrt{3}\\3\sqrt{2}&2\sqrt{5}\end{bmatrix}"
         other = answer.replace("5", "7")
-        assert verdicts(verifier, (rf"\boxed{{{answer}}}", gold), (rf"\boxed{{{other}}}", gold)) == ["correct", "wrong"]
-        assert verdicts(verifier, (r"\boxed{3\sqrt{2},2\sqrt{3}}", r"\sqrt{12},\sqrt{18}")) == ["correct"]
+        assert verdicts(
+            verifier, (rf"\boxed{{{answer}}}", gold), (rf"\boxed{{{other}}}", gold)
+        ) == ["correct", "wrong"]
+        assert verdicts(verifier, (r"\boxed{3\sqrt{2},2\sqrt{3}}", r"\sqrt{12},\sqrt{18}")) == [
+            "correct"
+        ]
 
 
 @pytest.mark.slow
 def test_an_interrupted_question_does_not_answer_the_next():
     with MathVerifier(seconds=5.0) as verifier:
         verdicts(verifier, (FORMULA, GOLD))
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
+        # a shell's background jobs ignore the signal
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
@@ -199,12 +238,23 @@ def test_an_interrupted_question_does_not_answer_the_next():
 
 def test_an_unreadable_gold_is_a_verdict_of_its_own_item(verifier):
     unreadable = ["", " ", "$$", r"\boxed{}", "."]
-    items = [(r"\boxed{7}", "7"), *((r"\boxed{7}", gold) for gold in unreadable), ("", ""), (FORMULA, GOLD)]
+    items = [
+        (r"\boxed{7}", "7"),
+        *((r"\boxed{7}", gold) for gold in unreadable),
+        ("", ""),
+        (FORMULA, GOLD),
+    ]
     assert verdicts(verifier, *items) == ["correct", *["unreadable-gold"] * 6, "correct"]
 
 
 def test_bad_settings_are_refused():
-    for settings in ({"form": "xml"}, {"workers": 0}, {"seconds": 0}, {"memory_mb": 1}, {"cache": 0}):
+    for settings in (
+        {"form": "xml"},
+        {"workers": 0},
+        {"seconds": 0},
+        {"memory_mb": 1},
+        {"cache": 0},
+    ):
         (key,) = settings
         with pytest.raises(ValueError, match=f"{key}="):
             MathVerifier(**settings)

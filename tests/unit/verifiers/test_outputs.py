@@ -1,4 +1,6 @@
-"""Programs whose right output has more than one spelling: tolerances, letter case, checkers, long integers."""
+"""Programs whose right output has more than one spelling: tolerances, letter case, checkers, long
+integers.
+"""
 
 import json
 
@@ -71,7 +73,11 @@ def test_a_checker_decides_in_the_sandbox(grader, checker):
 
 
 def test_a_checker_that_fails_says_nothing_about_the_program(grader):
-    case = StdinCase("7", "3 4", OutputRule(checker="def check(input, expected, output):\n    raise RuntimeError\n"))
+    case = StdinCase(
+        "7",
+        "3 4",
+        OutputRule(checker="def check(input, expected, output):\n    raise RuntimeError\n"),
+    )
     assert verdict(grader, "print(3, 4)", case) == "sandbox-error"
 
 
@@ -106,7 +112,9 @@ def test_the_rule_of_a_record():
     assert rule(checker="yesno") == OutputRule(0.0, ignores_case=True)
     assert rule(checker="std::rcmp9.cpp") == OutputRule(1e-9)
     assert rule(generated_checker=FILES, checker=None).checker == FILES
-    with pytest.raises(ValueError, match=r"checker.*is 'mystery': neither Python nor one of testlib's, yesno"):
+    with pytest.raises(
+        ValueError, match=r"checker.*is 'mystery': neither Python nor one of testlib's, yesno"
+    ):
         rule(checker="mystery")
     with pytest.raises(ValueError, match=r"tolerance.*must be a number from 0 to 1"):
         rule(tolerance=-1)
@@ -120,7 +128,10 @@ def test_problems_with_several_answers_and_no_checker_are_left_out_and_counted(t
             [
                 ("Print the sum.", {}),
                 ("Print two numbers. If there are multiple answers, print any of them.", {}),
-                ("Print two numbers. If there are several solutions you can output any.", {"checker": CHECK}),
+                (
+                    "Print two numbers. If there are several solutions you can output any.",
+                    {"checker": CHECK},
+                ),
                 ("Print two numbers.", {"several_answers": True}),
             ]
         )
@@ -129,7 +140,11 @@ def test_problems_with_several_answers_and_no_checker_are_left_out_and_counted(t
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = RatedPrograms(path=str(path), train_path=str(path), allow_weak_sandbox=True)
     assert task.size("codeforces") == 2
-    assert [case.rule.checker for i in range(2) for case in task.problem(0, "codeforces", i).answer.cases] == [
+    assert [
+        case.rule.checker
+        for i in range(2)
+        for case in task.problem(0, "codeforces", i).answer.cases
+    ] == [
         "",
         CHECK,
     ]

@@ -1,4 +1,6 @@
-"""A user's reward function in a process of its own: what it is given, exceptions, calls without end, its death."""
+"""A user's reward function in a process of its own: what it is given, exceptions, calls without
+end, its death.
+"""
 
 import os
 import pickle
@@ -52,7 +54,11 @@ def test_exceptions_none_and_odd_numbers_leave_a_response_ungraded_with_the_reas
     assert bad.reason.startswith(
         "task.reward=own_package.rewards:raises: it raised KeyError: 'gold' (rewards.py, line "
     )
-    assert (none.reward, none.verdict, none.reason) == (None, "none", "the reward function returned None")
+    assert (none.reward, none.verdict, none.reason) == (
+        None,
+        "none",
+        "the reward function returned None",
+    )
     assert nan.reward is None and "the reward is nan" in nan.reason
     output = capfd.readouterr()
     assert output.out == "" and "a word on the standard output" in output.err
@@ -61,7 +67,9 @@ def test_exceptions_none_and_odd_numbers_leave_a_response_ungraded_with_the_reas
 def test_a_process_that_ends_takes_one_response_with_it(function):
     before, dead, after = ask(function("raises"), "good", "exit", "good")
     assert before == after == Score(0.5, "partial")
-    assert dead.reward is None and dead.reason == "the reward function's process ended (exit status 3)"
+    assert (
+        dead.reward is None and dead.reason == "the reward function's process ended (exit status 3)"
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +77,10 @@ def test_a_process_that_ends_takes_one_response_with_it(function):
 def test_a_call_that_takes_too_long_is_ended_and_the_others_are_answered(function, name):
     one, hung, other = ask(function(name, seconds=0.5), "x", "hang", "y")
     assert one == other == Score(1.0, "correct")
-    assert (hung.reward, hung.verdict) == (None, "timeout") and "more than 0.5 seconds" in hung.reason
+    assert (hung.reward, hung.verdict) == (
+        None,
+        "timeout",
+    ) and "more than 0.5 seconds" in hung.reason
 
 
 def test_a_batch_of_the_wrong_length_is_ungraded(function):
@@ -81,10 +92,19 @@ def test_a_batch_of_the_wrong_length_is_ungraded(function):
 @pytest.mark.parametrize(
     "path, text",
     [
-        ("own_package.rewards:digit", "there is no digit in own_package.rewards; the nearest is digits"),
-        ("own_package.rewards:two", r"own_package.rewards:two\(prompt, response\): must be def NAME\(prompt, response"),
+        (
+            "own_package.rewards:digit",
+            "there is no digit in own_package.rewards; the nearest is digits",
+        ),
+        (
+            "own_package.rewards:two",
+            r"own_package.rewards:two\(prompt, response\): must be def NAME\(prompt, response",
+        ),
         ("own_package.rewards:number", "own_package.rewards:number: must be a function"),
-        ("own_package.broken:f", r"importing own_package.broken failed: OSError: no network \(.*broken.py, line 2\)"),
+        (
+            "own_package.broken:f",
+            r"importing own_package.broken failed: OSError: no network \(.*broken.py, line 2\)",
+        ),
         ("nowhere:f", "task.reward=nowhere:f: there is no module nowhere"),
     ],
 )
@@ -99,7 +119,10 @@ def test_the_process_ends_with_close_and_a_copy_starts_its_own(function):
     ask(one, "1")
     pid = one._processes[0]._process.pid
     copy = pickle.loads(pickle.dumps(one))
-    assert [s.reward for s in ask(copy, "1")] == [1.0] and copy._processes[0]._process.pid not in (pid, os.getpid())
+    assert [s.reward for s in ask(copy, "1")] == [1.0] and copy._processes[0]._process.pid not in (
+        pid,
+        os.getpid(),
+    )
     copy.close()
     one.close()
     assert gone(pid)
@@ -107,9 +130,15 @@ def test_the_process_ends_with_close_and_a_copy_starts_its_own(function):
 
 
 MISTAKES = [
-    ("missing", r"it raised KeyError: 'gold' \(rewards.py, line \d+\); the rows have no column 'gold', .* answer$"),
+    (
+        "missing",
+        r"it raised KeyError: 'gold' \(rewards.py, line \d+\); the rows have no column 'gold', .* answer$",
+    ),
     ("misspelt", r"it raised NameError: name 'flaot' is not defined \(rewards.py, line \d+\)$"),
-    ("imports", r"it raised ModuleNotFoundError: No module named 'no_such_module' \(rewards.py, line \d+\)$"),
+    (
+        "imports",
+        r"it raised ModuleNotFoundError: No module named 'no_such_module' \(rewards.py, line \d+\)$",
+    ),
     ("word", "it returned str 'good', not a number$"),
     ("pair", "it returned float, not a list of rewards$"),
     ("short_batch", "it returned 1 rewards for 2 responses$"),
@@ -128,7 +157,10 @@ def test_a_trial_refuses_a_mistake_that_no_response_can_mend(function, name, tex
         ("parsed", r"it raised IndexError: list index out of range \(rewards.py, line \d+\)"),
         # the function handles the absent column itself, and the response alone lacks the answer
         ("falls_back", r"it raised IndexError: list index out of range \(rewards.py, line \d+\)"),
-        ("unbound", r"it raised UnboundLocalError: cannot access local variable 'found' .* \(rewards.py, line \d+\)"),
+        (
+            "unbound",
+            r"it raised UnboundLocalError: cannot access local variable 'found' .* \(rewards.py, line \d+\)",
+        ),
         # the line is the user's own, not that of the library that it calls
         ("nested", r"it raised JSONDecodeError: Expecting value: .* \(rewards.py, line \d+\)"),
     ],
@@ -167,5 +199,7 @@ def test_several_workers_keep_the_order_and_a_dead_one_takes_one_response_with_i
 
 
 def test_a_function_of_all_responses_has_one_worker(function):
-    with pytest.raises(ValueError, match=r"task.workers=2 with task.reward=\S+: that function gets all responses"):
+    with pytest.raises(
+        ValueError, match=r"task.workers=2 with task.reward=\S+: that function gets all responses"
+    ):
         function("batch", workers=2).start()

@@ -45,7 +45,9 @@ def identical(x, y):
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(identical, x, y))
     if isinstance(x, dict):
-        return len(x) == len(y) and all(identical(a, b) for a, b in zip(x.items(), y.items(), strict=True))
+        return len(x) == len(y) and all(
+            identical(a, b) for a, b in zip(x.items(), y.items(), strict=True)
+        )
     return repr(x) == repr(y) if isinstance(x, float | complex) else x == y
 
 
@@ -185,7 +187,22 @@ HOSTILE = [
 def test_nonsense_is_told_from_values(form):
     with pytest.raises(Malformed):
         decode(form)
-    for expected in (None, 1, 1.5, "a", [1], [[1]], (), {1}, set(), {1: 2}, {(): 1}, {frozenset()}, 1j, b"a"):
+    for expected in (
+        None,
+        1,
+        1.5,
+        "a",
+        [1],
+        [[1]],
+        (),
+        {1},
+        set(),
+        {1: 2},
+        {(): 1},
+        {frozenset()},
+        1j,
+        b"a",
+    ):
         with contextlib.suppress(Malformed):
             assert not equal(sent(expected), form)
 
@@ -239,12 +256,22 @@ def test_hostile_forms_take_no_time():
     colliding = [(2**61 - 1) * i for i in range(100_000)]  # all with the hash 0
     digits = "f" * 2_000_000
     start = time.process_time()
-    assert equal(["s", *colliding], ["s", *colliding]) and equal(["d", *colliding], ["d", *colliding])
-    assert equal(["s", *[["t", i] for i in colliding]], ["s", *[["z", i] for i in colliding]]) is False
-    assert not equal(1, ["i", digits]) and equal(["i", digits], ["i", digits]) and not equal(0.5, ["i", digits])
+    assert equal(["s", *colliding], ["s", *colliding]) and equal(
+        ["d", *colliding], ["d", *colliding]
+    )
+    assert (
+        equal(["s", *[["t", i] for i in colliding]], ["s", *[["z", i] for i in colliding]]) is False
+    )
+    assert (
+        not equal(1, ["i", digits])
+        and equal(["i", digits], ["i", digits])
+        and not equal(0.5, ["i", digits])
+    )
     assert not equal(["s", 1], ["s", ["i", digits]])
     assert not equal(["c", "1.0", "1.0"], ["c", "9" * 2_000_000, "0." + "1" * 2_000_000])
-    assert not equal(1.5, json.loads("1." + "5" * 2_000_000)) and not equal(1.5, json.loads("1e999999999"))
+    assert not equal(1.5, json.loads("1." + "5" * 2_000_000)) and not equal(
+        1.5, json.loads("1e999999999")
+    )
     with pytest.raises(Malformed):
         require_shallow(nest(900, 1, "l"))
     require_shallow(["l"] * 10**6)
@@ -284,7 +311,9 @@ def test_rules_of_equality():
         (int, float), (int, "int"),
         ([1, 2, 3], [1, 2, "3"]), ({1: 2}, [1, 2]), ((), ""), (frozenset({1}), {1: 1}), ({"a": 1}, {"a": 1, "b": 2}),
     ]  # fmt: skip
-    assert [pair for pair in yes if not same(*pair)] == [] and [pair for pair in no if same(*pair)] == []
+    assert [pair for pair in yes if not same(*pair)] == [] and [
+        pair for pair in no if same(*pair)
+    ] == []
     assert close(10**30, 1e30) == (10**30 == 1e30) and close(7, 7) and not close(7, 8)
 
 
@@ -299,7 +328,9 @@ def test_equal_agrees_with_python_on_values_without_floats_and_bools():
         parts = [draw(depth - 1) for _ in range(rng.randrange(3))]
         if kind == 3:
             return parts
-        keys = [rng.choice([0, 1, "a", None, (1, 2), frozenset({"a"})]) for _ in range(rng.randrange(3))]
+        keys = [
+            rng.choice([0, 1, "a", None, (1, 2), frozenset({"a"})]) for _ in range(rng.randrange(3))
+        ]
         return {4: dict(zip(keys, parts, strict=False)), 5: set(keys), 6: frozenset(keys)}[kind]
 
     values = [draw(3) for _ in range(400)]
@@ -328,9 +359,18 @@ def test_stdout_is_compared_by_lines_and_decimals():
         ("1", "1e99999999999999999999999"), ("12", "1 2"), ("-1", "1"), ("sNaN 1", "snan 1.0"), ("1", "1\0"),
         ("1 x", "1.0 x"), ("1", "+-1"),
     ]  # fmt: skip
-    assert [pair for pair in yes if not same_output(*pair)] == [] and [pair for pair in no if same_output(*pair)] == []
+    assert [pair for pair in yes if not same_output(*pair)] == [] and [
+        pair for pair in no if same_output(*pair)
+    ] == []
     start = time.process_time()
-    many = ["1" * 3_000_000 + "x", "1." * 10**6, "1e" * 10**6, "1 " * 500_000, "1\n" * 10**6, "1e" + "9" * 10**6]
+    many = [
+        "1" * 3_000_000 + "x",
+        "1." * 10**6,
+        "1e" * 10**6,
+        "1 " * 500_000,
+        "1\n" * 10**6,
+        "1e" + "9" * 10**6,
+    ]
     for text in many:
         assert not same_output("2 3", text)
         same_output("1" + text, text + "1")
