@@ -62,7 +62,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,$(VENV),constraints.txt)
 	@echo "4 of 4: gspo"
 	@$(BIN)/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
-	@$(BIN)/python experiments/train.py --help >/dev/null
+	@$(BIN)/gspo train --help >/dev/null
 	$(call done,$(VENV))
 
 $(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
@@ -112,19 +112,19 @@ constraints: setup
 # Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
 BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
 reproduce: setup
-	$(BIN)/python experiments/train.py -cd sweeps -cn paper_figures -m $(OVERRIDES)
-	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
+	$(BIN)/gspo train -cd sweeps -cn paper_figures -m $(OVERRIDES)
+	$(BIN)/gspo figures $(RUNS) --beside $(BESIDE)
 
 # Checks the times that README and docs/getting_started.md state; on an idle machine.
 times: setup
 	$(BIN)/python experiments/times.py
 
 figures: setup
-	$(BIN)/python analysis/reproduce.py $(RUNS) --beside $(BESIDE)
+	$(BIN)/gspo figures $(RUNS) --beside $(BESIDE)
 
 view: RUNS = runs
 view: $(VENV)/.viewer
-	$(BIN)/python experiments/view.py $(RUNS)
+	$(BIN)/gspo view $(RUNS)
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal

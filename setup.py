@@ -2,5 +2,6 @@
 
 from setuptools import find_packages, setup
 
-# conf/ and sweeps/ are folders of YAML files beside gspo/, which `find_packages` does not find.
-setup(packages=[*find_packages(include=["gspo", "gspo.*", "analysis"]), "gspo.conf", "gspo.sweeps"])
+# These folders lie beside gspo/ in a checkout and inside it where it is installed.
+BESIDE = ["gspo.analysis", "gspo.conf", "gspo.sweeps"]
+setup(packages=[*find_packages(include=["gspo", "gspo.*"]), *BESIDE])

@@ -2,7 +2,7 @@
 (notebooks.py).
 """
 
-from analysis.load import Refused
-from analysis.notebooks import Recorded, load_runs
+from gspo.analysis.load import Refused
+from gspo.analysis.notebooks import Recorded, load_runs
 
 __all__ = ["Recorded", "Refused", "load_runs"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from gspo.core.escaping import in_markdown, shown
+from gspo.io.escaping import in_markdown, shown
 from gspo.tracking.pages import fill
 
 TEMPLATE = Path(__file__).parent / "templates" / "blocks.html.j2"

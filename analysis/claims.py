@@ -18,11 +18,10 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
-
-from analysis import paper
-from analysis.efficiency import Efficiency, efficiency, filled, ratios
-from analysis.load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
-from analysis.stats import (
+from gspo.analysis import paper
+from gspo.analysis.efficiency import Efficiency, efficiency, filled, ratios
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, lacking, not_compared
+from gspo.analysis.stats import (
     START,
     WINDOW,
     Interval,
@@ -32,7 +31,7 @@ from analysis.stats import (
     ratio,
     t_interval,
 )
-from analysis.verdicts import between, judge
+from gspo.analysis.verdicts import between, judge
 
 DECLINES = (
     # a run declines if the mean of its last 10 batches lies this share below the peak of its

@@ -1,9 +1,9 @@
 """Early warnings: which of the monitor's signals see a collapse coming, how early, and how often
 are they wrong?
 
-    python analysis/early_warning.py                          the recorded runs of
+    gspo figure early-warning                          the recorded runs of
                                                               analysis/data/stressors/
-    python analysis/early_warning.py runs/stressors --save    runs of your own; --save: keep their
+    gspo figure early-warning runs/stressors --save    runs of your own; --save: keep their
                                                               metrics there
 
 Runs that collapse by the registered rule are compared with runs that do not, under several
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from gspo.analysis import foresight, load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.foresight import LR, Alarm, History, Value
+from gspo.analysis.looks import tint
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
 
-from analysis import foresight, load, script, style
-from analysis.blocks import aligned_table
-from analysis.foresight import LR, Alarm, History, Value
-from analysis.looks import tint
-from analysis.style import View
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
 
 RECORDED = Path(__file__).parent / "data" / "stressors"

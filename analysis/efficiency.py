@@ -27,8 +27,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-
-from analysis.stats import WINDOW, Interval, block_indices, centred_mean, sign_flip_p, trailing_mean
+from gspo.analysis.stats import (
+    WINDOW,
+    Interval,
+    block_indices,
+    centred_mean,
+    sign_flip_p,
+    trailing_mean,
+)
 
 REPS = 1000
 

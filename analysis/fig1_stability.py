@@ -1,7 +1,7 @@
 """Figure 1: does GSPO train to a higher reward, and to higher held-out scores, than GRPO with
 Routing Replay?
 
-    python analysis/fig1_stability.py runs/paper_figures            (run directories, or folders
+    gspo figure stability runs/paper_figures            (run directories, or folders
                                                                     above them)
 
 Expected, if the paper is right: the GSPO curve lies above from about a quarter of the compute on,
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.load import GRPO_R2, GSPO, Data
+from gspo.analysis.looks import look
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, script, style
-from analysis.load import GRPO_R2, GSPO, Data
-from analysis.looks import look
-from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 BENCHMARKS = {

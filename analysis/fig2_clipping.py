@@ -1,6 +1,6 @@
 """Figure 2: which share of the tokens is clipped, in GSPO and in GRPO?
 
-    python analysis/fig2_clipping.py runs/paper_figures
+    gspo figure clipping runs/paper_figures
 
 Expected, if the paper is right: GSPO clips about a hundred times more tokens than GRPO (0.15
 against 0.0013), though its band is a thousand times narrower, because it clips whole responses. The
@@ -15,13 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from gspo.analysis import claims, load, panels, paper, script, style
+from gspo.analysis.load import GRPO_R2, GSPO, Data
+from gspo.analysis.looks import Look, look, looks, tint
+from gspo.analysis.stats import estimate
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, paper, script, style
-from analysis.load import GRPO_R2, GSPO, Data
-from analysis.looks import Look, look, looks, tint
-from analysis.stats import estimate
-from analysis.style import View
 
 PAPERS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {

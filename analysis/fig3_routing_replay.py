@@ -1,6 +1,6 @@
 """Figure 3: does GRPO on an MoE model need Routing Replay?
 
-    python analysis/fig3_routing_replay.py runs/paper_figures
+    gspo figure routing-replay runs/paper_figures
 
 Expected, if the paper is right: with Routing Replay the reward rises; without it the reward stalls
 and then declines (in the paper from .42 to .24), while routers change about 10 % of the experts per
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.load import GRPO, GRPO_R2, Data
+from gspo.analysis.looks import look
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, script, style
-from analysis.load import GRPO, GRPO_R2, Data
-from analysis.looks import look
-from analysis.style import View
 
 NEEDS = (GRPO_R2, GRPO)
 

@@ -1,7 +1,7 @@
 """Clip range: how much of GSPO's and GRPO's disparity in clipped tokens (the paper's Fig 2) is
 their ranges' doing?
 
-    python analysis/fig_clip_range.py runs/clip_range
+    gspo figure clip-range runs/clip_range
 
 Both objectives are run at the same ranges, from the paper's for GSPO to the paper's for GRPO.
 Expected: at equal ranges GSPO clips no more tokens than GRPO, because a mean of log-ratios varies
@@ -15,15 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.fig2_clipping import PAPER_RANGES
+from gspo.analysis.load import GRPO, GSPO, OBJECTIVES, Data
+from gspo.analysis.looks import look, tint
+from gspo.analysis.stats import WINDOW, ratio, t_interval
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.fig2_clipping import PAPER_RANGES
-from analysis.load import GRPO, GSPO, OBJECTIVES, Data
-from analysis.looks import look, tint
-from analysis.stats import WINDOW, ratio, t_interval
-from analysis.style import View
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}

@@ -1,6 +1,6 @@
 """Contrast: does what separates the arms at one learning rate separate them at another?
 
-    python analysis/fig_contrast.py runs/STUDY runs/OTHER_STUDY
+    gspo figure contrast runs/STUDY runs/OTHER_STUDY
 
 A column for each study, in the order given: above the training reward of the arms, below their
 paired differences over the last half of the batches, a dot per seed. Expected, if the paper is
@@ -14,14 +14,13 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
+from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.load import ARMS, Data
+from gspo.analysis.looks import look
+from gspo.analysis.stats import Interval, paired_difference
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, script, style
-from analysis.blocks import aligned_table
-from analysis.load import ARMS, Data
-from analysis.looks import look
-from analysis.stats import Interval, paired_difference
-from analysis.style import View
 
 SHORT = {
     "optim.lr": "learning rate",

@@ -1,7 +1,7 @@
 """Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or
 the size of the step?
 
-    python analysis/fig_critical_rate.py analysis/data/critical_rate.parquet
+    gspo figure critical-rate analysis/data/critical_rate.parquet
 
 Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the
 fitted logistic curves and the rates at which half of the runs collapse (critical_rate.py). Right:
@@ -20,17 +20,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.critical_rate import Counts, fit, probability, ratio
+from gspo.analysis.fig_sweep import arm as base_arm
+from gspo.analysis.load import Data, Run
+from gspo.analysis.looks import Look, looks, tint
+from gspo.analysis.stats import sign_flip_p, t_interval
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.critical_rate import Counts, fit, probability, ratio
-from analysis.fig_sweep import arm as base_arm
-from analysis.load import Data, Run
-from analysis.looks import Look, looks, tint
-from analysis.stats import sign_flip_p, t_interval
-from analysis.style import View
 
 RATE, CLIP = "optim.lr", "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}

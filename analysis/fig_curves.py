@@ -1,7 +1,7 @@
 """The curves of any study: a panel per metric, and the same look for an arm in every panel.
 
-    python analysis/fig_curves.py runs/objectives
-    python analysis/fig_curves.py runs/learning_rate --metrics reward/mean optim/grad_norm
+    gspo figure curves runs/objectives
+    gspo figure curves runs/learning_rate --metrics reward/mean optim/grad_norm
 
 Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and
 metrics of your own, such as custom/answers; metrics that the runs have not recorded are left out.
@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from gspo.analysis import load, panels, script, style
+from gspo.analysis.load import Data, Run
+from gspo.analysis.looks import Look, looks
+from gspo.analysis.runs import nearest
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from analysis import load, panels, script, style
-from analysis.load import Data, Run
-from analysis.looks import Look, looks
-from analysis.runs import nearest
-from analysis.style import View
 
 METRICS = (
     "reward/mean",

@@ -1,11 +1,11 @@
 """A dose: what is given more and more of it, is the reward lost, and which objective or remedy
 withstands it longer?
 
-    python analysis/fig_dose.py runs/routing_dose --dose optim.router_lr_factor \
+    gspo figure dose runs/routing_dose --dose optim.router_lr_factor \
         --measured routing/consistency_after_step --arms policy.freeze_router
-    python analysis/fig_dose.py runs/mismatch_dose --dose rollout.dtype rollout.quantization \
+    gspo figure dose runs/mismatch_dose --dose rollout.dtype rollout.quantization \
         --measured mismatch/beyond_2 --arms correction.name policy.old_logprobs
-    python analysis/fig_dose.py runs/observation_share --dose task.log --measured
+    gspo figure dose runs/observation_share --dose task.log --measured
     episode/environment_tokens \
         --against gspo --also clip/token_active
 
@@ -27,16 +27,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.fig_critical_rate import PART
+from gspo.analysis.fig_sweep import arm as replayed
+from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
+from gspo.analysis.looks import Look, looks
+from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.fig_critical_rate import PART
-from analysis.fig_sweep import arm as replayed
-from analysis.load import GRPO, OBJECTIVES, Data, Run
-from analysis.looks import Look, looks
-from analysis.stats import Interval, t_interval
-from analysis.style import View
 
 REFUSED = script.DOTS | script.NO_CURVES
 # what a setting of --arms is called in an arm's name; "" for the value that needs no word

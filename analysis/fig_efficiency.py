@@ -1,7 +1,7 @@
 """Efficiency: how much compute does GSPO need to reach the final reward of GRPO with Routing
 Replay?
 
-    python analysis/fig_efficiency.py runs/paper_figures
+    gspo figure efficiency runs/paper_figures
 
 Expected, if the paper is right: about half (ratio 1.6 to 2 in its Fig. 1). The exact definition of
 the two ratios and of their intervals is at the top of analysis/efficiency.py; the verdict is taken
@@ -14,14 +14,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.efficiency import Efficiency
+from gspo.analysis.load import GSPO, Data
+from gspo.analysis.looks import look, tint
+from gspo.analysis.stats import WINDOW, Interval, trailing_mean
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, script, style
-from analysis.efficiency import Efficiency
-from analysis.load import GSPO, Data
-from analysis.looks import look, tint
-from analysis.stats import WINDOW, Interval, trailing_mean
-from analysis.style import View
 
 REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 

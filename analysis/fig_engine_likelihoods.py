@@ -1,7 +1,7 @@
 """Engine likelihoods: what is lost by taking the engine's log-probs for the old policy's, with GSPO
 and with GRPO?
 
-    python analysis/fig_engine_likelihoods.py runs/engine_likelihoods
+    gspo figure engine-likelihoods runs/engine_likelihoods
 
 Section 5.4 of the GSPO paper argues, without an experiment, that a sequence's likelihood tolerates
 the engine's precision, so that the engine's log-probs can be used as they are. Expected, if so: in
@@ -20,15 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
-
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.load import GRPO, GSPO, Data
-from analysis.looks import look, tint
-from analysis.stats import (
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.load import GRPO, GSPO, Data
+from gspo.analysis.looks import look, tint
+from gspo.analysis.stats import (
     START,
     WINDOW,
     Interval,
@@ -38,8 +34,11 @@ from analysis.stats import (
     ratio,
     sign_flip_p,
 )
-from analysis.style import View
-from analysis.verdicts import LEVEL
+from gspo.analysis.style import View
+from gspo.analysis.verdicts import LEVEL
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = (
     "bfloat16",

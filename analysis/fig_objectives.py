@@ -1,7 +1,7 @@
 """Objectives: with all else equal, what does each one gain, what does it clip, and what weight does
 it leave?
 
-    python analysis/fig_objectives.py runs/objectives
+    gspo figure objectives runs/objectives
 
 Any set of arms can be compared; rows are sorted by reward gain. Expected: all of them learn. Arms
 that differ by less than their seeds do are not told apart. The clipped share depends on an
@@ -17,15 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.load import Data
+from gspo.analysis.looks import look, tint
+from gspo.analysis.stats import START, WINDOW, number
+from gspo.analysis.style import STRIP, View
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.load import Data
-from analysis.looks import look, tint
-from analysis.stats import START, WINDOW, number
-from analysis.style import STRIP, View
 
 MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",

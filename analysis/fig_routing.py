@@ -1,7 +1,7 @@
 """Routing: how many experts do the routers keep from the start of a step to its later mini-batches,
 layer by layer?
 
-    python analysis/fig_routing.py runs/paper_figures
+    gspo figure routing runs/paper_figures
 
 Expected, if the paper is right: about 10 % of the experts change with an update (consistency 0.9),
 in every arm, and more in deeper models. The verdict follows the criterion in analysis/claims.py.
@@ -15,13 +15,12 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.load import Data
+from gspo.analysis.looks import Look, looks, tint
+from gspo.analysis.stats import centred_mean, estimate
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
-
-from analysis import claims, load, panels, script, style
-from analysis.load import Data
-from analysis.looks import Look, looks, tint
-from analysis.stats import centred_mean, estimate
-from analysis.style import View
 
 PREFIX = "routing/consistency_layer_"
 MOST = 12  # the most arms, since each has a panel

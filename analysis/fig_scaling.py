@@ -2,7 +2,7 @@
 experts?
 
     python experiments/benchmark.py curves=true                 measures and draws
-    python analysis/fig_scaling.py runs/benchmarks/scaling.json
+    gspo figure scaling runs/benchmarks/scaling.json
 
 Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at
 the longest responses. With the width, seconds grow more slowly than the arithmetic, which grows as
@@ -18,12 +18,11 @@ import math
 import sys
 from pathlib import Path
 
+from gspo.analysis import script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.looks import BLUE, VERMILION
+from gspo.analysis.style import View
 from matplotlib.ticker import NullLocator, ScalarFormatter
-
-from analysis import script, style
-from analysis.blocks import aligned_table
-from analysis.looks import BLUE, VERMILION
-from analysis.style import View
 
 ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
 LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # by number of threads

@@ -1,8 +1,8 @@
 """A sweep over one setting, or two: what does it do to the reward, to stability, to the share of
 clipped tokens?
 
-    python analysis/fig_sweep.py runs/learning_rate --x optim.lr --by trainer.minibatches
-    python analysis/fig_sweep.py runs/staleness --x rollout.staleness
+    gspo figure sweep runs/learning_rate --x optim.lr --by trainer.minibatches
+    gspo figure sweep runs/staleness --x rollout.staleness
 
 Any setting can be --x; each value of --by is a row of panels. Prints a Markdown table with the
 paired difference of GSPO and GRPO, seed by seed; writes fig_sweep_<study>.pdf and .png. The first
@@ -17,14 +17,14 @@ from numbers import Real
 from pathlib import Path
 
 import pandas as pd
+from gspo.analysis import load, script, style
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.load import GRPO, GSPO, OBJECTIVES, Data, Run
+from gspo.analysis.looks import Look, looks, tint
+from gspo.analysis.stats import START, WINDOW, t_interval
+from gspo.analysis.style import View
 from matplotlib.axes import Axes
 
-from analysis import load, script, style
-from analysis.blocks import aligned_table
-from analysis.load import GRPO, GSPO, OBJECTIVES, Data, Run
-from analysis.looks import Look, looks, tint
-from analysis.stats import START, WINDOW, t_interval
-from analysis.style import View
 from gspo.tracking.collapse import levels
 
 REPLAY = "policy.routing_replay"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from gspo.analysis.stats import REPS
 
-from analysis.stats import REPS
 from gspo.tracking.collapse import SIGNALS, collapse
 
 LR = "learning rate alone"  # a score that looks at no metric, which the others have to beat

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from analysis import sources
-from analysis.runs import ARMS as ARMS
-from analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die, nearest
-from analysis.runs import GRPO_R2 as GRPO_R2
-from analysis.runs import Refused as Refused
-from analysis.sources import Record
-from gspo.core import escaping
+from gspo.analysis import sources
+from gspo.analysis.runs import ARMS as ARMS
+from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die, nearest
+from gspo.analysis.runs import GRPO_R2 as GRPO_R2
+from gspo.analysis.runs import Refused as Refused
+from gspo.analysis.sources import Record
+
+from gspo.io import escaping
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
     "gspo": GSPO,

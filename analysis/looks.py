@@ -12,8 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import matplotlib
-
-from analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"

@@ -1,6 +1,6 @@
 """Recorded runs for a notebook: one table with a row per run, one table per metric.
 
-    from analysis import load_runs
+    from gspo.analysis import load_runs
 
     recorded = load_runs("runs/paper_figures")      # or several folders, offline W&B files,
                                                     wandb:ENTITY/PROJECT
@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
+from gspo.analysis.load import Data, Run, die, load
+from gspo.analysis.runs import nearest
+from gspo.analysis.stats import WINDOW
 
-from analysis.load import Data, Run, die, load
-from analysis.runs import nearest
-from analysis.stats import WINDOW
 from gspo.tracking.collapse import best
 
 SCORES = ("/avg@", "/pass@", "/maj@")

@@ -2,7 +2,7 @@
 runs themselves.
 
     python analysis/recorded_study.py runs/paper_figures --out analysis/data
-    python analysis/reproduce.py analysis/data/paper_figures.parquet
+    gspo figures analysis/data/paper_figures.parquet
 
 The file, which has the study's name, has a row per run and step with the metrics in single
 precision, and in its metadata the settings of every run. What a run directory holds besides
@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+from gspo.analysis import load, script
+from gspo.analysis.runs import nearest
+from gspo.analysis.sources import RUN, STUDY_FILE, STUDY_KEY
 from pyarrow import parquet
 
-from analysis import load, script
-from analysis.runs import nearest
-from analysis.sources import RUN, STUDY_FILE, STUDY_KEY
-from gspo.core.files import replace_bytes
+from gspo.io.files import replace_bytes
 
 REFUSED = dict.fromkeys(
     ("seeds", "smooth", "log-x", "format", "no-caption", "width"), "it draws nothing"

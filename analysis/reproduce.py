@@ -1,7 +1,7 @@
 """What did the runs find? All figures that they permit, a table, and a verdict on each of the
 paper's claims.
 
-    python analysis/reproduce.py runs/paper_figures --beside analysis/data/comfortable.parquet
+    gspo figures runs/paper_figures --beside analysis/data/comfortable.parquet
 
 `make reproduce` ends with this command, and `make figures` repeats it. The studies that --beside
 names, here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast
@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-
-from analysis import (
+from gspo.analysis import (
     claims,
     fig1_stability,
     fig2_clipping,
@@ -31,12 +30,13 @@ from analysis import (
     load,
     script,
 )
-from analysis.blocks import aligned_table
-from analysis.load import Data
-from analysis.stats import START, WINDOW, number
-from analysis.style import View
-from gspo.core.escaping import in_markdown
-from gspo.core.files import replace_text
+from gspo.analysis.blocks import aligned_table
+from gspo.analysis.load import Data
+from gspo.analysis.stats import START, WINDOW, number
+from gspo.analysis.style import View
+
+from gspo.io.escaping import in_markdown
+from gspo.io.files import replace_text
 
 ESCAPED = re.compile(r"\\([^\w\s])")  # what Markdown needs and a terminal does not
 

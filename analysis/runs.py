@@ -16,8 +16,8 @@ from typing import NoReturn
 
 import pandas as pd
 
-from gspo.core import untrusted
-from gspo.core.files import locked
+from gspo.io import untrusted
+from gspo.io.files import locked
 from gspo.tracking.collapse import collapse
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 

@@ -5,16 +5,15 @@ verdicts.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from analysis import load, sources
-from analysis.claims import Claim
-from analysis.style import FORMATS, View
-from gspo.core import escaping
-from gspo.core.arguments import typed
+from gspo.analysis import load, sources
+from gspo.analysis.claims import Claim
+from gspo.analysis.style import FORMATS, View
+
+from gspo.io import escaping
 
 # The reasons why a figure refuses options for curves: --seeds, --smooth and --log-x.
 DOTS = {"seeds": "the seeds stand there as dots already"}
@@ -36,7 +35,6 @@ def parser(
     """Return a parser with the options that all scripts of this folder share; the script's
     docstring is its help. `refused` names the options that can have no effect in this figure, with
     the reasons."""
-    doc = re.sub(r"python (analysis/\w+\.py)", lambda example: typed(example[1]), doc)
     options = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,7 +190,7 @@ def one_study(path: str) -> None:
     if len(studies) > 1:
         name, folder = sorted(studies.items())[0]
         address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
-        command = f"{typed(sys.argv[0])} {address}"
+        command = f"{sys.argv[0]} {address}"
         load.die(
             f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}"
         )

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+from gspo.analysis import wandb_files
 from pyarrow import parquet
 
-from analysis import wandb_files
-from gspo.core import untrusted
-from gspo.core.files import replace_bytes
-from gspo.core.ownership import own
+from gspo.io import untrusted
+from gspo.io.files import replace_bytes
+from gspo.io.ownership import own
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation

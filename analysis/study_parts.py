@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from analysis import claims, load, reproduce
-from analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text
-from analysis.load import GRPO, Data, Run
-from analysis.stats import START, WINDOW, number, paired_difference
+from gspo.analysis import claims, load, reproduce
+from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text
+from gspo.analysis.load import GRPO, Data, Run
+from gspo.analysis.stats import START, WINDOW, number, paired_difference
 
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "

@@ -1,9 +1,9 @@
 """The report of a study: figures, settings, statistics, links to its runs; as HTML, as Markdown, as
 a W&B Report.
 
-    python analysis/study_report.py runs/paper_figures
-    python analysis/study_report.py runs/learning_rate --figures figures/fig_sweep_learning_rate.png
-    python analysis/study_report.py runs/paper_figures --publish TEAM/PROJECT
+    gspo study-report runs/paper_figures
+    gspo study-report runs/learning_rate --figures figures/fig_sweep_learning_rate.png
+    gspo study-report runs/paper_figures --publish TEAM/PROJECT
 
 Writes report_<study>.html (one file that needs nothing else) and report_<study>.md. The figures are
 the study's curves, those of the paper that its arms permit, and the PNG files that you name.
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from analysis import fig_curves, load, reproduce, script, study_parts
-from analysis.blocks import Block, Figure, Heading, Link, address, to_html, to_markdown
-from analysis.load import Run
-from gspo.core.files import replace_text
+from gspo.analysis import fig_curves, load, reproduce, script, study_parts
+from gspo.analysis.blocks import Block, Figure, Heading, Link, address, to_html, to_markdown
+from gspo.analysis.load import Run
+
+from gspo.io.files import replace_text
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
         if path.suffix != ".png" or not path.is_file():
             load.die(f"--figures {path}: no PNG file")
     if args.publish:
-        from analysis import wandb_report  # imported here because wandb takes a second
+        from gspo.analysis import wandb_report  # imported here because wandb takes a second
 
         wandb_report.check(args.publish, data)
     drawn, left_out = reproduce.draw_all(data, args.out, view)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from gspo.analysis.load import Data
+from gspo.analysis.looks import Look
+from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,11 +24,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
-from analysis.load import Data
-from analysis.looks import Look
-from analysis.stats import WINDOW
-from gspo.core.escaping import shown
-from gspo.core.files import replace_bytes
+from gspo.io.escaping import shown
+from gspo.io.files import replace_bytes
 
 # colours of everything that belongs to no arm
 INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from analysis.stats import Interval
+from gspo.analysis.stats import Interval
 
 LEVEL, FEWEST = 0.05, 6
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo.core import untrusted
+from gspo.io import untrusted
 
 BLOCK, HEADER = 32768, 7
 SCORE = "score"

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import wandb
 import wandb_workspaces.reports.v2 as wr
+from gspo.analysis import sources, study_parts
+from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
+from gspo.analysis.load import Data, Run, die
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
-
-from analysis import sources, study_parts
-from analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
-from analysis.load import Data, Run, die
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"

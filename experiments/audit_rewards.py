@@ -33,12 +33,12 @@ from audit.attacks import SUITE_LIMITS, run_attacks
 from audit.cases import Outcome
 from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
 from audit.tool import ToolRunner, suite_tool
-from gspo.core.arguments import key_values
-from gspo.core.escaping import guard
-from gspo.verifiers.code.grader import CodeGrader
-from gspo.verifiers.math.verifier import MathVerifier
-from gspo.verifiers.sandbox import self_test
-from gspo.verifiers.sandbox.runner import CodeRunner
+from gspo.io.arguments import key_values
+from gspo.io.escaping import guard
+from gspo.rewards.code.grader import CodeGrader
+from gspo.rewards.math.verifier import MathVerifier
+from gspo.rewards.sandbox import self_test
+from gspo.rewards.sandbox.runner import CodeRunner
 
 DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
 POISONS = 100  # number of different answers that would keep a naive verifier busy

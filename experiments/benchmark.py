@@ -4,7 +4,7 @@ more.
 
 from __future__ import annotations
 
-import gspo.core.interrupt  # noqa: F401
+import gspo.io.interrupt  # noqa: F401
 
 # isort: split
 
@@ -24,11 +24,11 @@ from gspo.config.commands import BenchmarkCommand
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
-from gspo.core.ranks import RankLost
+from gspo.distributed.ranks import RankLost
 from gspo.model.settings import HFModel
 from gspo.run.build import starting_model_folder
-from gspo.run.cli import Ended, command_line, one_line
 from gspo.run.directory import code_state
+from gspo.run.entry_point import Ended, command_line, one_line
 from gspo.run.launched import as_rank, is_follower, launched, silence
 from gspo.run.processes import Peers, join
 from gspo.tracking.tracker import Progress
@@ -104,7 +104,7 @@ def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Pee
             record["rounds"].append(measured)
             write(record | {"threads": command.threads}, out)
         print(Pairs(record["rounds"]).table())
-    if peers.ranks.index == 0:
+    if peers.ranks.rank == 0:
         write(record | {"threads": command.threads}, out)
     if not command.out:
         print(f"numbers in {out}")
@@ -176,11 +176,11 @@ def from_folder(settings: Settings, command: BenchmarkCommand, peers: Peers) -> 
     """Let the run start from a model folder, which is made if it is not there yet: by rank 0, for
     whom others wait.
     """
-    if peers.ranks.index:
-        peers.ranks.told(None)
+    if peers.ranks.rank:
+        peers.ranks.broadcast(None)
     start_from_folder(settings, command)
-    if peers.ranks.index == 0:
-        peers.ranks.told(None)
+    if peers.ranks.rank == 0:
+        peers.ranks.broadcast(None)
 
 
 def start_from_folder(settings: Settings, command: BenchmarkCommand) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from gspo.core.arguments import key_values
-from gspo.core.escaping import guard
+from gspo.io.arguments import key_values
+from gspo.io.escaping import guard
 from peers.compare import OUT, compare
 from peers.table import page
 from peers.vectors import load

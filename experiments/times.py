@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GSPO = [sys.executable, "-m", "gspo.commands.main"]
+GSPO = [sys.executable, "-m", "gspo.cli.main"]
 FIRST_RUN = ["train", "experiment=micro_moe", "objective=gspo_tiny"]
 COMMANDS = {  # what it is -> the words after `gspo`, and the exit code that is right
     "help": (["train", "--help"], 0),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.verifiers.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
-from gspo.verifiers.math.verifier import MathVerifier
+from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.rewards.math.verifier import MathVerifier
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from audit.attacks import SUITE_LIMITS
-from gspo.tasks.environment import Outcome
-from gspo.tasks.python_tool import PythonTool
-from gspo.verifiers.sandbox.runner import Ended
+from gspo.rewards.sandbox.runner import Ended
+from gspo.tasks.environments.protocol import Outcome
+from gspo.tasks.testbed.python_tool import PythonTool
 
 T, R = TypeVar("T"), TypeVar("R")
 

@@ -245,7 +245,7 @@ def check(out: Path, miniature: bool) -> Command:
         "--json",
         str(out / "check.json"),
     )
-    return Command("check", ("-m", "gspo.commands.main", *words), 70)
+    return Command("check", ("-m", "gspo", *words), 70)
 
 
 def benchmarks(out: Path, miniature: bool) -> list[Command]:
@@ -278,7 +278,7 @@ def study(miniature: bool) -> tuple[str, ...]:
     """Return the command of the study."""
     words = [f"runs={runs_folder(miniature)}", "tracking.wandb=disabled"]
     words += MINIATURE_STUDY if miniature else ["policy.device=cuda"]
-    return ("experiments/train.py", "-cd", "sweeps", "-cn", STUDY, "-m", *words)
+    return ("-m", "gspo", "train", "-cd", "sweeps", "-cn", STUDY, "-m", *words)
 
 
 def runs_folder(miniature: bool) -> Path:

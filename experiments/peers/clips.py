@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.objectives import CISPO, GMPO, SAPO, GSPOToken
-from gspo.core.masked import masked_mean
+from gspo.data.masked import masked_mean
 from peers.recipe import Evaluation, PolicyLoss, by_sequence
 from peers.vectors import Entry
 

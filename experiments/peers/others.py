@@ -23,7 +23,7 @@ from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import EXPONENT_BOUND, MIS, TIS, Correction, Rejection
 from gspo.algorithm.kl import KLCoefficient, KLInLoss, KLInReward
 from gspo.algorithm.objectives import log_ratio
-from gspo.core.masked import masked_sum
+from gspo.data.masked import masked_sum
 from peers.hugging import ms_swift_correction, trl_correction
 from peers.options import Options, Untranslated
 from peers.recipe import UNBOUNDED, described

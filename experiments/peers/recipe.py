@@ -18,7 +18,7 @@ from gspo.algorithm.corrections import Correction
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GMPO, SAPO, LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import RatioObjective, sequence_log_ratio
-from gspo.core.masked import masked_mean
+from gspo.data.masked import masked_mean
 from peers.options import Untranslated
 from peers.vectors import Entry
 

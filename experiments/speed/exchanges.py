@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from gspo.train.trainer import Trainer
 
 EXCHANGES = (
-    (dist, "all_gather_object"),  # Ranks.gathered: responses, rewards, metrics
-    # Ranks.sums: gradients and log-probs; FSDP's gradients between copies of the weights
+    (dist, "all_gather_object"),  # Ranks.all_gather: responses, rewards, metrics
+    # Ranks.all_reduce: gradients and log-probs; FSDP's gradients between copies of the weights
     (dist, "all_reduce"),
     (dist, "all_gather_single"),  # FSDP: the weights of a layer
     (dist, "reduce_scatter_single"),  # FSDP: the gradients of a layer

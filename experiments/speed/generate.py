@@ -10,9 +10,9 @@ from statistics import median
 import torch
 
 from gspo.config.settings import Settings
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.model.policy import Policy
-from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.engines.local import LocalEngine
 from gspo.run.build import load_model, training_device
 
 

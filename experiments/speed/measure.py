@@ -20,9 +20,9 @@ from statistics import fmean, median
 import torch
 
 from gspo.config.settings import Settings
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
-from gspo.rollout.source import Rollout
+from gspo.rollout.sources.base import Rollout
 from gspo.run.build import build_trainer
 from gspo.tracking.tracker import Tracker
 from gspo.train.trainer import Trainer
@@ -39,7 +39,7 @@ def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dic
     ranks = ranks or Ranks()
     trainer = build_trainer(settings, ranks=ranks)
     policy, peak = trainer.policy, matmul_peak(trainer.policy)
-    if ranks.count == 1:
+    if ranks.world_size == 1:
         rows = timed_batches(trainer, settings, batches)
     else:
         exchanges = Exchanges() if policy.device.type == "cpu" else None
@@ -47,7 +47,7 @@ def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dic
             rows = timed_batches(trainer, settings, batches, exchanges)
         rows = [means_over_ranks(own, ranks) for own in rows]
     trainer.source.close()
-    peak = sum(ranks.gathered(max(peak, matmul_peak(policy))))
+    peak = sum(ranks.all_gather(max(peak, matmul_peak(policy))))
     return {
         "workload": settings.study,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
@@ -57,7 +57,11 @@ def measure(settings: Settings, batches: int, ranks: Ranks | None = None) -> dic
         "own_forward": policy.network is not None,
         "matmul_gflops": peak / 1e9,
         "peak_memory_mib": peak_memory(policy),
-        **({"ranks": ranks.count, "mode": settings.parallel.mode} if ranks.count > 1 else {}),
+        **(
+            {"ranks": ranks.world_size, "mode": settings.parallel.mode}
+            if ranks.world_size > 1
+            else {}
+        ),
         "batches": rows[1:],
         **{key: median(r[key] for r in rows[1:]) for key in rows[0]},
     }
@@ -72,7 +76,7 @@ def timed_batches(
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tracker = None
-        if trainer.ranks.index == 0:
+        if trainer.ranks.rank == 0:
             tracker = Tracker(Path(folder), settings.tracking, asdict(settings), "benchmark", [])
         for step in range(1, batches + 2):
             started = time.perf_counter()
@@ -97,7 +101,7 @@ def timed_batches(
 
 def means_over_ranks(own: dict[str, float], ranks: Ranks) -> dict[str, float]:
     """Return a rank's row with the means of all ranks' seconds."""
-    rows = ranks.gathered(own)
+    rows = ranks.all_gather(own)
     return own | {key: fmean(r[key] for r in rows) for key in own if key.endswith("_s")}
 
 

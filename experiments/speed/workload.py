@@ -23,12 +23,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gspo.core.arguments import nearest
-from gspo.core.ranges import Ranged, ranged
-from gspo.core.types import Problem, Score
+from gspo.data.samples import Problem, Score
+from gspo.io.arguments import nearest
+from gspo.io.ranges import Ranged, ranged
 from gspo.model.loading import save
 from gspo.model.tokenizer import character_tokenizer
-from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 
 TESTBED = (
     "experiment=tiny_moe",
@@ -104,7 +104,7 @@ class Workload(Ranged, key="size"):
         return replace(self, shape=replace(self.shape, **shape) if self.shape else None, **batch)
 
     def overrides(self) -> list[str]:
-        """Return the workload as a command line of experiments/train.py."""
+        """Return the workload as the arguments of `gspo train`."""
         return [
             *self.settings,
             f"rollout.prompts_per_step={self.prompts}",

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gspo.core.masked import masked_mean, masked_sum
-from gspo.core.ranges import Ranged, ranged
+from gspo.data.masked import masked_mean, masked_sum
+from gspo.io.ranges import Ranged, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""What must hold of every objective, whoever wrote it: experiments/check_objective.py tells it in
+"""What must hold of every objective, whoever wrote it: `gspo check-objective` tells it in
 words.
 
 Each check calls the objective on random responses of unequal length, in float64, at several spreads

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.aggregation import Aggregation
-from gspo.core.lazy_torch import torch
-from gspo.core.ranges import Ranged, ranged
+from gspo.data.lazy_torch import torch
+from gspo.io.ranges import Ranged, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

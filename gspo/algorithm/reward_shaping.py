@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gspo.algorithm.advantages import Groups, deviation
-from gspo.core.lazy_torch import torch
-from gspo.core.ranges import HASHED_IF_CHANGED, Ranged, ranged
-from gspo.core.types import LARGEST_REWARD
+from gspo.data.lazy_torch import torch
+from gspo.data.samples import LARGEST_REWARD
+from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,13 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.core.batch import TrainBatch, pack
-from gspo.core.types import Problem, Response, Score
+from gspo.data.batch import TrainBatch, pack
+from gspo.data.samples import Problem, Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 from gspo.tasks.base import Task
 
 PROMPTS = ("7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "9-1=?")

@@ -15,10 +15,10 @@ from torch import Tensor
 from gspo.checking.bench import Bench
 from gspo.checking.machine import short
 from gspo.checking.report import OK, SKIP, Finding, at_most
-from gspo.model import kernels
-from gspo.model.kernels import TokenLogProbs, rms_norm, rotate, swiglu
-from gspo.model.network import experts
-from gspo.model.packing import attention
+from gspo.model.forward import kernels
+from gspo.model.forward.kernels import TokenLogProbs, rms_norm, rotate, swiglu
+from gspo.model.forward.network import experts
+from gspo.model.forward.packing import attention
 
 EPS = 1e-6
 # The largest error, as a share of the largest number of the result. float32 adds some hundred

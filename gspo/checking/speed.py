@@ -25,11 +25,11 @@ from gspo.checking.bench import (
 )
 from gspo.checking.machine import GB, short
 from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 
 ROWS = (32, 256)
 # Times the bytes floor from which decoding is called slow: half the speed of an H200 (docs/gpu.md).

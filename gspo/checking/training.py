@@ -22,10 +22,10 @@ from gspo.algorithm.objectives import GSPO
 from gspo.checking.bench import DENSE, SPARSE, Bench, Digits, backward, packed, sampled
 from gspo.checking.machine import short
 from gspo.checking.report import FAIL, OK, SKIP, Finding, at_least, at_most
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.problem_sampler import Uniform
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
@@ -180,7 +180,7 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
         f"policy.device={bench.device}", f"policy.deterministic={str(bench.on_gpu).lower()}", f"runs={runs}",
         f"study={study}", "threads=1",
     ]  # fmt: skip
-    command = [sys.executable, "-P", "-m", "gspo.commands.main", "train", *words]
+    command = [sys.executable, "-P", "-m", "gspo.cli.main", "train", *words]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -240,7 +240,7 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     """Compare vLLM, where it is installed, with the trainer: log-probs, experts' weights after an
     update, sleep.
     """
-    from gspo.rollout.vllm import VLLMEngine, check_installed, installed_version
+    from gspo.rollout.engines.vllm import VLLMEngine, check_installed, installed_version
 
     if not installed_version():
         yield Finding(SKIP, "vLLM", "not installed")
@@ -251,7 +251,7 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
         yield Finding(SKIP, "vLLM", installed_version(), detail=str(error))
         return
     from gspo.checking.bench import problems
-    from gspo.rollout.requests import Sampling
+    from gspo.rollout.engines.requests import Sampling
     from gspo.rollout.settings import VLLMRollout
 
     size = replace(DENSE, heads=2, key_value_heads=1, head_dim=32)

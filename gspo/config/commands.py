@@ -1,4 +1,4 @@
-"""The settings of the entry points beside train.py: plain dataclasses that are also Hydra's schema."""
+"""The settings of the commands beside `gspo train`: plain dataclasses that are also Hydra's schema."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
-from gspo.model.prompts import PromptFormat
+from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.model.chat.prompts import PromptFormat
+from gspo.rollout.engines.stop_strings import check_stop
+from gspo.rollout.engines.truncation import Truncation
 from gspo.rollout.settings import check_engine_alone
-from gspo.rollout.stop_strings import check_stop
-from gspo.rollout.truncation import Truncation
 from gspo.tracking.settings import MODES
 
 

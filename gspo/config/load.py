@@ -24,16 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 from gspo.algorithm.aggregation import Aggregation
 from gspo.config.checks import check
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
-from gspo.config.outside import (
-    NAMED,
-    changed_source,
-    load_class,
-    open_door,
-    option_name,
-    outside_code,
-    typed,
-    with_outside_parts,
-)
 from gspo.config.schema import (
     GROUPS_BESIDE_SETTINGS,
     literal,
@@ -43,11 +33,21 @@ from gspo.config.schema import (
     to_dataclass,
 )
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
-from gspo.core.files import replace_text
-from gspo.core.outside import is_path, source_files
-from gspo.core.ownership import doubt, own, write_signed
-from gspo.core.ranges import fields_with
-from gspo.core.untrusted import read_yaml
+from gspo.config.user_code import (
+    NAMED,
+    changed_source,
+    load_class,
+    open_door,
+    option_name,
+    outside_code,
+    typed,
+    with_outside_parts,
+)
+from gspo.io.files import replace_text
+from gspo.io.ownership import doubt, own, write_signed
+from gspo.io.ranges import fields_with
+from gspo.io.untrusted import read_yaml
+from gspo.io.user_code import is_path, source_files
 from gspo.train.settings import ParallelSettings
 
 OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
@@ -141,7 +141,7 @@ NO_ADDRESSES = ("tracking", "inputs", "options", "prompt", "outside")
 def chosen_settings(
     config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]
 ) -> Settings:
-    """Return the settings that train.py was asked for.
+    """Return the settings that `gspo train` was asked for.
 
     They are the composed config with Hydra's choices, or with resume= those of a recorded run with
     the overrides.
@@ -316,7 +316,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     """Return a run directory's settings with the changes of the command line. Refuses settings that
     may not change, and outside code that has changed.
 
-    Of a run that this user did not make (gspo.core.ownership), the folder of cold starts and the
+    Of a run that this user did not make (gspo.io.ownership), the folder of cold starts and the
     W&B account are not taken over, and tracking is offline. The addresses that it names must be
     given by the command line. How many processes there were is not taken over either, nor how many
     held one copy of the weights, or shared the experts, if parallel.mode is given.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gspo.config.checks import changed, samples_ahead
-from gspo.core.types import Response, all_same
+from gspo.data.samples import Response, all_same
 from gspo.tracking.rounding import (
     LARGEST_MISMATCH,
     ROUNDING_SHARE,

@@ -21,8 +21,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from gspo.config.settings import CHOICES
 from gspo.config.synonyms import our_name, our_option
-from gspo.core.arguments import nearest
-from gspo.core.ranges import refusal
+from gspo.io.arguments import nearest
+from gspo.io.ranges import refusal
 
 # groups that other frameworks have too
 SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
@@ -33,7 +33,7 @@ GROUPS_BESIDE_SETTINGS = (
     "preset",
     "arm",
     "cut",
-)  # option groups of train.py that are not fields of Settings
+)  # option groups of `gspo train` that are not fields of Settings
 
 
 def schema(kind: type) -> DictConfig:
@@ -121,7 +121,7 @@ def _check(node: DictConfig, prefix: str) -> None:
 
 
 def _holds_settings(value: DictConfig) -> bool:
-    """Tell whether a config is a dataclass, or a mapping of dataclasses such as evaluate.py's
+    """Tell whether a config is a dataclass, or a mapping of dataclasses such as `gspo evaluate`'s
     `tasks`.
     """
     children = [] if is_dataclass(OmegaConf.get_type(value)) else list(value.values())

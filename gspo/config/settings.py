@@ -6,7 +6,7 @@ loads, in one line that names the key and the value. Order of precedence: defaul
 preset < arm < cut < command line. Combinations that cannot work are refused by gspo.config.checks.
 
 A run is named by a hash of the settings that its numbers depend on. A field that they do not depend
-on says so in its metadata (gspo.core.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may
+on says so in its metadata (gspo.io.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may
 change it too, or `cost_only`.
 """
 
@@ -34,8 +34,9 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.core import untrusted
-from gspo.core.ranges import (
+from gspo.evaluation.settings import EvaluationSettings
+from gspo.io import untrusted
+from gspo.io.ranges import (
     CHANGEABLE,
     LARGEST_SEED,
     OUTSIDE_RESULT,
@@ -44,25 +45,24 @@ from gspo.core.ranges import (
     fields_with,
     ranged,
 )
-from gspo.evaluation.settings import EvaluationSettings
-from gspo.model.prompts import PromptFormat
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.settings import HFModel, StandIn, TinyDense, TinyMoE
-from gspo.rollout.problem_sampler import Grouped, Uniform
 from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.rollout.sources.problem_sampler import Grouped, Uniform
+from gspo.tasks.adapters.open_env import OpenEnv
+from gspo.tasks.adapters.text_games import TextGames
+from gspo.tasks.adapters.vf_environments import VfEnvironments
 from gspo.tasks.base import Task
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
-from gspo.tasks.function_writing import FunctionWriting
-from gspo.tasks.guessing import Guessing
-from gspo.tasks.gym_problems import GymProblems
-from gspo.tasks.livecodebench import LiveCodeBench
-from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
+from gspo.tasks.benchmarks.code_sets import HumanEval, Mbpp, RatedPrograms
+from gspo.tasks.benchmarks.gym_problems import GymProblems
+from gspo.tasks.benchmarks.livecodebench import LiveCodeBench
+from gspo.tasks.benchmarks.math_sets import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.mixture import Mixture
-from gspo.tasks.open_env import OpenEnv
 from gspo.tasks.own_rows import OwnRows
-from gspo.tasks.python_tool import PythonTool
-from gspo.tasks.text_games import TextGames
-from gspo.tasks.vf_environments import VfEnvironments
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.function_writing import FunctionWriting
+from gspo.tasks.testbed.guessing import Guessing
+from gspo.tasks.testbed.python_tool import PythonTool
 from gspo.tracking.monitor import MonitorSettings
 from gspo.tracking.settings import ProfileSettings, TrackingSettings
 from gspo.train.settings import (

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.core.files import refuse_links
-from gspo.core.untrusted import inside, opened, parse_json, read_json
 from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, first_difference, slim
+from gspo.io.files import refuse_links
+from gspo.io.untrusted import inside, opened, parse_json, read_json
 
 # the settings of an evaluation that describe how it sampled and scored, rather than what;
 # `max_new_tokens` is by set

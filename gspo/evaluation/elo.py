@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.core.seeding import seed_for
+from gspo.data.seeding import seed_for
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
 MEAN, SPREAD = 1500.0, 700.0  # mean and standard deviation of the prior of `most_probable`

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gspo.core.seeding import seed_for
+from gspo.data.seeding import seed_for
 
 # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
 # error

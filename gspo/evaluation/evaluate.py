@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.core.types import Problem, Response
+from gspo.data.samples import Problem, Response
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.settings import EvaluationSettings
-from gspo.rollout.engine import Engine
+from gspo.rollout.engines.base import Engine
 from gspo.rollout.scoring import scored_chunks
 from gspo.tasks.base import Task
 from gspo.tracking import episodes

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.core.seeding import seed_for
-from gspo.core.types import NO_ANSWER
+from gspo.data.samples import NO_ANSWER
+from gspo.data.seeding import seed_for
 from gspo.evaluation.estimates import mean_difference, sign_flip_p
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap

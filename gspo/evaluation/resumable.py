@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from gspo.core.files import LOCK, replace_text
-from gspo.core.outside import sources
-from gspo.core.ranges import fields_with
-from gspo.core.types import Problem
-from gspo.core.untrusted import parse_json, plain_file, read_json
+from gspo.data.samples import Problem
 from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
-from gspo.rollout.engine import Engine
-from gspo.rollout.requests import Sampling
+from gspo.io.files import LOCK, replace_text
+from gspo.io.ranges import fields_with
+from gspo.io.untrusted import parse_json, plain_file, read_json
+from gspo.io.user_code import sources
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.scoring import at_once, scored_stream
 
 FINGERPRINTED = 64  # how many weights of every parameter a fingerprint is made from

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gspo.core.ranges import ranged
-from gspo.rollout.requests import Sampling
-from gspo.rollout.truncation import Truncation
+from gspo.io.ranges import ranged
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.truncation import Truncation
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 `policy.lora.rank=8` puts one on the model's layers. It alone is trained and saved; the model's own
 weights stay as they are, so that with the adapter off they are the reference policy. How it takes
-part in the forward pass is in gspo.model.low_rank.
+part in the forward pass is in gspo.model.forward.low_rank.
 
 LoRA: arXiv:2106.09685. peft's documentation: https://huggingface.co/docs/peft.
 """
@@ -23,9 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gspo.core.files import errors_of_the_disk
-from gspo.core.seeding import seed_for
-from gspo.model.low_rank import NAME, is_wrapped
+from gspo.data.seeding import seed_for
+from gspo.io.files import errors_of_the_disk
+from gspo.model.forward.low_rank import NAME, is_wrapped
 from gspo.model.settings import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of its files

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from gspo.core import untrusted
+from gspo.io import untrusted
 
 MOST_HEADER = 100 << 20  # bytes: what the format safetensors allows
 MOST_SETTINGS = 64 << 20  # bytes of a file of settings, or of the weights' index

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from gspo.core.files import errors_of_the_disk
+from gspo.io.files import errors_of_the_disk
+from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
-from gspo.model.gathered import architecture
 from gspo.model.hub import check_source, nearest_model
-from gspo.model.template_trial import check_template
+from gspo.model.sharding.dtensors import architecture
 
 # methods whose weights transformers turns into 16 bits where it has no kernels
 UNPACKED_WHEN_LOADED = ("mxfp4",)

@@ -19,25 +19,25 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.core.batch import NOT_RECORDED, TrainBatch, to_device, wait_for_copies
+from gspo.data.batch import NOT_RECORDED, TrainBatch, to_device, wait_for_copies
 from gspo.model.adapter import Adapter
-from gspo.model.control_tokens import check_readable
+from gspo.model.chat.control_tokens import check_readable
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.cost import active_parameters, forward_flops
-from gspo.model.gathered import architecture, run_in, whole
-from gspo.model.head import use_float32_head
-from gspo.model.kernels import SPLITS, TokenLogProbs
+from gspo.model.forward.head import use_float32_head
+from gspo.model.forward.kernels import SPLITS, TokenLogProbs
+from gspo.model.forward.network import Network, is_supported, rounding
+from gspo.model.forward.packing import Sequences, lay_out
+from gspo.model.forward.padded_forward import PaddedRows, Side, forward_arguments, padding_side
+from gspo.model.forward.variable_lengths import is_used
 from gspo.model.loading import positions
-from gspo.model.network import Network, is_supported, rounding
-from gspo.model.packing import Sequences, lay_out
-from gspo.model.padded_forward import PaddedRows, Side, forward_arguments, padding_side
-from gspo.model.prompts import PromptFormat
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
+from gspo.model.sharding.dtensors import architecture, full_tensor, run_unsharded
 from gspo.model.value_head import ValueHead
-from gspo.model.variable_lengths import is_used
 
 if TYPE_CHECKING:
-    from gspo.model.sharding import Shards
+    from gspo.model.sharding.fsdp import Shards
 
 
 @dataclass
@@ -249,7 +249,7 @@ class Policy:
         through them, and each is whole for a moment."""
         if self.adapter:
             return self.adapter.merged_tensors()
-        return ((name, whole(tensor)) for name, tensor in self.model.state_dict().items())
+        return ((name, full_tensor(tensor)) for name, tensor in self.model.state_dict().items())
 
     def load_tensors(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into the model, rounded to its precision. Raises ValueError for other names
@@ -318,7 +318,7 @@ class Policy:
                 logp_BT.backward(torch.zeros_like(logp_BT))
 
     def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
-        """Use our own forward (gspo.model.network), and compute logits at response tokens only. The
+        """Use our own forward (gspo.model.forward.network), and compute logits at response tokens only. The
         layout is found where the batch lies, on the CPU: reading its sizes from a GPU would wait
         for all the work that this has."""
         sequences, width = lay_out(batch), batch.mask_BT.shape[1]
@@ -328,7 +328,7 @@ class Policy:
         if batch.replay_BSLK is not None:
             replay_NLK = to_device(sequences.flat(batch.replay_BSLK), self.device)
         sequences = sequences.to(self.device)
-        found = run_in(self.model, self._pass, sequences, replay_NLK, entropy)
+        found = run_unsharded(self.model, self._pass, sequences, replay_NLK, entropy)
         logp_M, entropy_M, own_NLK, hidden_MW, balance_N = found
         if entropy and not self.learns_entropy:
             entropy_M = entropy_M.detach()

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gspo.core.batch import NOT_RECORDED
-from gspo.model.gathered import whole
+from gspo.data.batch import NOT_RECORDED
+from gspo.model.sharding.dtensors import full_tensor
 
 # The routers that return (logits, weights, experts); those of other families are neither recorded
 # nor replayed.
@@ -165,7 +165,7 @@ def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Te
 def _check_gate_formula(router: nn.Module) -> None:
     """Raise ValueError if our gate formula does not give the router's own weights on random input.
     All ranks must call this if its weights are spread over them."""
-    parameters = {name: whole(parameter) for name, parameter in router.named_parameters()}
+    parameters = {name: full_tensor(parameter) for name, parameter in router.named_parameters()}
     weight = parameters["weight"]
     probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from gspo.core.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.public_models import KNOWN
 
 if TYPE_CHECKING:

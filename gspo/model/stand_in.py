@@ -12,7 +12,7 @@ from __future__ import annotations
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo.model.chat_formats import ChatFormat, chat_format
+from gspo.model.chat.chat_formats import ChatFormat, chat_format
 from gspo.model.public_models import known_config
 from gspo.model.tiny import random_model
 

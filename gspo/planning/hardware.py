@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from gspo.core.arguments import nearest
+from gspo.io.arguments import nearest
 
 GB = 1e9
 

@@ -2,7 +2,7 @@
 pass go through tensors that have shapes but no content (PyTorch's FakeTensorMode), between ranks
 that are not there, and every allocation is counted.
 
-For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding does, passes
+For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding.fsdp does, passes
 two micro-batches of responses of the greatest length through the model, and reads from a counter
 how much was allocated at most.
 
@@ -29,20 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig
 
-from gspo.core.batch import TrainBatch
-from gspo.core.ranks import Ranks
-from gspo.model import kernels, network
+from gspo.data.batch import TrainBatch
+from gspo.distributed.ranks import Ranks
 from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
-from gspo.model.expert_parallel import ExpertRanks
-from gspo.model.gathered import run_in
-from gspo.model.grouped import Groups
-from gspo.model.network import FAMILIES, Network
-from gspo.model.packing import Sequences, lay_out
+from gspo.model.forward import kernels, network
+from gspo.model.forward.grouped import Groups
+from gspo.model.forward.network import FAMILIES, Network
+from gspo.model.forward.packing import Sequences, lay_out
 from gspo.model.policy import through_network
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
-from gspo.model.sharding import Shards
+from gspo.model.sharding.dtensors import run_unsharded
+from gspo.model.sharding.expert_parallel import ExpertRanks
+from gspo.model.sharding.fsdp import Shards
 from gspo.planning.models import class_of
 
 
@@ -173,7 +173,7 @@ class Absent(Ranks):
     """Ranks of which this process is the first, and there are no others."""
 
     def __init__(self, count: int):
-        self.count = count
+        self.world_size = count
 
 
 @contextmanager
@@ -247,7 +247,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
         forward = Network(model, work.checkpointing, work.head_dtype)
 
         def one_pass(sequences: Sequences) -> Tensor:
-            return run_in(
+            return run_unsharded(
                 model, through_network, forward, sequences, None, work.precision, 1.0, True
             )[0]
 

@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from gspo.core.ranks import Ranks
-from gspo.core.types import Problem, Response
-from gspo.rollout.engine import Engine
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.episode import Seconds
-from gspo.rollout.episodes import play
-from gspo.rollout.requests import Sampling
+from gspo.data.samples import Problem, Response
+from gspo.distributed.ranks import Ranks
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.episode import Seconds
+from gspo.rollout.episodes.sampling import play
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
@@ -50,13 +50,13 @@ def scored_chunks(
     share, and gets the groups of all. Times are added to `seconds`. An exception of a verifier is
     raised here."""
     ranks = engine.ranks
-    chunk, seconds = chunk or at_once(engine, samples) * ranks.count, seconds or Seconds()
+    chunk, seconds = chunk or at_once(engine, samples) * ranks.world_size, seconds or Seconds()
     before, waiting = None, []
     thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
     try:
         for start in range(0, len(problems), chunk):
             started, grading = time.perf_counter(), Grading(thread, task, seconds)
-            some = ranks.own(problems[start : start + chunk])
+            some = ranks.shard(problems[start : start + chunk])
             groups = sample(
                 engine,
                 task,
@@ -226,7 +226,7 @@ class Grading:
         try:
             for future in self.futures:
                 future.result()
-            return ranks.merged(own)
+            return ranks.unshard(own)
         finally:
             self.seconds.waited += time.perf_counter() - started
 
@@ -242,9 +242,9 @@ def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> 
     ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
     is_asked = task.truncated_reward is None
     scores = task.score(
-        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.own(responses)]
+        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.shard(responses)]
     )
-    for response, verdict in zip(responses, ranks.merged(scores), strict=True):
+    for response, verdict in zip(responses, ranks.unshard(scores), strict=True):
         if verdict.verdict == "truncated" and not is_asked:
             verdict = replace(verdict, reward=task.truncated_reward)
         response.score = verdict

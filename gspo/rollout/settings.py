@@ -1,9 +1,9 @@
 """The settings under `rollout`: how much a training step samples, of which problems, by which
 engine, how far ahead.
 
-`rollout=local` samples in the trainer's process (gspo.rollout.local_engine), `rollout=vllm` by a
-vLLM beside it (gspo.rollout.vllm), `rollout=vllm_server` by a vLLM server elsewhere
-(gspo.rollout.vllm_server).
+`rollout=local` samples in the trainer's process (gspo.rollout.engines.local), `rollout=vllm` by a
+vLLM beside it (gspo.rollout.engines.vllm), `rollout=vllm_server` by a vLLM server elsewhere
+(gspo.rollout.engines.vllm_server).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from gspo.core.ranges import HASHED_IF_CHANGED, cost_only, ranged
-from gspo.rollout.problem_sampler import MAX_REFILLS, Sampler
-from gspo.rollout.requests import Sampling
-from gspo.rollout.stop_strings import check_stop
-from gspo.rollout.truncation import Truncation
+from gspo.io.ranges import HASHED_IF_CHANGED, cost_only, ranged
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.stop_strings import check_stop
+from gspo.rollout.engines.truncation import Truncation
+from gspo.rollout.sources.problem_sampler import MAX_REFILLS, Sampler
 
 DTYPES = ("float32", "bfloat16")
-# The formats of gspo.rollout.quantization, which imports PyTorch.
+# The formats of gspo.rollout.engines.quantization, which imports PyTorch.
 QUANTIZATIONS = ("none", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int4", "int3", "int2")
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens
 # after a sync, by the engine's precision.
@@ -34,14 +34,14 @@ class RolloutSettings(Truncation, key="rollout"):
     """The settings of every engine. This class by itself is those of the in-process engine.
 
     name            the engine's name
-    top_p, top_k, min_p  which tokens may be drawn: gspo.rollout.truncation. Log-probs, and so
+    top_p, top_k, min_p  which tokens may be drawn: gspo.rollout.engines.truncation. Log-probs, and so
                          ratios, are of the whole
                     distribution
     stop            strings that end a response, with the token that completes one:
-                    gspo.rollout.stop_strings
+                    gspo.rollout.engines.stop_strings
     dtype           the precision that the engine computes in; the trainer's is float32
     quantization    none, or the format that the in-process engine's weights are rounded to:
-                    gspo.rollout.quantization
+                    gspo.rollout.engines.quantization
     routes          whether the engine returns the experts of every token (MoE models); Routing
                     Replay R3 turns it on
     routes_floor    the least share of the engine's experts that the trainer's router must choose

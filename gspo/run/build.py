@@ -18,7 +18,7 @@ import torch
 
 from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
-from gspo.core.ranks import Ranks, ranks_lost_in_passes
+from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.evaluation.resumable import fingerprint
 from gspo.model.adapter import installed
@@ -26,16 +26,16 @@ from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
 from gspo.model.settings import POSITIONS, ModelSettings
 from gspo.model.value_head import ValueHead
-from gspo.rollout.engine import Engine
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.pending import load_pending
-from gspo.rollout.sampler_logprobs import BehaviourLogprobs
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.vllm_server import VLLMServerEngine, check_server
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.source import RolloutSource
-from gspo.rollout.vllm_server import VLLMServerEngine, check_server
-from gspo.run.cli import stop_signal
+from gspo.rollout.sources.base import RolloutSource
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.pending import load_pending
+from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
+from gspo.run.entry_point import stop_signal
 from gspo.run.event_files import check_event_files
 from gspo.run.inputs import check_inputs, inputs_of
 from gspo.run.sweep_progress import PAUSE as PAUSE_OF_SWEEP
@@ -47,7 +47,7 @@ from gspo.train.optimizer import check_optimizer
 from gspo.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from gspo.model.sharding import Shards
+    from gspo.model.sharding.fsdp import Shards
 
 COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's cold start
 # called with (step, steps, loss) after each step of a cold start
@@ -92,11 +92,11 @@ def build_trainer(
         check_engine_start(settings.rollout, settings.model)
         if settings.policy.lora.rank:
             installed()
-        if ranks.count > 1 and not checkpoint:
-            others = ranks.another(COLD_START)
-            if ranks.index == 0:
+        if ranks.world_size > 1 and not checkpoint:
+            others = ranks.new_group(COLD_START)
+            if ranks.rank == 0:
                 starting_model_folder(settings, on_cold_start_step)
-            others.told(None)  # the others wait here
+            others.broadcast(None)  # the others wait here
         shards = make_shards(settings, ranks)
         policy = open_policy(settings, checkpoint, on_cold_start_step, shards)
         reference = open_reference(settings, policy, checkpoint, on_cold_start_step, shards)
@@ -106,7 +106,7 @@ def build_trainer(
         # with overlap the engine samples in a thread of its own, beside the exchanges of the
         # trainer
         engine = make_engine(
-            sampled, settings.rollout, ranks.another() if settings.rollout.overlap else ranks
+            sampled, settings.rollout, ranks.new_group() if settings.rollout.overlap else ranks
         )
         try:
             return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
@@ -168,11 +168,11 @@ def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
     """Return the ranks over which the weights are to be spread, None where each has all of them."""
     if settings.parallel.mode != "shard":
         return None
-    from gspo.model.sharding import Shards  # PyTorch's part of it takes a second to import
+    from gspo.model.sharding.fsdp import Shards  # PyTorch's part of it takes a second to import
 
     parallel = settings.parallel
     return Shards(
-        ranks, parallel.shard_size or ranks.count, training_device(settings), parallel.experts
+        ranks, parallel.shard_size or ranks.world_size, training_device(settings), parallel.experts
     )
 
 
@@ -288,7 +288,7 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
     device = training_device(settings)
     source = str(folder) if folder else settings.model.source()
     if shards and source:
-        from gspo.model.sharded_files import load_spread
+        from gspo.model.sharding.sharded_files import load_spread
 
         return load_spread(
             source, settings.model.attention, shards, device, training_precision(settings)
@@ -390,7 +390,7 @@ def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
     if rollout.name != "vllm":
         return
     # vLLM is an installation of its own: imported only where it is used
-    from gspo.rollout.vllm import check_start
+    from gspo.rollout.engines.vllm import check_start
 
     check_start(rollout, model.hidden // model.heads if model.made_here else None)
 
@@ -413,7 +413,7 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
     process ends."""
     ranks = ranks or Ranks()
     if rollout.name == "vllm":
-        from gspo.rollout.vllm import VLLMEngine
+        from gspo.rollout.engines.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout, ranks)
     if rollout.name == "vllm_server":
@@ -468,13 +468,13 @@ def check_same_weights(policy: Policy, ranks: Ranks) -> None:
     """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from
     another folder of the same name on another machine. Of weights that are spread over ranks, each
     has some: then the files are compared before they are read."""
-    alone = ranks.count == 1 or policy.shards
+    alone = ranks.world_size == 1 or policy.shards
     sums = (
         {}
         if alone
         else {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
     )
-    first, *others = ranks.gathered(sums)
+    first, *others = ranks.all_gather(sums)
     for index, found in enumerate(others, start=1):
         if wrong := [name for name in first if found.get(name) != first[name]]:
             raise ValueError(

@@ -7,7 +7,7 @@ import os
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.core.lazy_torch import torch
+from gspo.data.lazy_torch import torch
 
 # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
 DEVICES = "GSPO_DEVICES"

@@ -31,8 +31,9 @@ from gspo.config.load import (
     write_settings,
 )
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
-from gspo.core.escaping import Lines
-from gspo.core.files import (
+from gspo.data.lazy_torch import torch
+from gspo.io.escaping import Lines
+from gspo.io.files import (
     LOCK,
     STATUS,
     CreatedFiles,
@@ -43,11 +44,10 @@ from gspo.core.files import (
     remove_unfinished,
     replace_text,
 )
-from gspo.core.lazy_torch import torch
-from gspo.core.ownership import SIGNATURES, doubt, own
-from gspo.core.rows import read_rows
-from gspo.core.untrusted import read_json
-from gspo.run.cli import Stopped
+from gspo.io.ownership import SIGNATURES, doubt, own
+from gspo.io.rows import read_rows
+from gspo.io.untrusted import read_json
+from gspo.run.entry_point import Stopped
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import run_report
 from gspo.tracking.metrics import CUSTOM
@@ -168,7 +168,7 @@ class RunDirectory:
             (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: how the run is (one of gspo.core.files.HOW), its step, and the reason
+        """Write status.json: how the run is (one of gspo.io.files.HOW), its step, and the reason
         of a failure.
         """
         entry = {

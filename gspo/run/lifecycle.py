@@ -11,15 +11,16 @@ from pathlib import Path
 
 from gspo.config.remarks import warnings
 from gspo.config.settings import Settings
-from gspo.core.files import CreatedFiles
-from gspo.core.ranks import RankLost
-from gspo.core.rows import read_rows
-from gspo.model.gathered import architecture
+from gspo.distributed.ranks import RankLost
+from gspo.io.files import CreatedFiles
+from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.source import NothingGraded
+from gspo.model.sharding.dtensors import architecture
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
-from gspo.run.cli import (
+from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
+from gspo.run.entry_point import (
     Broken,
     Collapsed,
     Ended,
@@ -29,7 +30,6 @@ from gspo.run.cli import (
     explain,
     stop_signal,
 )
-from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.event_files import EventFiles
 from gspo.run.inputs import left_out_in_words
 from gspo.run.loop import Session, follow, warn
@@ -48,7 +48,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
 
     Of several processes rank 0 does this, and the others train along with it. Returns the run's
     score, also if it had ended before; NaN if it was stopped, and on the other ranks."""
-    if peers.ranks.index:
+    if peers.ranks.rank:
         train_along(settings, peers)
         return math.nan
     if settings.tracking.wandb != "disabled":
@@ -87,7 +87,7 @@ def train_along(settings: Settings, peers: Peers) -> None:
     ranks = peers.ranks
     try:
         with closing(settings.task):
-            while (told := ranks.told(None)) is not None:
+            while (told := ranks.broadcast(None)) is not None:
                 lr, run, checkpoint = told
                 lowered = replace(settings, optim=replace(settings.optim, lr=lr))
                 trainer = build_trainer(lowered, checkpoint, ranks=ranks)

@@ -21,14 +21,14 @@ from gspo.config.remarks import (
     warnings_after,
 )
 from gspo.config.settings import Settings, settings_hash
-from gspo.core.files import append_to, replace_text
-from gspo.core.ranks import ranks_lost_in_passes
-from gspo.core.rows import read_rows
+from gspo.distributed.ranks import ranks_lost_in_passes
 from gspo.evaluation.evaluate import evaluate
+from gspo.io.files import append_to, replace_text
+from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
-from gspo.rollout.engine import Engine
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.source import Rollout
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.sources.base import Rollout
 from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory
 from gspo.run.sweep_progress import shown_by_sweep

@@ -1,7 +1,7 @@
 """The processes that one run was started as: how they find each other, whether they agree, and
 which of them ended.
 
-    torchrun --nproc-per-node=2 experiments/train.py experiment=micro_moe parallel.mode=replicate
+    torchrun --nproc-per-node=2 -m gspo train experiment=micro_moe parallel.mode=replicate
 
 torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks
 of one job of submitit. Rank 0 writes the run's directory and speaks to the user; the others
@@ -32,12 +32,14 @@ import torch.distributed as dist
 import gspo
 from gspo.config.checks import check_processes
 from gspo.config.settings import Settings, first_difference
-from gspo.core.ranks import Processes, RankLost, Ranks
-from gspo.run.cli import Ended, explain, stop_signal
+from gspo.distributed.ranks import DistributedRanks, RankLost, Ranks
+from gspo.run.entry_point import Ended, explain, stop_signal
 from gspo.run.launched import launched
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-START = "start the processes by torchrun, for example: torchrun --nproc-per-node=2 experiments/train.py ..."
+START = (
+    "start the processes by torchrun, for example: torchrun --nproc-per-node=2 -m gspo train ..."
+)
 PATIENCE = 10.0  # seconds in which a rank that has failed can say why
 
 
@@ -47,7 +49,7 @@ class Peers:
     def __init__(self, ranks: Ranks, store: dist.Store | None = None):
         self.ranks, self.store = ranks, store
         self.others_wait = True  # whether the other ranks wait for rank 0 to tell them what to do
-        self.places = ranks.gathered((platform.node(), os.getpid()))
+        self.places = ranks.all_gather((platform.node(), os.getpid()))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -58,7 +60,7 @@ class Peers:
             raise
         except BaseException as error:
             with suppress(RankLost):
-                if self.ranks.index == 0 and self.others_wait:
+                if self.ranks.rank == 0 and self.others_wait:
                     self.dismiss()
                 else:
                     self.note("ended", explain(error) or type(error).__name__)
@@ -68,17 +70,17 @@ class Peers:
         """As rank 0, let the others train along, at this learning rate from this checkpoint of the
         run.
         """
-        self.ranks.told((lr, run, checkpoint))
+        self.ranks.broadcast((lr, run, checkpoint))
         self.others_wait = False
 
     def dismiss(self) -> None:
         """As rank 0, let the others end."""
-        self.ranks.told(None)
+        self.ranks.broadcast(None)
 
     def agree_on_signal(self) -> None:
         """Let every rank know the signal that stopped the run, though one alone may have got it: it
         makes the exit code."""
-        numbers = self.ranks.gathered(int(stop_signal().number))
+        numbers = self.ranks.all_gather(int(stop_signal().number))
         # SIGUSR2 queues the job again
         agreed = signal.SIGUSR2 if signal.SIGUSR2 in numbers else max(numbers)
         stop_signal().number = agreed or stop_signal().number
@@ -94,7 +96,7 @@ class Peers:
         while (now := time.monotonic()) < began + PATIENCE:
             late = now > began + 1  # a rank that failed gets a moment to say why
             for index, (host, pid) in enumerate(self.places):
-                if index == self.ranks.index:
+                if index == self.ranks.rank:
                     continue
                 name = f"rank {index} (process {pid} on {host})"
                 if reason := self.noted("ended", index):
@@ -117,7 +119,7 @@ class Peers:
         """
         try:
             if self.store:
-                self.store.set(f"{what}/{self.ranks.index}", text)
+                self.store.set(f"{what}/{self.ranks.rank}", text)
         except RuntimeError:  # the store has ended with its process
             self.store = None
 
@@ -135,7 +137,7 @@ class Peers:
         ranks does.
         """
         index, text = self.lost
-        if index == 0 and self.ranks.index == 1 and not self.noted("ended", 0):
+        if index == 0 and self.ranks.rank == 1 and not self.noted("ended", 0):
             print(
                 f"error: {text}; the same command goes on from the last checkpoint",
                 file=sys.__stderr__,
@@ -189,7 +191,7 @@ def join(settings: Settings) -> Peers:
         world_size=count,
         timeout=timeout,
     )
-    peers = Peers(Processes(timeout), dist.PrefixStore("run", store))
+    peers = Peers(DistributedRanks(timeout), dist.PrefixStore("run", store))
     check_agreement(settings, peers.ranks)
     stop_signal().repeats = 1  # what a terminal sends to all, torchrun passes on once more
     return peers
@@ -214,7 +216,7 @@ def check_agreement(settings: Settings, ranks: Ranks) -> None:
         key: value for key, value in asdict(settings).items() if key not in ("tracking", "runs")
     }
     ours = json.loads(json.dumps(ours, default=str))
-    first, *others = ranks.gathered((ours, code_hash()))
+    first, *others = ranks.all_gather((ours, code_hash()))
     for index, (content, code) in enumerate(others, start=1):
         if difference := first_difference(content, first[0]):
             raise ValueError(

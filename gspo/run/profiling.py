@@ -18,7 +18,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from gspo.core.files import errors_of_the_disk, replace_text
+from gspo.io.files import errors_of_the_disk, replace_text
 from gspo.train.extensions import Callback
 
 FOLDER = "profile"

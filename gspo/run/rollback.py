@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspo.config.settings import Settings
-from gspo.core.files import replace_text
-from gspo.core.untrusted import is_step, read_json
+from gspo.io.files import replace_text
+from gspo.io.untrusted import is_step, read_json
 from gspo.tracking.tracker import supersede
 from gspo.train.checkpoint_files import damage
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gspo.core import untrusted
-from gspo.core.escaping import line
-from gspo.core.files import read_status
+from gspo.io import untrusted
+from gspo.io.escaping import line
+from gspo.io.files import read_status
 
 # the process id of the one that shows the line; jobs that it starts inherit it
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"

@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo.core import escaping, untrusted
-from gspo.core.files import locked, read_status
-from gspo.core.ownership import own
+from gspo.io import escaping, untrusted
+from gspo.io.files import locked, read_status
+from gspo.io.ownership import own
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed

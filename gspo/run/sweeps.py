@@ -34,10 +34,17 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of, vary
-from gspo.core.escaping import line
-from gspo.core.files import append_to, read_status, refuse_links
-from gspo.run.cli import REASONS, UNFINISHED_JOBS, USER_ERRORS, Outcome, explain, print_error
+from gspo.io.escaping import line
+from gspo.io.files import append_to, read_status, refuse_links
 from gspo.run.directory import ENDED
+from gspo.run.entry_point import (
+    REASONS,
+    UNFINISHED_JOBS,
+    USER_ERRORS,
+    Outcome,
+    explain,
+    print_error,
+)
 from gspo.run.launched import is_follower
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import MANIFEST, entries, forecast, own_overrides, special, upload

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from gspo.core.ranges import Ranged
-from gspo.core.types import Problem, Score
+from gspo.data.samples import Problem, Score
+from gspo.io.ranges import Ranged
 
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8
@@ -74,7 +74,7 @@ class Task(Ranged):
         return ""
 
     def environments(self) -> dict[str, Task]:
-        """Return the tasks whose problems are played in an environment (gspo.tasks.environment), by
+        """Return the tasks whose problems are played in an environment (gspo.tasks.environments.protocol), by
         the `task` of their problems: this one, or some of a mixture. Responses to other problems
         are scored by `score`."""
         return {}

@@ -6,12 +6,12 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gspo.core.ranges import ranged
-from gspo.core.seeding import generator
-from gspo.core.types import Problem, Score
+from gspo.data.samples import Problem, Score
+from gspo.data.seeding import generator
+from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.function_writing import FunctionWriting
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.function_writing import FunctionWriting
 
 
 @dataclass

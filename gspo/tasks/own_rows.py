@@ -1,6 +1,6 @@
 """The rows of the user's own file or data set, scored by a reward function of the user's own.
 
-    python experiments/train.py task=rows task.train_path=problems.jsonl
+    gspo train task=rows task.train_path=problems.jsonl
     task.columns.prompt=question \
         task.reward=my_pkg.rewards:score model=hf model.path=MODEL
 
@@ -15,12 +15,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gspo.core.ranges import outside_code, ranged
-from gspo.core.types import ChatPrompt, Problem, Score
+from gspo.data.samples import ChatPrompt, Problem, Score
+from gspo.io.ranges import outside_code, ranged
+from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import held_out
-from gspo.tasks.benchmark import Benchmark, Item, without
-from gspo.tasks.records_file import Row
-from gspo.verifiers.reward_function import RewardFunction
+from gspo.tasks.benchmarks.base import Benchmark, Item, without
+from gspo.tasks.benchmarks.records_file import Row
 
 COLUMNS = ("prompt", "family", "rating")
 ROLES = ("system", "user", "assistant")
@@ -34,7 +34,7 @@ class OwnRows(Benchmark):
     responses to them.
 
     The function gets the prompt, the response's text and the row as a dictionary; see
-    gspo.verifiers.reward_function. A response that was cut off scores 0 without being asked about,
+    gspo.rewards.reward_function. A response that was cut off scores 0 without being asked about,
     as in every task.
     """
 

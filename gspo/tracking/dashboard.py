@@ -22,7 +22,7 @@ from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
 from wandb_workspaces.workspaces import internal
 
-from gspo.core.files import replace_text
+from gspo.io.files import replace_text
 from gspo.tracking.views import GROUP_BY, STEP, Panel, View
 from gspo.tracking.wandb_choice import account
 

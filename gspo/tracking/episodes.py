@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from typing import Any
 
-from gspo.core.escaping import shown
+from gspo.io.escaping import shown
 
 POLICY, ENVIRONMENT = "policy", "environment"
 # why an episode can end: Response.finish_reason

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from gspo.core.untrusted import read_json
+from gspo.io.untrusted import read_json
 
 # the file of a run directory that defines the metrics of the user's own
 CUSTOM = "custom_metrics.json"

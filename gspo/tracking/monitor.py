@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, ranged
 from gspo.tracking.collapse import (
     FALLEN,
     SIGNALS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from gspo.core.escaping import shown
+from gspo.io.escaping import shown
 
 TEMPLATES = Path(__file__).parent / "templates"
 

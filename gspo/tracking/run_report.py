@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from gspo.core import untrusted
-from gspo.core.files import CONTINUED, read_events, read_status, replace_text
-from gspo.core.rows import read_rows
+from gspo.io import untrusted
+from gspo.io.files import CONTINUED, read_events, read_status, replace_text
+from gspo.io.rows import read_rows
 from gspo.tracking.collapse import best, collapse, is_finite, levels
 from gspo.tracking.episodes import reward, turns_of
 from gspo.tracking.metrics import Metric, custom_metrics, lookup

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gspo.core.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, ranged
 
 MODES = ("auto", "online", "offline", "disabled")
 

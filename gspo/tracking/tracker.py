@@ -20,11 +20,11 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from gspo.core import untrusted
-from gspo.core.escaping import line
-from gspo.core.files import append_to, replace_text
-from gspo.core.rows import read_rows, rows_and_damage
-from gspo.core.types import Response
+from gspo.data.samples import Response
+from gspo.io import untrusted
+from gspo.io.escaping import line
+from gspo.io.files import append_to, replace_text
+from gspo.io.rows import read_rows, rows_and_damage
 from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import About, chosen_mode

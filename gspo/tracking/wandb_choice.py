@@ -14,7 +14,7 @@ from pathlib import Path
 
 from requests.utils import get_netrc_auth
 
-from gspo.core.ownership import own
+from gspo.io.ownership import own
 from gspo.tracking.settings import MODES
 
 # the variables that `wandb agent` sets for the runs that it starts

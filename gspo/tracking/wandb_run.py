@@ -30,9 +30,9 @@ from pathlib import Path
 
 import wandb
 
-from gspo.core.files import append_to
-from gspo.core.ownership import doubt, own, write_signed
-from gspo.core.untrusted import HALVES, read_bytes, read_json
+from gspo.io.files import append_to
+from gspo.io.ownership import doubt, own, write_signed
+from gspo.io.untrusted import HALVES, read_bytes, read_json
 from gspo.tracking.artifacts import Lineage
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.core.batch import to_cpu
-from gspo.core.ranks import Ranks
+from gspo.data.batch import to_cpu
+from gspo.distributed.ranks import Ranks
 
 Number = Tensor | float
 
@@ -134,7 +134,7 @@ class MetricAccumulator:
             {name: (self._signs[name], values) for name, values in self._extremes.items()},
             self.expert_loads_LE,
         )
-        sums, moments, extremes, loads = zip(*ranks.gathered(own), strict=True)
+        sums, moments, extremes, loads = zip(*ranks.all_gather(own), strict=True)
         found = [load for load in loads if load is not None]
         return (
             {name: _column_sums(rows) for name, rows in _by_name(sums).items()},

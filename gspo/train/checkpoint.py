@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.core.files import errors_of_the_disk, replace_text, sync
+from gspo.io.files import errors_of_the_disk, replace_text, sync
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.value_head import FILE as VALUE_HEAD
-from gspo.rollout.pending import save_pending
-from gspo.rollout.source import PendingRollouts
+from gspo.rollout.sources.base import PendingRollouts
+from gspo.rollout.sources.pending import save_pending
 from gspo.train.checkpoint_files import read_state, seal
 
 log = logging.getLogger(__name__)

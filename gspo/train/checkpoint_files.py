@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspo.core.files import sync
-from gspo.core.untrusted import inside, is_step, opened, read_bytes, read_json
+from gspo.io.files import sync
+from gspo.io.untrusted import inside, is_step, opened, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start

@@ -25,24 +25,24 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.core.batch import TrainBatch, layout
-from gspo.core.files import append_to, sync
-from gspo.core.ranges import as_hashed
-from gspo.core.seeding import generator
-from gspo.core.types import Problem
-from gspo.core.untrusted import read_json
-from gspo.model.conversation import Conversation
+from gspo.data.batch import TrainBatch, layout
+from gspo.data.samples import Problem
+from gspo.data.seeding import generator
+from gspo.io.files import append_to, sync
+from gspo.io.ranges import as_hashed
+from gspo.io.untrusted import read_json
+from gspo.model.chat.conversation import Conversation
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import save
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat
 from gspo.model.settings import ModelSettings
-from gspo.rollout.beginning import written
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.beginning import written
 from gspo.rollout.scoring import sample, score
 from gspo.tasks.base import Task
-from gspo.tasks.environment import EnvironmentTask
-from gspo.tasks.player import EnvironmentFailed, Player, all_closed
+from gspo.tasks.environments.player import EnvironmentFailed, Player, all_closed
+from gspo.tasks.environments.protocol import EnvironmentTask
 from gspo.train.checkpoint_files import damage, seal
 from gspo.train.settings import ColdStartSettings
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gspo.algorithm.advantages import Credit
 from gspo.algorithm.kl import KLCoefficient
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.core.batch import TrainBatch
+from gspo.data.batch import TrainBatch
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm

@@ -20,9 +20,9 @@ from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives import LossInputs, LossOutputs, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
-from gspo.core.batch import TrainBatch
-from gspo.core.masked import masked_mean
-from gspo.core.types import Response, all_same
+from gspo.data.batch import TrainBatch
+from gspo.data.masked import masked_mean
+from gspo.data.samples import Response, all_same
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 

@@ -21,11 +21,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gspo.core.ranges import Ranged
-from gspo.core.types import Response
+from gspo.data.samples import Response
+from gspo.io.ranges import Ranged
 
 if TYPE_CHECKING:
-    from gspo.core.batch import TrainBatch
+    from gspo.data.batch import TrainBatch
 
 LOG = logging.getLogger(__name__)
 

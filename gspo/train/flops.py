@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gspo.core.batch import TrainBatch
+from gspo.data.batch import TrainBatch
 from gspo.model.policy import Policy
-from gspo.rollout.source import Rollout
+from gspo.rollout.sources.base import Rollout
 from gspo.train.checkpoint import TrainState
 
 

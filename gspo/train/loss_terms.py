@@ -22,8 +22,8 @@ from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
 from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
-from gspo.core.batch import TrainBatch
-from gspo.core.ranks import Ranks
+from gspo.data.batch import TrainBatch
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -192,7 +192,7 @@ class EntropyTerm:
         passed, self.passed = self.passed, 0.0
         if totals.tokens and self.coefficient.target is not None:
             total = torch.tensor(float(passed), dtype=torch.float64)
-            self.coefficient.update(float(ranks.sums(total)) / totals.tokens)
+            self.coefficient.update(float(ranks.all_reduce(total)) / totals.tokens)
 
 
 def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:

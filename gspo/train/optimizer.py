@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gspo.model.gathered import device_mesh
 from gspo.model.policy import Policy
+from gspo.model.sharding.dtensors import device_mesh
 from gspo.train.settings import OptimSettings
 
 

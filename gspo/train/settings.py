@@ -13,7 +13,7 @@ from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KL
 from gspo.algorithm.objectives import GSPO, Objective
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.core.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, cost_only, ranged
+from gspo.io.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, cost_only, ranged
 from gspo.model.settings import LoraSettings
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from gspo.core.files import errors_of_the_disk, sync
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
+from gspo.io.files import errors_of_the_disk, sync
 from gspo.model.policy import Policy
-from gspo.model.sharded_files import Files, own_files, write_files, write_rest
+from gspo.model.sharding.sharded_files import Files, own_files, write_files, write_rest
 from gspo.model.value_head import FILE as VALUE_HEAD
-from gspo.rollout.source import PendingRollouts
+from gspo.rollout.sources.base import PendingRollouts
 from gspo.train.checkpoint import CheckpointWriter, TrainState, copies, save_tensors
 from gspo.train.checkpoint_files import checksum, seal
 from gspo.train.sharded_optimizer import begin_writing
@@ -55,8 +55,8 @@ class ShardedCheckpointWriter(CheckpointWriter):
         settings: str,
         ranks: Ranks,
     ):
-        super().__init__(run, policy, optimizer, keep, settings, cleans=ranks.index == 0)
-        self.ranks, self.exchange, self.of_dcp = ranks, ranks.another(), ranks.another()
+        super().__init__(run, policy, optimizer, keep, settings, cleans=ranks.rank == 0)
+        self.ranks, self.exchange, self.of_dcp = ranks, ranks.new_group(), ranks.new_group()
 
     def save(
         self,
@@ -66,8 +66,8 @@ class ShardedCheckpointWriter(CheckpointWriter):
         spared: int = -1,
     ) -> None:
         self.wait()
-        unfinished = self._begin(state.step, pending) if self.ranks.index == 0 else None
-        unfinished = self.ranks.told(unfinished)
+        unfinished = self._begin(state.step, pending) if self.ranks.rank == 0 else None
+        unfinished = self.ranks.broadcast(unfinished)
         files, index = own_files(self.policy.model, self.ranks)
         head = self.policy.value_head
         shard = Shard(
@@ -87,14 +87,14 @@ class ShardedCheckpointWriter(CheckpointWriter):
         try:
             self._write_files(shard, unfinished)
         except (OSError, CheckpointException) as error:
-            problem = f"rank {self.ranks.index}: {str(error).strip().splitlines()[-1]}"
-        if problem := next((text for text in self.exchange.gathered(problem) if text), ""):
+            problem = f"rank {self.ranks.rank}: {str(error).strip().splitlines()[-1]}"
+        if problem := next((text for text in self.exchange.all_gather(problem) if text), ""):
             raise OSError(problem)
-        files = self.exchange.own(sorted(path for path in unfinished.rglob("*.safetensors")))
-        sums = self.exchange.gathered(
+        files = self.exchange.shard(sorted(path for path in unfinished.rglob("*.safetensors")))
+        sums = self.exchange.all_gather(
             {str(path.relative_to(unfinished)): checksum(path) for path in files}
         )
-        if self.ranks.index == 0:
+        if self.ranks.rank == 0:
             model, tokenizer = self.policy.model, self.policy.tokenizer
             write_rest(model, tokenizer, shard.index, unfinished)
             if shard.value_head:
@@ -104,7 +104,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
             (unfinished / "state.json").write_text(shard.state, encoding="utf-8")
             seal(unfinished, {name: found for some in sums for name, found in some.items()})
             self._finish(unfinished, shard.spared)
-        self.exchange.gathered(None)  # whole for all
+        self.exchange.all_gather(None)  # whole for all
 
     def _write_files(self, shard: Shard, unfinished: Path) -> None:
         written = write_files(shard.files, unfinished)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 
 FOLDER = "optimizer"

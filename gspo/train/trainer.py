@@ -23,15 +23,15 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.core.batch import TrainBatch, pack, to_device
-from gspo.core.ranks import Ranks
-from gspo.core.seeding import permutation
-from gspo.core.types import rewards_of
-from gspo.model.gathered import clip_gradients
+from gspo.data.batch import TrainBatch, pack, to_device
+from gspo.data.samples import rewards_of
+from gspo.data.seeding import permutation
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy, PolicyOutput
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.episode import CUT
-from gspo.rollout.source import Rollout, RolloutSource
+from gspo.model.sharding.dtensors import clip_grad_norm
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.episodes.episode import CUT
+from gspo.rollout.sources.base import Rollout, RolloutSource
 from gspo.train import diagnostics, flops
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
@@ -176,7 +176,7 @@ class Trainer:
             list(self.minibatches(groups, step, epoch)) for epoch in range(self.settings.epochs)
         ]
         own_N = (
-            torch.cat([rows[self.ranks.own_rows(len(rows))] for rows in updates[0]]).sort().values
+            torch.cat([rows[self.ranks.shard_rows(len(rows))] for rows in updates[0]]).sort().values
         )
         with accumulator.timed("time/old_logprobs_s"):
             self.remember_old_policy(batch, own_N, accumulator)
@@ -233,12 +233,12 @@ class Trainer:
         """Compute log-probs and values of a batch, each rank those of its own rows, and experts of
         these alone.
         """
-        alone = self.ranks.count == 1
+        alone = self.ranks.world_size == 1
         scored = policy.score(batch, self.settings.micro_batch_size, None if alone else own_N)
         if alone:
             return scored
-        values_BT = None if scored.values_BT is None else self.ranks.sums(scored.values_BT)
-        return replace(scored, logp_BT=self.ranks.sums(scored.logp_BT), values_BT=values_BT)
+        values_BT = None if scored.values_BT is None else self.ranks.all_reduce(scored.values_BT)
+        return replace(scored, logp_BT=self.ranks.all_reduce(scored.logp_BT), values_BT=values_BT)
 
     @torch.no_grad()
     def remember_old_policy(
@@ -261,7 +261,7 @@ class Trainer:
             if batch.old_logp_BT is None:
                 batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
         if not self.skips_old_pass and len(own_N):
-            self.compare(batch if self.ranks.count == 1 else batch.rows(own_N), accumulator)
+            self.compare(batch if self.ranks.world_size == 1 else batch.rows(own_N), accumulator)
         if self.old_logprobs == "engine":
             batch.old_logp_BT = batch.engine_logp_BT
         if self.reference:
@@ -370,8 +370,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         parameters = self.policy.parameters()
-        self.ranks.add_gradients(parameters)
-        norm = clip_gradients(parameters, self.optim.max_grad_norm)
+        self.ranks.all_reduce_gradients(parameters)
+        norm = clip_grad_norm(parameters, self.optim.max_grad_norm)
         # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and
         # nowhere else.
         deciding = torch.stack(
@@ -482,7 +482,7 @@ def old_loads(own: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
     counts_LE = torch.zeros(routing.layers, routing.experts, dtype=torch.int64)
     if own:
         counts_LE = diagnostics.expert_counts(own.experts_BSLK, own, routing.experts)
-    counts_LE = ranks.sums(counts_LE)
+    counts_LE = ranks.all_reduce(counts_LE)
     return to_device(
         counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1), policy.device
     )

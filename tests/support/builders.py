@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gspo.core.batch import TrainBatch, pack
-from gspo.core.types import Problem, Response
-from gspo.model.gathered import whole
+from gspo.data.batch import TrainBatch, pack
+from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.model.sharding.dtensors import full_tensor
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 
 PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n", "9-1=?"]
 
@@ -76,7 +76,7 @@ def recorded_gradients() -> Iterator[list[list[torch.Tensor]]]:
 
     def keep(optimizer: torch.optim.Optimizer, *_) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kept.append([whole(p.grad).clone() for p in parameters if p.grad is not None])
+        kept.append([full_tensor(p.grad).clone() for p in parameters if p.grad is not None])
 
     handle = register_optimizer_step_pre_hook(keep)
     try:

@@ -25,7 +25,7 @@ TIMES = ("time/", "throughput/", "compute/seconds")
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, str(ROOT / "experiments" / "train.py"), *overrides]
+    return [sys.executable, "-P", "-m", "gspo", "train", *overrides]
 
 
 def environment() -> dict[str, str]:
@@ -44,7 +44,10 @@ def train(
 def evaluate(run: Path, *overrides: str) -> subprocess.CompletedProcess:
     script = [
         sys.executable,
-        str(ROOT / "experiments" / "evaluate.py"),
+        "-P",
+        "-m",
+        "gspo",
+        "evaluate",
         f"run={run}",
         "problems=2",
         "k=1",

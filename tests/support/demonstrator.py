@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.core.ranks import Ranks
-from gspo.core.seeding import generator
-from gspo.core.types import Response
-from gspo.rollout.engine import Engine
+from gspo.data.samples import Response
+from gspo.data.seeding import generator
+from gspo.distributed.ranks import Ranks
+from gspo.rollout.engines.base import Engine
 
 
 @dataclass

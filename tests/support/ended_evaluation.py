@@ -1,15 +1,13 @@
-"""Runs experiments/evaluate.py in this process and sends it a signal once it has written so many
+"""Runs `gspo evaluate` in this process and sends it a signal once it has written so many
 responses: `ended_evaluation.py SIGNAL RESPONSES EVALUATE...`.
 """
 
 import os
 import runpy
 import sys
-from pathlib import Path
 
 from gspo.evaluation.resumable import Folder
 
-EVALUATE = Path(__file__).parents[2] / "experiments" / "evaluate.py"
 SIGNAL, RESPONSES = int(sys.argv[1]), int(sys.argv[2])
 append, written = Folder.append, 0
 
@@ -23,5 +21,5 @@ def append_and_end(folder: Folder, name: str, groups: list[list[dict]]) -> None:
 
 
 Folder.append = append_and_end
-sys.argv = [str(EVALUATE), *sys.argv[3:]]
-runpy.run_path(str(EVALUATE), run_name="__main__")
+sys.argv = ["gspo", "evaluate", *sys.argv[3:]]
+runpy.run_module("gspo", run_name="__main__")

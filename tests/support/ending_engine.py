@@ -1,17 +1,15 @@
-"""Runs experiments/train.py with an in-process engine that is gone from a chosen moment on, as
+"""Runs `gspo train` with an in-process engine that is gone from a chosen moment on, as
 vLLM's process may be: `ending_engine.py METHOD CALLS TRAIN...`: from the CALLS-th call of METHOD
 on, whatever is asked raises EngineEnded.
 """
 
 import runpy
 import sys
-from pathlib import Path
 
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.process import EngineEnded
 from gspo.run import build
 
-TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
 METHOD, CALLS = sys.argv[1], int(sys.argv[2])
 
 
@@ -40,5 +38,5 @@ def make_engine(policy, rollout, ranks) -> LocalEngine:
 
 
 build.make_engine = make_engine
-sys.argv = [str(TRAIN), *sys.argv[3:]]
-runpy.run_path(str(TRAIN), run_name="__main__")
+sys.argv = ["gspo", "train", *sys.argv[3:]]
+runpy.run_module("gspo", run_name="__main__")

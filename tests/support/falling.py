@@ -1,4 +1,4 @@
-"""Runs experiments/train.py in this process with rewards that are forced: `falling.py STEP LR
+"""Runs `gspo train` in this process with rewards that are forced: `falling.py STEP LR
 TRAIN...`.
 
 Every second response of a group is right, so that the mean reward is one half, until step STEP;
@@ -8,12 +8,9 @@ to a lower rate earns again. So a collapse and a recovery come at the same steps
 
 import runpy
 import sys
-from pathlib import Path
 
-from gspo.core.types import Score
+from gspo.data.samples import Score
 from gspo.train.trainer import Trainer
-
-TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
 
 
 def force_rewards(first_wrong_step: int, lr: float) -> None:
@@ -33,5 +30,5 @@ def force_rewards(first_wrong_step: int, lr: float) -> None:
 
 if __name__ == "__main__":
     force_rewards(int(sys.argv[1]), float(sys.argv[2]))
-    sys.argv = [str(TRAIN), *sys.argv[3:]]
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    sys.argv = ["gspo", "train", *sys.argv[3:]]
+    runpy.run_module("gspo", run_name="__main__")

@@ -1,9 +1,8 @@
 """Runs a script like `subprocess.run`, in a process of its own that need not import its libraries
 first.
 
-    done = forked.run([sys.executable, "experiments/train.py", "steps=3"], cwd=folder,
-    env=environment()) done = forked.run([sys.executable, "-c", "import sys;
-    print(sys.stdin.read())"], input="text", seconds=60)
+    done = forked.run([sys.executable, "-P", "-m", "gspo", "train", "steps=3"], cwd=folder)
+    done = forked.run([sys.executable, "-c", "print(input())"], input="text", seconds=60)
 
 Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server,
 for all processes of a test run, has imported them. It forks a handler for each test process that
@@ -35,7 +34,7 @@ from typing import TextIO
 
 HAS_WANDB = find_spec("wandb") is not None  # a machine without it runs the tests that need none
 MODULES = (  # what the scripts import, at their top or later
-    "gspo.core.interrupt",  # the first, as in every script
+    "gspo.io.interrupt",  # the first, as in every script
     # by wandb.init; it searches all modules: there are few yet
     *(["wandb.sdk.launch.inputs.internal"] if HAS_WANDB else []),
     "pandas",  # for W&B's tables
@@ -47,7 +46,7 @@ MODULES = (  # what the scripts import, at their top or later
     "gspo.run.sweeps",
     *(["gspo.tracking.dashboard"] if HAS_WANDB else []),
     "gspo.tracking.run_report",
-    "analysis.script",
+    "gspo.analysis.script",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
 )
@@ -192,6 +191,9 @@ def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], se
         if argv[0] == "-c":
             sys.argv[:], sys.path[0] = ["-c", *argv[2:]], ""
             exec(argv[1], {"__name__": "__main__"})
+        elif argv[:3] == ["-P", "-m", "gspo"]:
+            sys.argv[:], sys.path[0] = ["gspo", *argv[3:]], str(Path(sys.executable).parent)
+            runpy.run_module("gspo", run_name="__main__")
         else:
             sys.argv[:], sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
             runpy.run_path(argv[0], run_name="__main__")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from gspo.core.seeding import generator
-from gspo.core.types import Problem
-from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
+from gspo.data.samples import Problem
+from gspo.data.seeding import generator
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 
 
 class Echo(Environment):

@@ -1,4 +1,4 @@
-"""Runs experiments/train.py in this process and ends it by SIGKILL at a chosen moment: `killer.py
+"""Runs `gspo train` in this process and ends it by SIGKILL at a chosen moment: `killer.py
 WHERE STEP TRAIN...`.
 
 `killer.py WHERE STEP --falling FROM LR TRAIN...` forces the rewards too, as
@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 
 from falling import force_rewards
-from gspo.model import network
-from gspo.rollout import decode
+from gspo.model.forward import network
+from gspo.rollout.engines import decode
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import tracker
 from gspo.train import checkpoint, checkpoint_files, sharded_checkpoint, trainer
 from gspo.train.trainer import Trainer
 
-TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
 now = {"step": 0, "calls": 0}
 
 
@@ -119,7 +118,7 @@ if __name__ == "__main__":
     if train_arguments[0] == "--falling":
         force_rewards(int(train_arguments[1]), float(train_arguments[2]))
         train_arguments = train_arguments[3:]
-    sys.argv = [str(TRAIN), *train_arguments]
+    sys.argv = ["gspo", "train", *train_arguments]
 
     def next_of(kind):
         plain = kind.next
@@ -130,10 +129,10 @@ if __name__ == "__main__":
 
         kind.next = noted
 
-    from gspo.rollout.off_policy import StaleSource
-    from gspo.rollout.on_policy import OnPolicySource
+    from gspo.rollout.sources.off_policy import StaleSource
+    from gspo.rollout.sources.on_policy import OnPolicySource
 
     next_of(OnPolicySource)
     next_of(StaleSource)
     MOMENTS[WHERE]()
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    runpy.run_module("gspo", run_name="__main__")

@@ -10,18 +10,18 @@ import torch
 
 from builders import problems, small_policy
 from games import Echo, Echoes
-from gspo.core.batch import NOT_RECORDED, pack
-from gspo.core.ranks import Ranks
-from gspo.core.types import Problem, Response
+from gspo.data.batch import NOT_RECORDED, pack
+from gspo.data.samples import Problem, Response
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
-from gspo.model.sharding import Shards
-from gspo.rollout.episodes import play
-from gspo.rollout.requests import Sampling
-from gspo.rollout.route_checks import check_routes
-from gspo.rollout.sampler_logprobs import check_engine
+from gspo.model.sharding.fsdp import Shards
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.route_checks import check_routes
+from gspo.rollout.engines.vllm import VLLMEngine
+from gspo.rollout.episodes.sampling import play
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm import VLLMEngine
+from gspo.rollout.sources.sampler_logprobs import check_engine
 
 SECONDS = 500  # two engines start on a busy machine
 MODEL = TinyMoE(hidden=64, layers=2, heads=2, experts=8, experts_per_token=2, expert_width=16)
@@ -42,7 +42,7 @@ def whole_policy() -> Policy:
 
 def spread_policy(ranks: Ranks) -> Policy:
     policy = whole_policy()
-    shards = Shards(ranks, ranks.count, "cpu")
+    shards = Shards(ranks, ranks.world_size, "cpu")
     shards.spread(policy.model, torch.float32)
     return Policy(policy.model, policy.tokenizer, shards=shards)
 
@@ -79,9 +79,9 @@ def settings(**changed) -> VLLMRollout:
 def sampled(engine, sampling: Sampling, experts: bool) -> list[Response]:
     """The responses to problems that the ranks share out unevenly."""
     ranks = engine.ranks
-    own = ranks.own(problems())
+    own = ranks.shard(problems())
     groups = engine.generate(own, 4, sampling, (1, "test"), record_experts=experts)
-    return [r for group in ranks.merged(groups) for r in group]
+    return [r for group in ranks.unshard(groups) for r in group]
 
 
 class Uneven(Echoes):
@@ -94,10 +94,10 @@ class Uneven(Echoes):
 def played(engine, experts: bool) -> list[Response]:
     """Episodes that the ranks share out: rank 0 has more chunks of them, rank 1 more turns."""
     task, ranks = Uneven(), engine.ranks
-    own = ranks.own([task.problem(0, "train", i) for i in range(5)])
+    own = ranks.shard([task.problem(0, "train", i) for i in range(5)])
     with letters_end_turns(engine.policy):
         groups = play(engine, task, own, 4, Sampling(1.0, 40), (1, "test"), record_experts=experts)
-    return [r for group in ranks.merged(groups) for r in group]
+    return [r for group in ranks.unshard(groups) for r in group]
 
 
 @contextmanager

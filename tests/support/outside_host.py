@@ -4,11 +4,11 @@ does."""
 
 import numpy as np
 
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
-from gspo.rollout.outside_engine import OutsideEngine
+from gspo.rollout.engines.external import OutsideEngine
+from gspo.rollout.engines.vllm_host import Sampled
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm_host import Sampled
 
 
 class Drawn(OutsideEngine):
@@ -20,7 +20,7 @@ class Drawn(OutsideEngine):
         self, policy: Policy, batch_rows: int, ranks: Ranks | None = None, together: int = 1
     ):
         super().__init__(policy, VLLMRollout(batch_rows=batch_rows), ranks or Ranks())
-        self.sharers = self.ranks.neighbours(together) if ranks else Ranks()
+        self.sharers = self.ranks.subgroup(together) if ranks else Ranks()
         self.waiting: dict[str, Sampled] = {}
         self.running: dict[str, tuple[Sampled, int]] = {}  # with the tokens that are left
         self.most, self.idle_places, self.rounds = 0, 0, 0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 if __name__ != "__main__":
     import forked
-    from commands import ROOT, environment
+    from commands import environment
 
 SECONDS = 120
 
@@ -46,14 +46,14 @@ def launch(
     seconds: int = SECONDS,
 ) -> list[Rank]:
     """Run `count` ranks in a folder to their ends, which must come within so many seconds. Of
-    single ranks `scripts` names another script than train.py with its first arguments, `extra`
+    single ranks `scripts` names another script than `gspo train` with its first arguments, `extra`
     further settings, and `env` further variables ("" removes one)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
     for rank in range(count):
-        script = (scripts or {}).get(rank, [str(ROOT / "experiments" / "train.py")])
+        script = (scripts or {}).get(rank, ["-P", "-m", "gspo", "train"])
         told = {
             "RANK": rank,
             "WORLD_SIZE": count,

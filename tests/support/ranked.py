@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 
 import forked
-from gspo.core.ranks import Processes
+from gspo.distributed.ranks import DistributedRanks
 
 SECONDS = 120  # for the slowest of them
 
 
-def ranked(count: int, function: Callable[[Processes], Any], seconds: float = SECONDS) -> list[Any]:
+def ranked(
+    count: int, function: Callable[[DistributedRanks], Any], seconds: float = SECONDS
+) -> list[Any]:
     """What `function(ranks)` returns on each rank within so many seconds. Raises AssertionError
     with the traces of those that fail, hang or are killed."""
     with tempfile.TemporaryDirectory() as name:
@@ -93,7 +95,7 @@ def _rank(folder: Path, index: int, count: int, seconds: float) -> None:
             dist.init_process_group(
                 "gloo", store=store, rank=index, world_size=count, timeout=patience
             )
-            ranks = Processes(patience)
+            ranks = DistributedRanks(patience)
             # one that ended now would be missed by those who have yet to connect with all others
             dist.barrier()
             sys.path[:], function = pickle.loads((folder / "asked").read_bytes())

@@ -74,7 +74,7 @@ def pause() -> None:
 TABLES = """
 import sys
 from pathlib import Path
-from gspo.core.types import Problem, Response, Score
+from gspo.data.samples import Problem, Response, Score
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(step, n):

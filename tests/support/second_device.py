@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 from builders import recorded_gradients  # noqa: E402
 from gspo.checking.bench import Digits  # noqa: E402
-from gspo.commands.option_files import composed_settings  # noqa: E402
+from gspo.cli.option_files import composed_settings  # noqa: E402
 from gspo.config.settings import Settings  # noqa: E402
 from gspo.evaluation.evaluate import evaluate  # noqa: E402
 from gspo.run.build import build_trainer, evaluation_engine  # noqa: E402

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
 
-from commands import ROOT, environment
+from commands import environment
 
 SECONDS = 400  # until it answers, on a busy machine
 
@@ -26,7 +26,7 @@ def free_url() -> str:
 @contextmanager
 def served(folder: Path, url: str, *words: str) -> Iterator[subprocess.Popen]:
     """Within: a server at this address, which answers. `words` are those of the run."""
-    command = [sys.executable, str(ROOT / "experiments" / "serve.py"), *words]
+    command = [sys.executable, "-P", "-m", "gspo", "serve", *words]
     command += ["rollout=vllm_server", f"rollout.url={url}", "threads=1"]
     with open(folder / "server.log", "w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}

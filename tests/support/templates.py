@@ -12,8 +12,8 @@ from pathlib import Path
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo.model.conversation import Conversation
-from gspo.model.prompts import PromptFormat
+from gspo.model.chat.conversation import Conversation
+from gspo.model.chat.prompts import PromptFormat
 
 TOKEN = re.compile(r"<\uff5c?\|?[A-Za-z_\u2581./]+(?: [A-Za-z]+)?\|?\uff5c?>|\[/?[A-Z_]{3,20}\]")
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-
-from analysis.load import GRPO, GRPO_R2, GSPO
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 
 KINDS = {
     GSPO: ("gspo", "none", 3e-4, 4e-4),

@@ -7,13 +7,13 @@ import torch
 from builders import problems, small_policy
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GRPO
-from gspo.core.types import Problem, Score
+from gspo.data.samples import Problem, Score
 from gspo.model.value_head import ValueHead
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.problem_sampler import Uniform
-from gspo.rollout.sampler_logprobs import BehaviourLogprobs
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.problem_sampler import Uniform
+from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.tasks.base import Task
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer

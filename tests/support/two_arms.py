@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 
 import yaml
-
-from analysis.load import GRPO, GRPO_R2, GSPO
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 
 ARM = {GSPO: ("gspo", "none"), GRPO_R2: ("grpo", "r2"), GRPO: ("grpo", "none")}
 

@@ -53,8 +53,8 @@ EXTRAS = '''
 from dataclasses import dataclass
 from typing import ClassVar
 from gspo.algorithm.advantages import GroupAdvantage
-from gspo.core.ranges import ranged
-from gspo.core.types import Problem, Score
+from gspo.io.ranges import ranged
+from gspo.data.samples import Problem, Score
 from gspo.tasks.base import Task
 from gspo.train.extensions import Callback, CustomMetric
 

@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commands import ROOT, environment
+from commands import environment
 
 
 class Viewer:
-    """experiments/view.py as a user starts it, until Ctrl-C."""
+    """`gspo view` as a user starts it, until Ctrl-C."""
 
     def __init__(self, cwd: Path, *arguments: str, **variables: str):
-        program = [sys.executable, str(ROOT / "experiments" / "view.py"), *arguments, "open=no"]
+        program = [sys.executable, "-P", "-m", "gspo", "view", *arguments, "open=no"]
         self.process = subprocess.Popen(
             program,
             cwd=cwd,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from gspo.verifiers.sandbox.session import Ended, Limits
+from gspo.rewards.sandbox.session import Ended, Limits
 
 
 class WeakRunner:

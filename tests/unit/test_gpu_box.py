@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 
 from composing import CONF, settings
 from gpu import box
-from gspo.commands import check
+from gspo.cli import check
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, settings_hash
 from gspo.run.sweeps import expanded
@@ -26,8 +26,8 @@ small_or_not = pytest.mark.parametrize("miniature", [False, True], ids=["GPU", "
 
 
 def jobs(words: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The settings on the command line of every job that a command of experiments/train.py starts."""
-    given = get_args_parser().parse_args(words[1:])
+    """The settings on the command line of every job that `gspo train` starts."""
+    given = get_args_parser().parse_args(words[words.index("train") + 1 :])
     folder = box.ROOT / given.config_dir
     overrides = [f"hydra.searchpath=[file://{CONF}]", *given.overrides]
     parameters = compose_sweep(given.config_name, folder, overrides) if given.multirun else {}

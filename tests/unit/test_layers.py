@@ -1,30 +1,31 @@
-"""The rooms of the house: which floor each is on, and what each may know. The map is in
-gspo/__init__.py.
+"""The packages of gspo: the level of each, and what each may import. docs/architecture.md has the
+map.
 """
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import gspo
-
 ROOT = Path(__file__).parents[2]
-FLOORS = {
-    "commands": 8,
-    "checking": 7,
-    "run": 6,
-    "planning": 6,
-    "config": 5,
-    "train": 4,
-    "evaluation": 4,
-    "rollout": 3,
-    "model": 2,
-    "algorithm": 2,
-    "tasks": 2,
-    "tracking": 2,
-    "verifiers": 1,
-    "core": 0,
+LEVELS = {
+    "cli": 9,
+    "checking": 8,
+    "run": 7,
+    "planning": 7,
+    "config": 6,
+    "train": 5,
+    "evaluation": 5,
+    "rollout": 4,
+    "model": 3,
+    "algorithm": 3,
+    "tasks": 3,
+    "tracking": 3,
+    "rewards": 2,
+    "data": 1,
+    "distributed": 1,
+    "io": 0,
 }
 ONLY_IN = {
     "transformers": ("model", "planning", "rollout", "checking"),
@@ -33,25 +34,24 @@ ONLY_IN = {
     "vllm": ("rollout",),
     "wandb": ("tracking",),
     "wandb_workspaces": ("tracking",),
-    "hydra": ("config", "run", "commands"),
-    "omegaconf": ("config", "run", "commands"),
-    "analysis": ("commands",),
+    "hydra": ("config", "run", "cli"),
+    "omegaconf": ("config", "run", "cli"),
+    "gspo.analysis": ("cli",),
 }
 NO_TORCH = (
     "tasks",
     "tracking",
-    "verifiers",
-    "core",
+    "rewards",
+    "data",
+    "io",
     "evaluation/estimates.py",
     "evaluation/elo.py",
     "evaluation/paired.py",
 )
 TENSORS = (
-    "core/batch.py",
-    "core/lazy_torch.py",
-    "core/masked.py",
-    "core/ranks.py",
-    "core/signed_objects.py",
+    "data/batch.py",
+    "data/lazy_torch.py",
+    "data/masked.py",
 )
 
 
@@ -87,36 +87,33 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Our own modules that a file imports: for `from gspo.core import files` the module, not its
+    """Our own modules that a file imports: for `from gspo.io import files` the module, not its
     package.
     """
     names = {name for name in imports(path) if name in MODULES}
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-def room(module: str) -> str:
-    return module.split(".")[1]
+def package_of(module: str) -> str:
+    return module.split(".")[-1] if module == "gspo" else module.split(".")[1]
 
 
-def test_every_room_has_a_floor_and_imports_only_downwards():
+def test_every_package_has_a_level_and_imports_only_lower_ones():
     for module, path in MODULES.items():
-        if module == "gspo":
+        package = package_of(module)
+        if package in ("gspo", "__main__"):
             continue
-        assert room(module) in FLOORS, f"{path}: say in this test which floor {room(module)} is on"
+        assert package in LEVELS, f"{path}: add the level of {package} to this test"
         for other in imported_modules(path) - {"gspo"}:
-            assert room(other) == room(module) or FLOORS[room(other)] < FLOORS[room(module)], (
-                f"{path} imports {other}"
-            )
+            lower = LEVELS[package_of(other)] < LEVELS[package]
+            assert lower or package_of(other) == package, f"{path} imports {other}"
 
 
-def test_the_map_in_the_package_is_true():
-    described = [
-        line.split("/")[0].strip()
-        for line in gspo.__doc__.splitlines()
-        if line[:4] == "    " and line[4] != " "
-    ]
-    assert described == list(FLOORS), "gspo/__init__.py names the rooms from the top"
-    assert {path.parent.name for path in (ROOT / "gspo").glob("*/__init__.py")} == set(FLOORS)
+def test_the_map_in_the_documentation_is_true():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| `gspo/(\w+)/` \|", page, re.MULTILINE)
+    assert {name: int(level) for level, name in rows} == LEVELS
+    assert {path.parent.name for path in (ROOT / "gspo").glob("*/__init__.py")} == set(LEVELS)
 
 
 def test_no_module_imports_one_that_imports_it():
@@ -126,19 +123,24 @@ def test_no_module_imports_one_that_imports_it():
 
 
 def test_no_module_of_analysis_imports_one_that_imports_it():
-    modules = {f"analysis.{path.stem}": imports(path) for path in (ROOT / "analysis").glob("*.py")}
+    modules = {
+        f"gspo.analysis.{path.stem}": imports(path) for path in (ROOT / "analysis").glob("*.py")
+    }
     order = TopologicalSorter(
         {name: modules.keys() & found - {name} for name, found in modules.items()}
     ).static_order()
     assert set(order) == modules.keys()
 
 
-def test_heavy_packages_stay_in_their_rooms():
+def test_heavy_libraries_are_imported_only_where_they_belong():
     for module, path in MODULES.items():
         place = path.relative_to(ROOT / "gspo").as_posix()
         packages = {name.split(".")[0] for name in imports(path)}
+        packages |= {"gspo.analysis" for name in imports(path) if name.startswith("gspo.analysis")}
         for package, allowed in ONLY_IN.items():
-            assert package not in packages or room(module) in allowed, f"{path} imports {package}"
+            assert package not in packages or package_of(module) in allowed, (
+                f"{path} imports {package}"
+            )
         assert "torch" not in packages or not place.startswith(NO_TORCH) or place in TENSORS, (
             f"{path} imports torch"
         )
@@ -148,11 +150,11 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
     allowed = {
         "gspo.tracking.metrics",
         "gspo.tracking.collapse",
-        "gspo.core.files",
-        "gspo.core.untrusted",
-        "gspo.core.ownership",
+        "gspo.io.files",
+        "gspo.io.untrusted",
+        "gspo.io.ownership",
     }
-    allowed |= {"gspo.core.escaping", "gspo.core.arguments", "gspo.tracking.pages"}
+    allowed |= {"gspo.io.escaping", "gspo.io.arguments", "gspo.tracking.pages"}
     for path in sorted((ROOT / "analysis").glob("*.py")):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, path
         assert imported_modules(path) <= allowed, (

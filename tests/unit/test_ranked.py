@@ -16,7 +16,7 @@ HERE = "as it was imported"
 
 
 def whose(ranks) -> tuple[int, str]:
-    return ranks.index, HERE
+    return ranks.rank, HERE
 
 
 def ancestors(count: int) -> list[int]:
@@ -51,18 +51,18 @@ def test_ranks_have_the_environment_and_what_the_function_names(monkeypatch, tmp
 
     def found(ranks):
         assert sorted(told) == ["closure", "more"]
-        return os.environ["OF_THE_TEST"], os.getcwd(), whose(ranks), ranks.gathered(ranks.index)
+        return os.environ["OF_THE_TEST"], os.getcwd(), whose(ranks), ranks.all_gather(ranks.rank)
 
     assert ranked(2, found) == [("seen", str(tmp_path), (i, HERE), [0, 1]) for i in (0, 1)]
 
 
 def test_a_rank_that_fails_or_is_killed_is_named():
     def end(ranks):
-        if ranks.index == 0:
+        if ranks.rank == 0:
             raise KeyError("missing")
-        if ranks.index == 1:
+        if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if ranks.index == 2:
+        if ranks.rank == 2:
             os._exit(7)
 
     with pytest.raises(AssertionError) as caught:
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_or_is_killed_is_named():
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_what_its_threads_do():
     def hang(ranks):
-        if ranks.index == 1:
+        if ranks.rank == 1:
             thread = threading.Thread(target=lambda: time.sleep(600))
             thread.start()
             thread.join()

@@ -6,7 +6,7 @@ their limits.
         print(result.name, result.stopped, result.seen)
 
 An attack counts as stopped if the harness saw no effect of any kind: see `run_attack` of
-gspo/verifiers/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the
+gspo/rewards/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the
 sandbox fail: at most 64 processes, 64 MB of files, and twice the memory limit.
 """
 
@@ -19,10 +19,10 @@ from audit.attacks.kernel import KERNEL
 from audit.attacks.limits import LIMITS
 from audit.attacks.memory import MEMORY
 from audit.attacks.processes import PROCESSES
-from gspo.verifiers.sandbox.attack import Attack, AttackResult, run_attack
-from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
-from gspo.verifiers.sandbox.scene import exposed, scene
-from gspo.verifiers.sandbox.session import Limits
+from gspo.rewards.sandbox.attack import Attack, AttackResult, run_attack
+from gspo.rewards.sandbox.quick_attacks import QUICK_ATTACKS
+from gspo.rewards.sandbox.scene import exposed, scene
+from gspo.rewards.sandbox.session import Limits
 
 ATTACKS: tuple[Attack, ...] = QUICK_ATTACKS + FILES + NETWORK + PROCESSES + MEMORY + KERNEL + LIMITS
 SUITE_LIMITS = Limits(

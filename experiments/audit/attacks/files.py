@@ -4,7 +4,7 @@ to others.
 
 from __future__ import annotations
 
-from gspo.verifiers.sandbox.attack import Attack
+from gspo.rewards.sandbox.attack import Attack
 
 FILES = (
     Attack(

@@ -4,7 +4,7 @@ there.
 
 from __future__ import annotations
 
-from gspo.verifiers.sandbox.attack import Attack
+from gspo.rewards.sandbox.attack import Attack
 
 START = (
     Attack(

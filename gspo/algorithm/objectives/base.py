@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gspo.core.lazy_torch import torch
-from gspo.core.masked import masked_mean
-from gspo.core.ranges import Ranged, ranged
+from gspo.data.lazy_torch import torch
+from gspo.data.masked import masked_mean
+from gspo.io.ranges import Ranged, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

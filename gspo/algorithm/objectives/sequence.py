@@ -16,9 +16,9 @@ from gspo.algorithm.objectives.base import (
     RatioObjective,
     log_ratio,
 )
-from gspo.core.lazy_torch import torch
-from gspo.core.masked import masked_mean
-from gspo.core.ranges import ranged
+from gspo.data.lazy_torch import torch
+from gspo.data.masked import masked_mean
+from gspo.io.ranges import ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

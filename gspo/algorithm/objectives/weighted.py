@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
-from gspo.core.lazy_torch import torch
-from gspo.core.ranges import ranged
+from gspo.data.lazy_torch import torch
+from gspo.io.ranges import ranged
 
 if TYPE_CHECKING:
     from torch import Tensor

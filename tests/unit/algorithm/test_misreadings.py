@@ -14,7 +14,7 @@ import torch
 
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken, LossInputs, Reinforce
-from gspo.core.masked import masked_mean
+from gspo.data.masked import masked_mean
 
 PAGE = (Path(__file__).parents[3] / "experiments" / "MISREADINGS.md").read_text()
 MEAN = Aggregation("seq-mean-token-mean")

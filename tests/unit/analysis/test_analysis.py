@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from analysis import (
+from gspo.analysis import (
     claims,
     fig1_stability,
     fig2_clipping,
@@ -20,7 +19,8 @@ from analysis import (
     reproduce,
     script,
 )
-from analysis.load import GRPO, GRPO_R2, GSPO
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
+
 from gspo.tracking import metrics
 from three_arms import CLIPPED, write_arms, write_run
 

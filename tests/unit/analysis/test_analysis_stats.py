@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-
-from analysis import claims, efficiency, paper, stats
-from analysis.load import GRPO, GRPO_R2, GSPO
+from gspo.analysis import claims, efficiency, paper, stats
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 
 
 def test_smoothing():

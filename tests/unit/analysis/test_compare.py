@@ -1,15 +1,14 @@
-"""experiments/compare.py on runs whose numbers are known."""
+"""`gspo compare` on runs whose numbers are known."""
 
 import subprocess
 import sys
 
 import forked
-from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
 
 
 def compare(*paths) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *map(str, paths)]
+    command = [sys.executable, "-P", "-m", "gspo", "compare", *map(str, paths)]
     return forked.run(command)
 
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import yaml
+from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
+from gspo.analysis.style import View
 
-from analysis import fig_contrast, fig_critical_rate, load, reproduce
-from analysis.style import View
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from gspo.analysis import fig_dose, load
+from gspo.analysis.style import View
 
-from analysis import fig_dose, load
-from analysis.style import View
 from recorded_runs import write
 
 DOSE, METRIC = ["optim.router_lr_factor"], "routing/consistency_after_step"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gspo.analysis import fig_objectives, load
 
-from analysis import fig_objectives, load
 from gspo.algorithm import objectives
 from gspo.config.settings import Settings
-from gspo.core.ranges import fields_with
+from gspo.io.ranges import fields_with
 from gspo.tracking import metrics
 
 STEPS = 20

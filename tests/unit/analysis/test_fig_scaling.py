@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-from analysis import fig_scaling  # noqa: E402 (analysis/ is no package)
+from gspo.analysis import fig_scaling  # noqa: E402 (analysis/ is no package)
 
 
 def point(curve: str, x: int, threads: int, seconds: float) -> dict:

@@ -11,8 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import yaml
-
-from analysis import (
+from gspo.analysis import (
     early_warning,
     fig1_stability,
     fig2_clipping,
@@ -33,8 +32,9 @@ from analysis import (
     stats,
     style,
 )
-from analysis.load import GRPO, GRPO_R2, GSPO
-from analysis.style import View
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
+from gspo.analysis.style import View
+
 from gspo.tracking.metrics import METRICS
 from three_arms import write_arms, write_run
 
@@ -191,13 +191,13 @@ def test_seeds_of_single_seeds_are_refused(tmp_path, capsys):
 
 
 def test_a_folder_of_two_studies_says_what_to_type(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["analysis/fig1_stability.py"])
+    monkeypatch.setattr(sys, "argv", ["gspo figure stability"])
     for study in ("dense", "moe"):
         write_run(tmp_path / study, GSPO, 1, 0.2, 0.1, steps=5, study=study)
     args = script.parser("").parse_args([str(tmp_path), "--out", str(tmp_path / "out")])
     assert said(capsys, script.read, args) == (
         f"error: {tmp_path} holds 2 studies (dense, moe): name one, as in: "
-        f"python analysis/fig1_stability.py {tmp_path / 'dense'}\n"
+        f"gspo figure stability {tmp_path / 'dense'}\n"
     )
     args.runs = [str(tmp_path / "moe")]
     assert len(script.read(args).runs) == 1

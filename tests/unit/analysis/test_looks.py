@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from analysis import (
+from gspo.analysis import (
     load,
     looks,
 )
-from analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 ANALYSIS = Path(__file__).parents[3] / "analysis"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from gspo.analysis.load import GRPO_R2, GSPO, Refused
+from gspo.analysis.notebooks import load_runs
 
-from analysis.load import GRPO_R2, GSPO, Refused
-from analysis.notebooks import load_runs
 from two_arms import write
 
 ROOT = Path(__file__).parents[3]
@@ -111,7 +111,7 @@ def test_it_is_imported_from_anywhere_and_needs_no_torch(recorded, tmp_path):
     code = f"""
 import sys, gspo
 assert "pandas" not in sys.modules
-from analysis import load_runs, Refused
+from gspo.analysis import load_runs, Refused
 before = list(sys.path)
 runs = load_runs({str(recorded)!r})
 assert len(runs.runs) == 3 and sys.path == before and not any("analysis" in p for p in sys.path), sys.path

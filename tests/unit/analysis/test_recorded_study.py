@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
+from gspo.analysis import claims, load, recorded_study, sources
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from pyarrow import parquet
 
-from analysis import claims, load, recorded_study, sources
-from analysis.load import GRPO, GRPO_R2, GSPO
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run

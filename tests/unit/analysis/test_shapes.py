@@ -7,10 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
-
-import shapes
-from analysis import (
+from gspo.analysis import (
     fig1_stability,
     fig2_clipping,
     fig3_routing_replay,
@@ -20,8 +17,11 @@ from analysis import (
     fig_routing,
     load,
 )
-from analysis.style import View
-from gspo.commands.main import figure_files
+from gspo.analysis.style import View
+from matplotlib.figure import Figure
+
+import shapes
+from gspo.cli.main import figure_files
 from overlaps import overlaps
 
 SHAPES = {
@@ -185,7 +185,7 @@ def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):
 
 
 def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
-    from analysis.looks import looks
+    from gspo.analysis.looks import looks
 
     for shape in SHAPES:
         drawn = looks(studies(shape).arms)

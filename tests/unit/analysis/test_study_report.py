@@ -10,10 +10,10 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
+from gspo.analysis import blocks, study_parts
+from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 
 import forked
-from analysis import blocks, study_parts
-from analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 from commands import ROOT
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write

@@ -10,9 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from matplotlib.figure import Figure
-
-from analysis import (
+from gspo.analysis import (
     early_warning,
     fig_clip_range,
     fig_curves,
@@ -23,6 +21,8 @@ from analysis import (
     panels,
     style,
 )
+from matplotlib.figure import Figure
+
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Thresholds
 from recorded_runs import COLLAPSED, HEALTHY, write

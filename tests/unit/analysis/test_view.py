@@ -192,7 +192,7 @@ def test_what_the_page_is_given_when_a_run_goes_back(tmp_path, monkeypatch):
 import json, sys
 sys.path.insert(0, {str(ROOT / "tests/support")!r})
 from pathlib import Path
-from gspo.commands import view
+from gspo.cli import view
 from recorded_runs import write
 from trackio import SQLiteStorage
 folder = write(Path("runs") / "s", "gspo", [0.4, 0.5, 0.6])
@@ -269,7 +269,7 @@ def test_it_waits_for_the_first_row(tmp_path):
 
 def test_in_the_terminal(study):
     (run,) = (study / "runs" / "small").glob("gspo*-*")
-    program = [sys.executable, str(ROOT / "experiments" / "view.py"), "runs/small", "in=terminal"]
+    program = [sys.executable, "-P", "-m", "gspo", "view", "runs/small", "in=terminal"]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(study)
@@ -309,7 +309,7 @@ def test_in_the_terminal(study):
 )
 def test_wrong_arguments_end_in_one_line(arguments, said, tmp_path):
     (tmp_path / "empty").mkdir()
-    program = [sys.executable, str(ROOT / "experiments" / "view.py"), *arguments, "open=no"]
+    program = [sys.executable, "-P", "-m", "gspo", "view", *arguments, "open=no"]
     done = subprocess.run(
         program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )

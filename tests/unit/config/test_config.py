@@ -32,17 +32,17 @@ from gspo.config.settings import (
     same_result,
     settings_hash,
 )
-from gspo.core.ranges import HASHED_IF_CHANGED, fields_with
+from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.build import check_positions, open_policy
-from gspo.run.cli import explain
-from gspo.tasks.function_writing import FunctionWriting
+from gspo.run.entry_point import explain
+from gspo.tasks.testbed.function_writing import FunctionWriting
 
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
     "gae": ["objective=ppo"],
     "turn_normalized": ["objective=gspo_token", "task=guessing"],
-    "rows": ["task.reward=gspo.core.seeding:seed_for", "cold_start.steps=0"],
-    "vf": ["task.env=gspo.core.seeding:seed_for", "cold_start.steps=0"],
+    "rows": ["task.reward=gspo.data.seeding:seed_for", "cold_start.steps=0"],
+    "vf": ["task.env=gspo.data.seeding:seed_for", "cold_start.steps=0"],
     "text_game": ["task.id=Blackjack-v1", "cold_start.steps=0"],
     "openenv": ["task.url=http://127.0.0.1:8000", "cold_start.steps=0"],
     "grouped": ["rollout.query_set=128"],
@@ -914,7 +914,7 @@ CLI = [
 def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
     for i, (override, named) in enumerate(CLI):
         (tmp_path / str(i)).mkdir()
-        command = [sys.executable, str(ROOT / "experiments" / "train.py"), *override.split()]
+        command = [sys.executable, "-P", "-m", "gspo", "train", *override.split()]
         if not override.startswith("resume"):
             command.append(f"runs={tmp_path / str(i) / 'runs'}")
         done = forked.run(command, cwd=tmp_path / str(i))

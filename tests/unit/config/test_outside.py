@@ -14,7 +14,7 @@ from omegaconf import open_dict
 import user_code
 from composing import CONF, composed_anew
 from gspo.algorithm.objectives import GRPO
-from gspo.commands.evaluate import with_benchmarks
+from gspo.cli.evaluate import with_benchmarks
 from gspo.config.load import (
     read_settings,
     recorded_config,
@@ -25,9 +25,9 @@ from gspo.config.load import (
 )
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, run_directory, same_result, settings_hash
-from gspo.core import outside
-from gspo.core.outside import source_files
-from gspo.run.cli import explain
+from gspo.io import user_code as importing
+from gspo.io.user_code import source_files
+from gspo.run.entry_point import explain
 
 COPY, REWARD = "own_package.losses:Copy", "own_package.rewards:digits"
 
@@ -45,7 +45,7 @@ def settings(*overrides: str) -> Settings:
 
 
 def chosen(*overrides: str) -> Settings:
-    """The settings, with Hydra's choices, as train.py has them."""
+    """The settings, with Hydra's choices, as `gspo train` has them."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=list(overrides), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
@@ -237,8 +237,8 @@ def test_imports_of_every_form_are_followed_and_installed_packages_are_not(tmp_p
 
 
 def test_this_package_is_never_a_part_of_code_that_lies_beside_it():
-    assert not outside._is_near("gspo.core.types", CONF.parent) and outside._is_near(
-        "analysis.stats", CONF.parent
+    assert not importing._is_near("gspo.data.samples", CONF.parent) and importing._is_near(
+        "setup", CONF.parent
     )
 
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import forked
-from commands import ROOT, SMALL, environment
+from commands import SMALL, environment
 from gspo.run.sweep_state import forecast, jobs, special
 
-TRAIN = [sys.executable, str(ROOT / "experiments" / "train.py")]
+TRAIN = [sys.executable, "-P", "-m", "gspo", "train"]
 
 
 def planned(*overrides: str, folder: str, **more) -> dict:

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gspo.commands.option_files import composed_settings, quoted
+from gspo.cli.option_files import composed_settings, quoted
 
 VALUES = [
     "checkpoints/epoch=9-step=1",
@@ -56,7 +56,7 @@ def test_settings_have_the_path():
 
 
 def test_a_glob_of_benchmarks_is_read_as_hydra_reads_it():
-    from gspo.commands.evaluate import with_benchmarks
+    from gspo.cli.evaluate import with_benchmarks
 
     words = with_benchmarks(["benchmark=glob([aime*,gsm8k])", "k=2"])
     assert words[0] == "benchmark=[aime24,aime25,gsm8k]" and "+task@tasks.aime25=aime25" in words

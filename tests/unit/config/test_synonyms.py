@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
-from gspo.commands.option_files import (
+from gspo.cli.option_files import (
     CONF,
     composed_settings,
     multirun_first,
@@ -18,7 +18,7 @@ from gspo.commands.option_files import (
 from gspo.config.schema import GROUPS_BESIDE_SETTINGS
 from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import OPTIONS, OURS, THEIRS, our_name
-from gspo.run.cli import explain
+from gspo.run.entry_point import explain
 
 
 def refused(*words: str) -> str:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gspo.core.batch import pack
-from gspo.core.masked import masked_mean
-from gspo.core.types import Problem, Response
+from gspo.data.batch import pack
+from gspo.data.masked import masked_mean
+from gspo.data.samples import Problem, Response
 
 
 def response(prompt: list[int], tokens: list[int], index: int = 0) -> Response:

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from gspo.core import ownership, rows, untrusted
-from gspo.core.rows import rows_and_damage
-from gspo.core.untrusted import Unreadable, last_rows, read_rows
+from gspo.io import ownership, rows, untrusted
+from gspo.io.rows import rows_and_damage
+from gspo.io.untrusted import Unreadable, last_rows, read_rows
 
 
 def row(step: int, **values) -> str:

@@ -14,7 +14,7 @@ from gspo.algorithm.objectives import CISPO, DPPO, GSPO
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import schema, to_dataclass
 from gspo.config.settings import CHOICES, Settings
-from gspo.core.ranges import Range, Ranged, cost_only, declared, fields_with, ranged
+from gspo.io.ranges import Range, Ranged, cost_only, declared, fields_with, ranged
 from speed.workload import Shape, Workload
 
 TOP = (Settings, EvaluateCommand, SampleCommand, BenchmarkCommand, Shape, Workload)
@@ -81,7 +81,7 @@ def test_the_walk_meets_what_it_should():
 def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_outside(kind, field):
     limits = declared(kind).get(field.name)
     assert limits is not None, (
-        f"{kind.__name__}.{field.name}: state its range with gspo.core.ranges.ranged"
+        f"{kind.__name__}.{field.name}: state its range with gspo.io.ranges.ranged"
     )
     if isinstance(field.default, int | float):
         assert field.default in limits

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from gspo.analysis.runs import Refused
 
-from analysis.runs import Refused
 from builders import small_policy
 from demonstrator import Demonstrator
-from gspo.commands import compare as command
+from gspo.cli import compare as command
 from gspo.evaluation.comparison import compared, comparison_table, numbered, read_finished
 from gspo.evaluation.evaluate import load_evaluation_sets
 from gspo.evaluation.resumable import Folder, describe, evaluate_into
-from gspo.rollout.requests import Sampling
-from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.rollout.engines.requests import Sampling
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from outside_host import Drawn
 
 TASK = ChainArithmetic()

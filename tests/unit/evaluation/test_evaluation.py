@@ -16,7 +16,7 @@ import pytest
 from builders import small_policy
 from demonstrator import Demonstrator
 from games import Echoes
-from gspo.core.types import Problem, Response, Score
+from gspo.data.samples import Problem, Response, Score
 from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
 from gspo.evaluation.resumable import (
     Folder,
@@ -27,14 +27,14 @@ from gspo.evaluation.resumable import (
     without_speed_settings,
 )
 from gspo.evaluation.settings import EvaluationSettings
-from gspo.rollout.episode import Seconds
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.function_writing import FunctionWriting
-from gspo.tasks.math_benchmarks import GSM8K
+from gspo.tasks.benchmarks.math_sets import GSM8K
 from gspo.tasks.mixture import Mixture
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.function_writing import FunctionWriting
 from gspo.tracking.metrics import lookup
 
 

@@ -7,14 +7,14 @@ import math
 
 import numpy as np
 import pytest
+from gspo.analysis.stats import sign_flip_p as by_halves
 
-from analysis.stats import sign_flip_p as by_halves
-from gspo.core.types import NO_ANSWER, Problem
+from gspo.data.samples import NO_ANSWER, Problem
 from gspo.evaluation.estimates import mean_difference, sign_flip_p
 from gspo.evaluation.paired import WORK, answered, compare, in_steps, split
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.function_writing import FunctionWriting
-from gspo.tasks.math_benchmarks import AIME24
+from gspo.tasks.benchmarks.math_sets import AIME24
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.function_writing import FunctionWriting
 
 
 def group(*responses: str) -> list[dict]:

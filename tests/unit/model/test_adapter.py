@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from builders import batch_of, fed, sample, small_policy
 from families import other_family
 from gspo.model import adapter as adapters
-from gspo.model import network
 from gspo.model.adapter import targets
+from gspo.model.forward import network
+from gspo.model.forward.packed_weights import LayerWeights, _prepare_experts
 from gspo.model.loading import load, save
-from gspo.model.packed_weights import LayerWeights, _prepare_experts
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
-from gspo.rollout.local_engine import LocalEngine
+from gspo.rollout.engines.local import LocalEngine
 
 MOE = TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
 # copied in rollouts

@@ -9,9 +9,9 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gspo.model.chat_formats import IM_END, chat_format
-from gspo.model.conversation import Conversation
-from gspo.model.prompts import PromptFormat
+from gspo.model.chat.chat_formats import IM_END, chat_format
+from gspo.model.chat.conversation import Conversation
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer
 from gspo.model.tokenizer import character_tokenizer
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import batch_of, sample, small_policy
-from gspo.model import grouped, network
+from gspo.model.forward import grouped, network
 
 EXPERTS, TOP_K, WIDTH, INNER = 6, 2, 8, 12
 

@@ -9,8 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from builders import small_policy
 from gspo.algorithm.objectives import GSPO
-from gspo.model import kernels
-from gspo.model.kernels import TokenLogProbs
+from gspo.model.forward import kernels
+from gspo.model.forward.kernels import TokenLogProbs
 from gspo.model.policy import Policy
 from trainers import steps, trainer
 

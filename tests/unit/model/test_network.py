@@ -24,10 +24,10 @@ from transformers import (
 
 from builders import batch_of, fed, problems, sample, small_policy
 from gspo.algorithm.objectives import GSPO
-from gspo.model import kernels, network, packed_weights, packing
+from gspo.model.forward import kernels, network, packed_weights, packing
 from gspo.model.policy import Policy
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 from trainers import steps, trainer
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2}

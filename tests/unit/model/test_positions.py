@@ -10,20 +10,20 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 import forked
 from builders import small_policy
-from commands import ROOT, SMALL, only_run, train
+from commands import SMALL, only_run, train
 from demonstrator import Demonstrator
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.evaluation.evaluate import evaluate, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import Folder, evaluate_into, table
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.loading import save
 from gspo.model.policy import Policy
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.problem_sampler import REPLACEMENT, Uniform
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.settings import RolloutSettings
-from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.problem_sampler import REPLACEMENT, Uniform
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.train.cold_start import demonstrations
 from gspo.train.settings import ColdStartSettings
 
@@ -187,19 +187,19 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
         sum(row["filter/prompt_too_long"] for row in rows[1:]) > 0
         and rows[0]["eval/rated/prompt_too_long"] > 0
     )
-    for script, options, words in (
+    for command, options, words in (
         (
-            "evaluate.py",
+            "evaluate",
             ["sets=[math_easy,rated]", "problems=20", "k=2"],
             "problems left out, whose prompt and response exceed",
         ),
         (
-            "sample.py",
+            "sample",
             ["set=rated", "problems=20", "samples=1"],
             "problems left out: prompt and response exceed",
         ),
     ):
-        call = [sys.executable, str(ROOT / "experiments" / script), f"run={run}", *options]
+        call = [sys.executable, "-P", "-m", "gspo", command, f"run={run}", *options]
         done = forked.run(call, cwd=tmp_path)
         assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
     none = train(tmp_path, *small, "rollout.max_new_tokens=22", "study=none")

@@ -3,8 +3,8 @@
 import pytest
 
 from builders import small_policy
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat
 from gspo.model.tokenizer import character_tokenizer
 
 TEMPLATE = (

@@ -7,9 +7,9 @@ import torch
 
 from builders import batch_of, fed, perturb, sample, small_policy
 from families import other_family
-from gspo.core.batch import NOT_RECORDED
-from gspo.model import network
-from gspo.model.packing import lay_out
+from gspo.data.batch import NOT_RECORDED
+from gspo.model.forward import network
+from gspo.model.forward.packing import lay_out
 from gspo.model.policy import Policy
 from gspo.model.routing_replay import Routing
 from gspo.train.accumulator import MetricAccumulator, load_entropy

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from builders import small_policy
 from families import other_family
-from gspo.model import sharded_files
-from gspo.model.gathered import whole
 from gspo.model.loading import load, save
 from gspo.model.settings import TinyDense, TinyMoE
+from gspo.model.sharding import sharded_files
+from gspo.model.sharding.dtensors import full_tensor
 from memory import peak
 from ranked import ranked
 
@@ -38,9 +38,9 @@ one_model = pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
 
 
 def spread(folder, ranks, size=0, experts=1):
-    from gspo.model.sharding import Shards
+    from gspo.model.sharding.fsdp import Shards
 
-    shards = Shards(ranks, size or ranks.count, "cpu", experts)
+    shards = Shards(ranks, size or ranks.world_size, "cpu", experts)
     return sharded_files.load_spread(str(folder), "sdpa", shards, "cpu", torch.float32)
 
 
@@ -60,7 +60,7 @@ def test_each_rank_reads_its_rows(folder, count, size, dealt):
             logits = model(input_ids=inputs).logits
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         return (
-            {name: whole(p.detach()) for name, p in model.named_parameters()},
+            {name: full_tensor(p.detach()) for name, p in model.named_parameters()},
             held,
             logits,
             tied,
@@ -93,7 +93,7 @@ def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dea
         model, tokenizer = spread(folder, ranks, experts=1 if dense else dealt)
         files, index = sharded_files.own_files(model, ranks)
         sharded_files.write_files(files, written)
-        if ranks.index == 0:
+        if ranks.rank == 0:
             sharded_files.write_rest(model, tokenizer, index, written)
         return sorted(files)
 
@@ -221,7 +221,7 @@ def test_a_rank_with_other_files_is_noticed(folder):
     other = folder.with_name("other")
 
     def message(ranks):
-        if ranks.index == 1:
+        if ranks.rank == 1:
             other.mkdir()
             for path in folder.iterdir():
                 (other / path.name).write_bytes(path.read_bytes())
@@ -232,6 +232,6 @@ def test_a_rank_with_other_files_is_noticed(folder):
                 {"format": "pt"},
             )
         with pytest.raises(ValueError, match="rank 1 finds other files there than rank 0"):
-            spread(other if ranks.index else folder, ranks)
+            spread(other if ranks.rank else folder, ranks)
 
     ranked(2, message)

@@ -9,9 +9,9 @@ import torch
 import transformers
 from jinja2 import BaseLoader, Environment
 
-from gspo.model.chat_formats import END_OF_TEXT, IM_END, QWEN_SYSTEM, chat_format
+from gspo.model.chat.chat_formats import END_OF_TEXT, IM_END, QWEN_SYSTEM, chat_format
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat
 from gspo.model.public_models import KNOWN, known_config
 from gspo.model.settings import StandIn
 

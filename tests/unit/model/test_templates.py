@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from gspo.model.chat_formats import chat_format
-from gspo.model.conversation import Conversation
+from gspo.model.chat.chat_formats import chat_format
+from gspo.model.chat.conversation import Conversation
+from gspo.model.chat.prompts import PromptFormat, control_tokens_of
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat, control_tokens_of
 from gspo.model.settings import StandIn
 from gspo.model.stand_in import byte_tokenizer
 from gspo.model.tokenizer import character_tokenizer

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from builders import batch_of, sample, small_policy
-from gspo.core.batch import TrainBatch
-from gspo.model import packing, variable_lengths
-from gspo.model.variable_lengths import by_formula, is_used, suits, why_not
+from gspo.data.batch import TrainBatch
+from gspo.model.forward import packing, variable_lengths
+from gspo.model.forward.variable_lengths import by_formula, is_used, suits, why_not
 
 
 def formula(q, k, v, query_ends, key_ends, most_queries, most_keys, *, window_size, enable_gqa):

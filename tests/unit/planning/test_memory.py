@@ -10,7 +10,7 @@ import torch
 from transformers import OlmoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from builders import small_policy
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings
 from gspo.planning.memory import Work, batch, measure
@@ -72,7 +72,7 @@ def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
     model = class_of(config)(config)
     shards = None
     if work.shard_size > 1:
-        from gspo.model.sharding import Shards
+        from gspo.model.sharding.fsdp import Shards
 
         shards = Shards(ranks, work.shard_size, "cpu", work.experts)
         shards.spread(model, work.precision)

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gspo.commands import plan as command
-from gspo.commands.plan import composed_settings, lines_of, with_options
+from gspo.cli import plan as command
+from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import ACTIVATIONS, AROUND, TOKENS, advice, plan

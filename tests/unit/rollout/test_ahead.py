@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from builders import small_policy
-from gspo.core.batch import pack
-from gspo.core.types import Problem, Response
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import PartialSource, make_source
-from gspo.rollout.pending import load_pending, save_pending
-from gspo.rollout.problem_sampler import Uniform
-from gspo.rollout.requests import Sampling
-from gspo.rollout.sampler_logprobs import BehaviourLogprobs
+from gspo.data.batch import pack
+from gspo.data.samples import Problem, Response
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.source import PendingRollouts
+from gspo.rollout.sources.base import PendingRollouts
+from gspo.rollout.sources.off_policy import PartialSource, make_source
+from gspo.rollout.sources.pending import load_pending, save_pending
+from gspo.rollout.sources.problem_sampler import Uniform
+from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from trainers import FirstCharacter, flat, gap_trainer, steps
 
 SIZES = {

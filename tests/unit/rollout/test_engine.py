@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from builders import perturb, problems, sample, small_policy
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.model.settings import TinyDense
-from gspo.rollout import local_engine
-from gspo.rollout.local_engine import LocalEngine, draw
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines import local
+from gspo.rollout.engines.local import LocalEngine, draw
+from gspo.rollout.engines.requests import Sampling
 
 
 @pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=3, heads=2, width=48)])
@@ -142,9 +142,9 @@ def test_responses_are_handed_over_as_they_end(moe):
 def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkeypatch, every):
     """As on a GPU, which must finish its work to answer."""
     found = []
-    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     for number in (1, every):
-        monkeypatch.setattr(local_engine, "ASK_EVERY", number)
+        monkeypatch.setattr(local, "ASK_EVERY", number)
         rows = LocalEngine(moe).generate(
             problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True
         )
@@ -179,7 +179,7 @@ def test_drawing_by_blocks_draws_the_same_tokens(vocabulary):
     p_RV[:, 0] += 1e-3
     uniform_R = torch.rand(rows, generator=generator, dtype=torch.float64)
     uniform_R[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    tokens_R = local_engine.drawn_by_blocks(p_RV, uniform_R)
+    tokens_R = local.drawn_by_blocks(p_RV, uniform_R)
     expected_R, edge_R = by_sums_in_float64(p_RV, uniform_R)
     assert ((tokens_R == expected_R) | (edge_R < 1e-15)).all()
     assert (p_RV.gather(-1, tokens_R[:, None]) > 0).all()
@@ -195,14 +195,14 @@ def test_a_token_without_probability_is_never_drawn_by_blocks():
         p_RV[:, at] = torch.tensor([1.0, 1e-30, 0.3])
         for number in (0.0, 0.5, 1 - 2.0**-53):
             uniform_R = torch.full((3,), number, dtype=torch.float64)
-            assert local_engine.drawn_by_blocks(p_RV, uniform_R).tolist() == [at] * 3
+            assert local.drawn_by_blocks(p_RV, uniform_R).tolist() == [at] * 3
 
 
 def test_sampling_with_blocks_gives_the_same_responses(moe, monkeypatch):
     plain = [
         r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
     ]
-    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     blocks = [
         r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
     ]

@@ -24,15 +24,15 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
-from gspo.core.batch import pack
+from gspo.data.batch import pack
 from gspo.model.settings import TinyDense
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.pending import load_pending, save_pending
-from gspo.rollout.problem_sampler import Uniform
-from gspo.rollout.requests import Sampling
-from gspo.rollout.sampler_logprobs import check_engine
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.pending import load_pending, save_pending
+from gspo.rollout.sources.problem_sampler import Uniform
+from gspo.rollout.sources.sampler_logprobs import check_engine
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.diagnostics import engine_routes, mismatch
 from trainers import FirstCharacter, flat, gap_trainer, steps, trainer, weights

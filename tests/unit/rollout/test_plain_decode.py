@@ -7,15 +7,15 @@ import torch
 
 from architectures import small_model
 from builders import batch_of, problems, sample, small_policy
-from gspo.core.batch import pack
-from gspo.model.padded_forward import PaddedRows, logits_of_row, padding_side
+from gspo.data.batch import pack
+from gspo.model.forward.padded_forward import PaddedRows, logits_of_row, padding_side
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
 from gspo.model.value_head import ValueHead
-from gspo.rollout import plain_decode
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.plain_decode import CachedDecoder, UncachedDecoder, disagreement
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines import plain_decode
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, disagreement
+from gspo.rollout.engines.requests import Sampling
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
 UNCACHED = ("recurrent_gemma", "rwkv")
@@ -67,7 +67,7 @@ def test_both_decoders_draw_the_same_tokens(monkeypatch):
     found = []
     for decoder in (CachedDecoder, UncachedDecoder):
         monkeypatch.setattr(
-            "gspo.rollout.local_engine.plain_decoder", lambda policy, decoder=decoder: decoder
+            "gspo.rollout.engines.local.plain_decoder", lambda policy, decoder=decoder: decoder
         )
         groups = LocalEngine(policy).generate(
             problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True

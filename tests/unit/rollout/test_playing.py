@@ -17,21 +17,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from builders import small_policy
 from games import Echoes
-from gspo.core.batch import pack
-from gspo.core.types import Problem
+from gspo.data.batch import pack
+from gspo.data.samples import Problem
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat
 from gspo.model.settings import StandIn, TinyDense
-from gspo.rollout import decode
-from gspo.rollout.engine import Engine, grouped
-from gspo.rollout.episode import Seconds
-from gspo.rollout.episodes import play
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.on_policy import without_ungraded
-from gspo.rollout.requests import Sampling
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
-from gspo.tasks.python_tool import PythonTool
+from gspo.rollout.engines import decode
+from gspo.rollout.engines.base import Engine, grouped
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.episode import Seconds
+from gspo.rollout.episodes.sampling import play
+from gspo.rollout.sources.on_policy import without_ungraded
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.python_tool import PythonTool
 
 STOPS = tuple("aeiouxXG59|")
 MANY = tuple("abcdefghijklmnop0123456789+-*/()|")  # with which turns are short

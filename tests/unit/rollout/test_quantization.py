@@ -8,9 +8,9 @@ import torch
 from builders import batch_of, perturb, problems, small_policy
 from composing import settings
 from gspo.model.settings import TinyDense
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.quantization import LARGEST, quantize, rounded
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.quantization import LARGEST, quantize, rounded
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.settings import QUANTIZATIONS
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from builders import sample
-from gspo.rollout.route_checks import check_routes
+from gspo.rollout.engines.route_checks import check_routes
+from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm import VLLMEngine
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from gspo.core.seeding import permutation
-from gspo.core.types import Problem, Response, Score
-from gspo.rollout.problem_sampler import (
+from gspo.data.samples import Problem, Response, Score
+from gspo.data.seeding import permutation
+from gspo.rollout.sources.problem_sampler import (
     REFILL,
     REPLACEMENT,
     Grouped,
@@ -19,8 +19,8 @@ from gspo.rollout.problem_sampler import (
     TrainingProblems,
     Uniform,
 )
-from gspo.tasks.chain_arithmetic import ChainArithmetic
 from gspo.tasks.mixture import Mixture
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 
 SAMPLERS = [
     Uniform(),

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from builders import perturb, problems, small_policy
-from gspo.core.batch import pack
-from gspo.core.types import Problem
+from gspo.data.batch import pack
+from gspo.data.samples import Problem
+from gspo.model.forward.variable_lengths import by_formula
 from gspo.model.settings import LoraSettings, TinyDense
-from gspo.model.variable_lengths import by_formula
-from gspo.rollout import cached_attention, local_engine, static_decode
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
-from gspo.rollout.static_decode import StaticDecoder
+from gspo.rollout.engines import cached_attention, local, static_decode
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.static_decode import StaticDecoder
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=32)
 
@@ -201,12 +201,12 @@ def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
 
 def test_an_engine_decodes_so_on_a_gpu_unless_told_otherwise(monkeypatch):
     policy = small_policy(DENSE)
-    rows = [local_engine.Row(Problem("math", 0, "", ""), 0, [5], 0, limit) for limit in (3, 9)]
-    assert type(LocalEngine(policy)._decoder(rows)) is local_engine.Decoder
-    monkeypatch.setattr(local_engine, "runs_ahead", lambda device: True)
+    rows = [local.Row(Problem("math", 0, "", ""), 0, [5], 0, limit) for limit in (3, 9)]
+    assert type(LocalEngine(policy)._decoder(rows)) is local.Decoder
+    monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     decoder = LocalEngine(policy)._decoder(rows)
     assert isinstance(decoder, StaticDecoder) and decoder.spare == 9 and not decoder.records
-    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local_engine.Decoder
+    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local.Decoder
 
 
 def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypatch, capsys):

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from builders import problems, small_policy
 from composing import settings
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.evaluation.settings import EvaluationSettings
-from gspo.model.control_tokens import check_readable
+from gspo.model.chat.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Row, Sampling, to_response
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Row, Sampling, to_response
+from gspo.rollout.engines.stop_strings import StopWatch
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.stop_strings import StopWatch
 from gspo.run.build import open_policy
 
 CORPUS = [

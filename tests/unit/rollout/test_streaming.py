@@ -6,12 +6,12 @@ import pytest
 
 from builders import small_policy
 from gspo.evaluation.evaluate import load_evaluation_sets
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.outside_engine import HELD
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.external import HELD
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.scoring import scored_stream
-from gspo.tasks.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from outside_host import Drawn
 
 SAMPLING = Sampling(1.0, 12)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from gspo.rollout import off_policy
-from gspo.rollout.streams import OwnStream
+from gspo.rollout.engines.cuda_streams import OwnStream
+from gspo.rollout.sources import off_policy
 from trainers import gap_trainer, steps
 
 

@@ -5,11 +5,11 @@ import pytest
 from builders import sample, small_policy
 from composing import settings
 from gspo.config.remarks import cut_off_pays
-from gspo.core.types import Score, all_same, rewards_of
-from gspo.rollout.on_policy import has_signal
+from gspo.data.samples import Score, all_same, rewards_of
+from gspo.rewards.reward_worker import as_score
 from gspo.rollout.scoring import score
+from gspo.rollout.sources.on_policy import has_signal
 from gspo.tasks.base import Task
-from gspo.verifiers.reward_worker import as_score
 
 
 class Penalty(Task):

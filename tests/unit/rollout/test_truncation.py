@@ -8,10 +8,10 @@ import torch
 
 from builders import problems, small_policy
 from gspo.evaluation.settings import EvaluationSettings
-from gspo.rollout.local_engine import LocalEngine, draw
-from gspo.rollout.requests import Sampling
+from gspo.rollout.engines.local import LocalEngine, draw
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.truncation import Truncation, kept_tokens
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.truncation import Truncation, kept_tokens
 
 P = torch.tensor([0.05, 0.5, 0.15, 0.3])  # in the order of the vocabulary
 

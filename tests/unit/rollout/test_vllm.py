@@ -16,16 +16,16 @@ pytest.importorskip("vllm")
 
 import psutil
 
-from gspo.core.batch import pack
-from gspo.core.types import Problem, Response
+from gspo.data.batch import pack
+from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
-from gspo.rollout import vllm as module
-from gspo.rollout import vllm_worker
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Row, Sampling
+from gspo.rollout.engines import vllm as module
+from gspo.rollout.engines import vllm_worker
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm import VLLMEngine
 from outside_engines import agreement, gap
 
 pytestmark = pytest.mark.vllm
@@ -369,7 +369,7 @@ import time
 from gspo.model.settings import TinyDense
 from gspo.model.policy import Policy
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm import VLLMEngine
+from gspo.rollout.engines.vllm import VLLMEngine
 engine = VLLMEngine(Policy(*TinyDense(heads=2).make()), VLLMRollout())
 print("ready", flush=True)
 time.sleep(600)

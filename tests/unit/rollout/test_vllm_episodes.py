@@ -12,15 +12,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from builders import perturb, small_policy
 from games import Echoes
-from gspo.core.types import Problem, Response
+from gspo.data.samples import Problem, Response
 from gspo.model.settings import TinyDense, TinyMoE
-from gspo.rollout import vllm_host
-from gspo.rollout.episodes import play
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Row, Sampling
-from gspo.rollout.route_checks import check_routes
+from gspo.rollout.engines import vllm_host
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.route_checks import check_routes
+from gspo.rollout.engines.vllm import VLLMEngine
+from gspo.rollout.episodes.sampling import play
 from gspo.rollout.settings import VLLMRollout
-from gspo.rollout.vllm import VLLMEngine
 from outside_engines import MODEL, STOPS, agreement, gap, letters_end_turns
 
 pytestmark = pytest.mark.vllm

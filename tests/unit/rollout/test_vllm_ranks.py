@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from gspo.rollout import outside_engine
-from gspo.rollout.engine_process import EngineEnded
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.vllm import VLLMEngine
+from gspo.rollout.engines import external
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.vllm import VLLMEngine
 from outside_engines import (
     GREEDY,
     SECONDS,
@@ -39,11 +39,11 @@ def test_two_ranks_sample_what_one_process_does(case):
     spread, together, routes = CASES[case]
 
     def told(ranks):
-        outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
+        external.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
         launched = {
-            "RANK": ranks.index,
+            "RANK": ranks.rank,
             "WORLD_SIZE": 2,
-            "LOCAL_RANK": ranks.index,
+            "LOCAL_RANK": ranks.rank,
             "MASTER_PORT": 1,
         }
         os.environ |= {name: str(value) for name, value in launched.items()}
@@ -51,7 +51,7 @@ def test_two_ranks_sample_what_one_process_does(case):
         chosen = settings(tensor_parallel_size=together, routes=routes)
         engine = VLLMEngine(policy, chosen, ranks)
         try:
-            assert bool(engine.host) == (ranks.index % together == 0)
+            assert bool(engine.host) == (ranks.rank % together == 0)
             return story(engine, routes)
         finally:
             engine.close()
@@ -82,7 +82,7 @@ def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
         engine = VLLMEngine(whole_policy(), settings(tensor_parallel_size=2), ranks)
         said = []
         try:
-            if ranks.index == 0:
+            if ranks.rank == 0:
                 engine.host.process.kill()
             for call in (
                 lambda: sampled(engine, GREEDY, False),
@@ -101,7 +101,7 @@ def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
 
 
 def test_vllms_process_does_not_take_itself_for_a_rank(monkeypatch):
-    from gspo.rollout.vllm import own_environment
+    from gspo.rollout.engines.vllm import own_environment
 
     launcher = {
         "RANK": "1",

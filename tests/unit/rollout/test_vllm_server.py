@@ -10,10 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from builders import problems
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
-from gspo.rollout import outside_engine
-from gspo.rollout.engine_process import EngineEnded
+from gspo.rollout.engines import external
+from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.settings import VLLMServerRollout
-from gspo.rollout.vllm_server import VLLMServerEngine
 from outside_engines import (
     GREEDY,
     SAMPLED,
@@ -48,11 +48,11 @@ def test_two_ranks_sample_what_one_process_does(server, spread):
     url, _ = server
 
     def told(ranks):
-        outside_engine.PIECE_BYTES = 20_000  # the weights come in many pieces
+        external.PIECE_BYTES = 20_000  # the weights come in many pieces
         engine = VLLMServerEngine(
             spread_policy(ranks) if spread else whole_policy(), settings(url), ranks
         )
-        assert bool(engine.folder) == (ranks.index == 0)
+        assert bool(engine.folder) == (ranks.rank == 0)
         try:
             return story(engine, experts=True)
         finally:
@@ -146,10 +146,10 @@ def test_all_ranks_hear_the_same_when_the_server_ends(tmp_path):
 
         def hear(ranks):
             engine = VLLMServerEngine(whole_policy(), settings(url), ranks)
-            ranks.gathered(None)
-            if ranks.index == 0:
+            ranks.all_gather(None)
+            if ranks.rank == 0:
                 os.killpg(pid, signal.SIGKILL)
-            ranks.gathered(None)
+            ranks.all_gather(None)
             with pytest.raises(EngineEnded) as caught:
                 sampled(engine, GREEDY, True)
             engine.close()

@@ -8,7 +8,7 @@ from builders import small_policy
 from composing import settings
 from gspo.evaluation.resumable import fingerprint
 from gspo.run.inputs import check_inputs, inputs_of, left_out_in_words
-from gspo.tasks.benchmark import fingerprint as same_problem
+from gspo.tasks.benchmarks.base import fingerprint as same_problem
 
 ROWS = ("task=rows", "task.reward=json:dumps", "cold_start.steps=0")
 

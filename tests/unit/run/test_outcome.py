@@ -9,8 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from gspo.run.cli import Failed, Outcome, one_line
 from gspo.run.directory import RunDirectory
+from gspo.run.entry_point import Failed, Outcome, one_line
 from gspo.run.sweeps import is_search
 
 

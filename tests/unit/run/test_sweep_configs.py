@@ -6,7 +6,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
 from composing import CONF
-from gspo.run.cli import explain
+from gspo.run.entry_point import explain
 from gspo.run.sweeps import SweepConfigs
 
 JOBS = [

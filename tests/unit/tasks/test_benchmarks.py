@@ -10,12 +10,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gspo.rollout.problem_sampler import REPLACEMENT, TrainingProblems, Uniform
-from gspo.tasks.benchmark import fingerprint
-from gspo.tasks.code_benchmarks import HumanEval, Mbpp, RatedPrograms
-from gspo.tasks.math_benchmarks import AIME24, AIME25, AMC23, GSM8K, Math500
-from gspo.tasks.programs import answer_block, with_preamble
-from gspo.tasks.records_file import Source, file_rows
+from gspo.rollout.sources.problem_sampler import REPLACEMENT, TrainingProblems, Uniform
+from gspo.tasks.benchmarks.base import fingerprint
+from gspo.tasks.benchmarks.code_sets import HumanEval, Mbpp, RatedPrograms
+from gspo.tasks.benchmarks.math_sets import AIME24, AIME25, AMC23, GSM8K, Math500
+from gspo.tasks.benchmarks.programs import answer_block, with_preamble
+from gspo.tasks.benchmarks.records_file import Source, file_rows
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("GSPO_DATA", ROOT.parent / "shared" / "data"))
@@ -625,7 +625,7 @@ def test_rated_programs(tmp_path):
 
 
 def test_what_could_not_be_run_has_no_reward(tmp_path, monkeypatch):
-    from gspo.verifiers.code.grader import Grade
+    from gspo.rewards.code.grader import Grade
 
     task = HumanEval(path=str(write(tmp_path / "he.jsonl", [HUMANEVAL])))
     monkeypatch.setattr(

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from gspo.core.types import Problem
-from gspo.tasks.guessing import Guessing, best_guesses, bounds
+from gspo.data.samples import Problem
+from gspo.tasks.testbed.guessing import Guessing, best_guesses, bounds
 
 
 def play(task: Guessing, problem: Problem, choose) -> tuple[float, dict, list[str]]:

@@ -10,8 +10,8 @@ import zlib
 
 import pytest
 
-from gspo.tasks import livecodebench
-from gspo.tasks.livecodebench import IMPORTS, LiveCodeBench, read_tests, unpacked
+from gspo.tasks.benchmarks import livecodebench
+from gspo.tasks.benchmarks.livecodebench import IMPORTS, LiveCodeBench, read_tests, unpacked
 
 
 def pack(value, protocol: int = 4) -> str:

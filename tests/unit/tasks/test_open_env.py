@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from gspo.tasks.open_env import OpenEnv
-from gspo.tasks.player import EnvironmentFailed, Player
+from gspo.tasks.adapters.open_env import OpenEnv
+from gspo.tasks.environments.player import EnvironmentFailed, Player
 
 URL = "http://127.0.0.1:1"
 needs_openenv = pytest.mark.environments

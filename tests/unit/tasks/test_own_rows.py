@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import user_code
-from gspo.core.types import ChatPrompt, Score
-from gspo.model.chat_formats import chat_format
-from gspo.model.prompts import PromptFormat
+from gspo.data.samples import ChatPrompt, Score
+from gspo.model.chat.chat_formats import chat_format
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer
 from gspo.tasks.base import held_out
 from gspo.tasks.own_rows import OwnRows

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from gspo.core.types import LARGEST_REWARD, Problem
-from gspo.tasks.environment import Environment, Outcome
-from gspo.tasks.player import EnvironmentFailed, Player, all_closed
+from gspo.data.samples import LARGEST_REWARD, Problem
+from gspo.tasks.environments.player import EnvironmentFailed, Player, all_closed
+from gspo.tasks.environments.protocol import Environment, Outcome
 
 PROBLEM = Problem("game", 0, "Begin.", None)
 
@@ -170,7 +170,7 @@ def test_a_call_that_hangs_ends_at_the_time_limit(hang):
 
 @pytest.mark.parametrize("hang", [forever, in_a_thread])
 def test_an_environment_that_awaits_for_ever_is_cancelled_and_closed(hang, monkeypatch):
-    monkeypatch.setattr("gspo.tasks.player.CANCELLED_AFTER", 0.1)
+    monkeypatch.setattr("gspo.tasks.environments.player.CANCELLED_AFTER", 0.1)
     closed = threading.Event()
     player = Player(lambda: Game(hang, closed), 0.1)
     with pytest.raises(EnvironmentFailed, match="took longer"):
@@ -183,8 +183,8 @@ def test_an_environment_that_awaits_for_ever_is_cancelled_and_closed(hang, monke
 
 HANGING = """
 import asyncio, time
-from gspo.tasks.environment import Environment
-from gspo.tasks.player import EnvironmentFailed, Player
+from gspo.tasks.environments.protocol import Environment
+from gspo.tasks.environments.player import EnvironmentFailed, Player
 async def forever(): await asyncio.sleep(1000)
 async def blocking(): time.sleep(1000)
 async def in_a_thread(): await asyncio.to_thread(time.sleep, 1000)

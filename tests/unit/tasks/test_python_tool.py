@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gspo.tasks.python_tool import PythonTool, code_of
+from gspo.tasks.testbed.python_tool import PythonTool, code_of
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo.tasks.base import held_out
-from gspo.tasks.gym_problems import (
+from gspo.tasks.benchmarks.gym_problems import (
     EXACT,
     INSTRUCTIONS,
     NUMBERS,
@@ -173,7 +173,7 @@ def test_problems_are_pure_and_apart_from_evaluation(gym):
 
 def test_problems_are_the_same_in_every_process(gym):
     script = (
-        "from gspo.tasks.gym_problems import GymProblems\n"
+        "from gspo.tasks.benchmarks.gym_problems import GymProblems\n"
         "for f in ('chain_sum', 'letter_jumble', 'course_schedule', 'shortest_path', 'family_relationships'):\n"
         "    problems = [GymProblems(dataset=f).problem(1, 'train', i) for i in range(5)]\n"
         "    print([(p.prompt, p.answer.answer) for p in problems])"

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from gspo.core.types import Problem
+from gspo.data.samples import Problem
 from gspo.tasks.base import TRAINING_SPLITS, held_out
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.function_writing import FunctionWriting, submission
 from gspo.tasks.mixture import Mixture
-from gspo.tasks.operations import (
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.function_writing import FunctionWriting, submission
+from gspo.tasks.testbed.operations import (
     CATALOGUE,
     FAMILIES,
     HELD_OUT_FAMILIES,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gspo.tasks.text_games import TextGames
+from gspo.tasks.adapters.text_games import TextGames
 from text_games import Doors
 
 LAKE = {

@@ -11,11 +11,11 @@ from audit.attacks import ATTACKS, run_attacks
 from audit.tool import suite_tool
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
-from gspo.rollout.engine import Engine
-from gspo.rollout.episodes import play
-from gspo.rollout.requests import Sampling
-from gspo.tasks.python_tool import PythonTool
-from gspo.verifiers.sandbox.quick_attacks import QUICK_ATTACKS
+from gspo.rewards.sandbox.quick_attacks import QUICK_ATTACKS
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.sampling import play
+from gspo.tasks.testbed.python_tool import PythonTool
 from weak_runner import WeakRunner
 
 QWEN3, QWEN25, OLMOE = (

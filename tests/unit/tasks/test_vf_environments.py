@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gspo.tasks.vf_environments import VfEnvironments, identity, shown
+from gspo.tasks.adapters.vf_environments import VfEnvironments, identity, shown
 
 needs_verifiers = pytest.mark.environments
 
@@ -40,7 +40,7 @@ def test_bad_settings_are_refused_by_name():
 @pytest.mark.parametrize("missing", ["verifiers", "verifiers.types", "datasets"])
 def test_without_the_library_or_with_another_version_it_says_what_to_install(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "gspo.tasks.vf_rollout", raising=False)
+    monkeypatch.delitem(sys.modules, "gspo.tasks.adapters.vf_rollout", raising=False)
     with pytest.raises(
         ValueError,
         match=r'task=vf needs the package verifiers in version 0\.3: pip install "gspo\[vf\]"',
@@ -74,7 +74,7 @@ def test_a_rollout_is_the_librarys_own():
     """
     import verifiers as vf
 
-    from gspo.tasks.vf_rollout import Policy, plain
+    from gspo.tasks.adapters.vf_rollout import Policy, plain
 
     class Scripted(Policy):
         async def get_native_response(self, prompt, model, sampling_args, tools=None, state=None):

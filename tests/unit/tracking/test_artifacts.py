@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from gspo.analysis.wandb_files import payloads
 from wandb.proto.wandb_internal_pb2 import Record
 
 import forked
-from analysis.wandb_files import payloads
 from commands import environment
 from gspo.tracking import artifacts
 from gspo.tracking.artifacts import HASHED, allowed, described

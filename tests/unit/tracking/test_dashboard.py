@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from gspo.analysis import sources
 
 import forked
 import user_code
-from analysis import sources
 from gspo.tracking import dashboard, metrics, views
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.views import LEFT_OUT, VIEWS, Panel, recorded
@@ -28,7 +28,7 @@ WITHOUT = {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_SILENT": "true"}
 
 
 def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "experiments" / "dashboard.py"), *arguments]
+    command = [sys.executable, "-P", "-m", "gspo", "dashboard", *arguments]
     env = os.environ | WITHOUT | environment
     return forked.run(command, cwd=cwd, env=env)
 
@@ -186,7 +186,7 @@ def test_without_an_account_the_json_is_written_and_the_command_said(tmp_path):
     call("out=env", cwd=tmp_path, WANDB_PROJECT="theirs", WANDB_ENTITY="us")
     assert json.loads((tmp_path / "env/stability.json").read_text())["project"] == "theirs"
     assert "left out, for no run under runs has recorded them: reward/*" in done.stdout
-    assert "To publish: wandb login; python experiments/dashboard.py project=mine" in done.stdout
+    assert "To publish: wandb login; gspo dashboard project=mine" in done.stdout
     empty = call("runs=nowhere", "out=all", cwd=tmp_path)
     assert "checked against the registry alone" in empty.stdout and len(
         list((tmp_path / "all").iterdir())
@@ -282,7 +282,10 @@ def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
         own = "metrics.long=own_package.extras:Long"
         command = [
             sys.executable,
-            str(ROOT / "experiments" / "train.py"),
+            "-P",
+            "-m",
+            "gspo",
+            "train",
             *small.split(),
             *overrides.split(),
             own,

@@ -10,8 +10,8 @@ import pytest
 
 import forked
 from commands import environment
-from gspo.tasks.environment import Outcome
-from gspo.tasks.player import TAKEN, fault_of
+from gspo.tasks.environments.player import TAKEN, fault_of
+from gspo.tasks.environments.protocol import Outcome
 from gspo.tracking.episodes import FINISHES, MOST, conversation, few, numbers, readable, turns_of
 
 
@@ -143,7 +143,7 @@ def test_damaged_turns_are_none(damaged):
 TABLE = """
 import sys
 from pathlib import Path
-from gspo.core.types import Problem, Response, Score, Turn
+from gspo.data.samples import Problem, Response, Score, Turn
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(n, turns, measures):

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 import forked
-from commands import ROOT
-from gspo.core import files
-from gspo.core.rows import read_rows
+from gspo.io import files
+from gspo.io.rows import read_rows
 from gspo.tracking import run_report
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -248,7 +247,7 @@ def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
 
 @pytest.mark.parametrize("argument", ["run=nowhere", "run="])
 def test_no_run_is_one_line(tmp_path, argument):
-    command = [sys.executable, str(ROOT / "experiments" / "report.py"), argument]
+    command = [sys.executable, "-P", "-m", "gspo", "report", argument]
     done = forked.run(command, cwd=tmp_path)
     assert (
         done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

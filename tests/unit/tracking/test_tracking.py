@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import forked
-import gspo.core.seeding
+import gspo.data.seeding
 import gspo.model.tokenizer
 import gspo.train.diagnostics
 from commands import environment, wandb_rows
-from gspo.core.seeding import permutation, seed_for, uniform_rows, uniforms
+from gspo.data.seeding import permutation, seed_for, uniform_rows, uniforms
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.tracker import Progress, Tracker, read_rollouts, read_rows, supersede
@@ -144,7 +144,7 @@ def test_randomness_is_a_function_of_position():
 
 
 @pytest.mark.parametrize(
-    "module", [gspo.core.seeding, gspo.train.diagnostics, gspo.model.tokenizer]
+    "module", [gspo.data.seeding, gspo.train.diagnostics, gspo.model.tokenizer]
 )
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)

@@ -105,7 +105,7 @@ def told(kind: str, arguments: dict) -> dict:
     return {
         "type": kind,
         "run_id": "agent001",
-        "program": str(ROOT / "experiments" / "train.py"),
+        "program": "gspo",
         "args": values,
     }
 
@@ -125,7 +125,15 @@ def test_wandbs_agent_itself_starts_a_run_and_takes_it_up_again(tmp_path):
         ]
         fixed += ["steps=40", "evaluation.every=20", "tracking.wandb=online"]
         server.sweep = {
-            "command": ["${env}", "${interpreter}", "${program}", *fixed, "${args_no_hyphens}"]
+            "command": [
+                "${env}",
+                "${interpreter}",
+                "-m",
+                "${program}",
+                "train",
+                *fixed,
+                "${args_no_hyphens}",
+            ]
         }
         server.commands = [
             lambda: told("run", {"seed": 7, "optim.lr": 1e-3}),

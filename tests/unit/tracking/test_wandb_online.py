@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gspo.analysis import fig_curves, load, notebooks, sources
 
 import forked
-from analysis import fig_curves, load, notebooks, sources
 from commands import environment
 from gspo.run.sweep_state import upload
 from gspo.tracking.tracker import supersede

@@ -22,10 +22,10 @@ from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken, LossInputs
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.problem_sampler import Uniform
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.tracking.metrics import lookup
 from gspo.train.loss_terms import KLTerm, loss_inputs
 from gspo.train.trainer import PolicySettings, Trainer

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from builders import assert_same_sums, recorded_gradients
-from gspo.core.masked import masked_sum
-from gspo.core.types import Problem
+from gspo.data.masked import masked_sum
+from gspo.data.samples import Problem
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import load
 from gspo.model.policy import Policy
-from gspo.model.prompts import PromptFormat
 from gspo.model.settings import StandIn, TinyMoE
-from gspo.rollout.episodes import play
-from gspo.rollout.local_engine import LocalEngine
-from gspo.rollout.requests import Sampling
-from gspo.tasks.chain_arithmetic import ChainArithmetic
-from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
-from gspo.tasks.guessing import Guessing
-from gspo.tasks.python_tool import PythonTool
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.episodes.sampling import play
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
+from gspo.tasks.testbed.guessing import Guessing
+from gspo.tasks.testbed.python_tool import PythonTool
 from gspo.train import cold_start as module
 from gspo.train.cold_start import cold_start, demonstrations
 from gspo.train.settings import ColdStartSettings

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gspo.algorithm.objectives import LossInputs, LossOutputs
-from gspo.core.batch import TrainBatch
-from gspo.core.types import Problem, Response, Score, Turn
+from gspo.data.batch import TrainBatch
+from gspo.data.samples import Problem, Response, Score, Turn
 from gspo.tracking.metrics import lookup
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator

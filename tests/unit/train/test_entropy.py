@@ -10,7 +10,7 @@ from builders import batch_of, recorded_gradients, sample, small_policy
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.objectives import GSPO
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.loss_terms import EntropyTerm, loss_inputs

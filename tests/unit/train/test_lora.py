@@ -16,8 +16,8 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
 from gspo.config.remarks import warnings
-from gspo.core.batch import pack
-from gspo.core.ranks import Ranks
+from gspo.data.batch import pack
+from gspo.distributed.ranks import Ranks
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.model.value_head import ValueHead
 from gspo.train.checkpoint import CheckpointWriter, load_optimizer
@@ -173,7 +173,7 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
         )
 
     one = trained(Ranks(), Ranks())
-    first, second = ranked(2, lambda ranks: trained(ranks, ranks.another()))
+    first, second = ranked(2, lambda ranks: trained(ranks, ranks.new_group()))
     assert first[1] == second[1] == one[1] and len(first[0]) == len(one[0]) > 4
     assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
     largest = max(float(g.abs().max()) for update in one[0] for g in update)

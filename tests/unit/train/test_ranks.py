@@ -14,7 +14,7 @@ from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import DAPO, GRPO, GSPO, PPO
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.core.ranks import Ranks, buckets
+from gspo.distributed.ranks import Ranks, buckets
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
@@ -161,7 +161,7 @@ def test_ranks_train_as_one_process_does(case):
     make, count = CASES[case]
     one = trained(make, Ranks(), Ranks())
     check_alike(
-        one, ranked(count, lambda ranks: trained(make, ranks, ranks.another())), copied=False
+        one, ranked(count, lambda ranks: trained(make, ranks, ranks.new_group())), copied=False
     )
 
 
@@ -169,7 +169,7 @@ def spread_over(ranks: Ranks, size: int, experts: int = 1, **settings):
     """What spreads a policy's weights, `size` ranks to a copy and the experts dealt to `experts` of
     them.
     """
-    from gspo.model.sharding import Shards
+    from gspo.model.sharding.fsdp import Shards
 
     def spread(policy: Policy) -> Policy:
         shards = Shards(ranks, size, "cpu", experts)
@@ -252,7 +252,7 @@ def test_ranks_that_share_out_the_weights_train_as_one_process_does(case):
 
 def trained_spread(make, ranks: Ranks, size: int, **settings) -> tuple[list, list, list]:
     return trained(
-        partial(make, spread=spread_over(ranks, size, **settings)), ranks, ranks.another()
+        partial(make, spread=spread_over(ranks, size, **settings)), ranks, ranks.new_group()
     )
 
 
@@ -276,12 +276,12 @@ def test_spread_weights_are_multiplied_in_bfloat16_by_our_own_forward(case):
             )
 
         policy = (
-            spread_over(ranks, ranks.count, precision=torch.bfloat16, **settings)
+            spread_over(ranks, ranks.world_size, precision=torch.bfloat16, **settings)
             if where["spread"]
             else again
         )
         t = partial(make, spread=policy)
-        return trained(t, ranks, ranks.another(), 1), t().policy.network is not None
+        return trained(t, ranks, ranks.new_group(), 1), t().policy.network is not None
 
     for spread, alone in zip(
         ranked(2, partial(rounded, spread=True)),
@@ -308,7 +308,7 @@ def test_totals_of_one_rank_alone_would_be_noticed():
         t = make()
         update = t.update
         t.update = lambda batch, own_B, *rest: update(batch.rows(own_B), own_B[own_B], *rest)
-        return trained(lambda: t, ranks, ranks.another(), 1)
+        return trained(lambda: t, ranks, ranks.new_group(), 1)
 
     other = ranked(count, with_own_totals)[0][1]
     one = torch.cat([g.flatten() for g in gradients[0]])
@@ -320,12 +320,12 @@ def test_totals_of_one_rank_alone_would_be_noticed():
 def test_what_is_dealt_comes_back_in_its_order():
     def deal(ranks):
         items = [f"item {i}" for i in range(5)]
-        own = ranks.own(items)
+        own = ranks.shard(items)
         return (
             list(own),
-            ranks.merged(own),
-            ranks.merged([]),
-            ranks.any(ranks.index == 1),
+            ranks.unshard(own),
+            ranks.unshard([]),
+            ranks.any(ranks.rank == 1),
             ranks.any(False),
         )
 
@@ -333,16 +333,16 @@ def test_what_is_dealt_comes_back_in_its_order():
     items = [f"item {i}" for i in range(5)]
     assert [own for own, *_ in found] == [["item 0", "item 3"], ["item 1", "item 4"], ["item 2"]]
     assert all(rest == [items, [], True, False] for _, *rest in found)
-    assert Ranks().merged(Ranks().own(items)) == items
+    assert Ranks().unshard(Ranks().shard(items)) == items
 
 
 def test_gradients_are_added_and_untouched_parameters_stay_without():
     def add(ranks):
         parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
-        parameters[0].grad = torch.full((2, 3), float(ranks.index + 1))
-        if ranks.index == 1:  # only this rank's rows met it
+        parameters[0].grad = torch.full((2, 3), float(ranks.rank + 1))
+        if ranks.rank == 1:  # only this rank's rows met it
             parameters[1].grad = torch.ones(2, 3)
-        ranks.add_gradients(parameters)
+        ranks.all_reduce_gradients(parameters)
         return [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
 
     assert ranked(2, add) == [[[3.0], [1.0], None]] * 2

@@ -10,7 +10,7 @@ from builders import batch_of, recorded_gradients, sample, small_policy
 from composing import settings
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.objectives import GSPO
-from gspo.core.ranks import Ranks
+from gspo.distributed.ranks import Ranks
 from gspo.model.settings import TinyDense, TinyMoE
 from gspo.train.accumulator import MetricAccumulator, load_max
 from gspo.train.loss_terms import BalanceTerm, loss_inputs

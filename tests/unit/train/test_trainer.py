@@ -13,14 +13,14 @@ from builders import SMOOTH, assert_same_sums, recorded_gradients
 from games import Echo, Echoes
 from gspo.algorithm.advantages import GroupMean
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken
-from gspo.core.batch import pack
-from gspo.core.types import Score
+from gspo.data.batch import pack
+from gspo.data.samples import Score
 from gspo.model.settings import TinyDense
-from gspo.rollout.off_policy import make_source
-from gspo.rollout.pending import load_pending, save_pending
-from gspo.rollout.problem_sampler import REFILL, Uniform
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.source import PendingRollouts
+from gspo.rollout.sources.base import PendingRollouts
+from gspo.rollout.sources.off_policy import make_source
+from gspo.rollout.sources.pending import load_pending, save_pending
+from gspo.rollout.sources.problem_sampler import REFILL, Uniform
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import OptimSettings

@@ -27,13 +27,13 @@ from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
-from gspo.core.batch import pack
-from gspo.core.types import Problem, Score
+from gspo.data.batch import pack
+from gspo.data.samples import Problem, Score
 from gspo.model.settings import TinyDense
-from gspo.rollout.pending import load_pending, save_pending
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.source import Rollout
-from gspo.tasks.environment import Environment, EnvironmentTask, Outcome
+from gspo.rollout.sources.base import Rollout
+from gspo.rollout.sources.pending import load_pending, save_pending
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.train.accumulator import MetricAccumulator
 from outside_engines import played
 from outside_host import Drawn

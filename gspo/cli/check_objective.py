@@ -1,0 +1,57 @@
+"""Checks an objective of your own by the invariances that every objective here must pass, and says
+in words what holds.
+
+gspo check-objective my_pkg.losses:Mine clip_high=0.3
+"""
+
+from __future__ import annotations
+
+import sys
+
+from omegaconf import OmegaConf
+
+from gspo.algorithm.objectives import OBJECTIVES, Objective
+from gspo.config.schema import to_dataclass
+from gspo.config.user_code import filled, load_class
+from gspo.io.arguments import nearest
+from gspo.io.user_code import is_path
+from gspo.run.entry_point import command_line
+
+BUILT_IN = {kind.name: kind for kind in OBJECTIVES}
+
+
+def main() -> None:
+    """Check the objective that the command line names."""
+    command_line(check)
+
+
+def check() -> None:
+    """Print a line for each invariance; the exit code is 1 if one does not hold."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if sys.argv[1:] else 2)
+    objective = chosen(sys.argv[1], sys.argv[2:])
+    # it imports PyTorch, which takes seconds
+    from gspo.algorithm.invariances import check_objective
+
+    findings = check_objective(objective)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'holds' if finding.holds else 'FAILS':<6} {finding.name:<{width}}  {finding.text}")
+    failed = sum(not finding.holds for finding in findings)
+    print(
+        f"{sys.argv[1]}: {f'{failed} of {len(findings)} do not hold' if failed else f'all {len(findings)} hold'}"
+    )
+    sys.exit(1 if failed else 0)
+
+
+def chosen(name: str, values: list[str]) -> Objective:
+    """Return the objective that the command names, with these settings. Raises ValueError for wrong
+    ones.
+    """
+    if not is_path(name) and name not in BUILT_IN:
+        raise ValueError(
+            f"{name}: say MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}"
+        )
+    kind = BUILT_IN.get(name) or load_class(name, "objective", "objective")
+    return to_dataclass(filled(kind, OmegaConf.from_dotlist(values), "objective"))

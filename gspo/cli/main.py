@@ -1,0 +1,176 @@
+"""The console script `gspo`: `gspo train steps=3` calls `main` of gspo.cli.train.
+
+A command's module is imported only when that command is called, so that `gspo --help` answers at
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Collection
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from gspo.io.arguments import nearest
+
+
+class Command(NamedTuple):
+    """A command: the module that it calls, what it does in a line, and the arguments of an example."""
+
+    module: str
+    summary: str
+    example: str
+
+
+RUN, STUDY = "run=runs/STUDY/RUN", "runs/STUDY"
+COMMANDS = {
+    "train": Command(
+        "gspo.cli.train",
+        "Train a policy; with -m, a sweep of runs.",
+        "experiment=micro_moe seed=1",
+    ),
+    "plan": Command(
+        "gspo.cli.plan",
+        "Say what a run needs of its GPUs, and how long a step takes.",
+        "parallel.ranks=16 ...",
+    ),
+    "check": Command(
+        "gspo.cli.check", "Check what this machine computes, and how fast.", "--seconds 150"
+    ),
+    "serve": Command(
+        "gspo.cli.serve",
+        "Start a vLLM server that runs sample with.",
+        "experiment=tiny_moe rollout=vllm_server",
+    ),
+    "evaluate": Command("gspo.cli.evaluate", "Score a run or a model on held-out problems.", RUN),
+    "sample": Command(
+        "gspo.cli.sample", "Print what a run's policy writes, with the verdicts.", RUN
+    ),
+    "report": Command("gspo.cli.report", "Write the report of a run, an HTML page.", RUN),
+    "compare": Command(
+        "gspo.cli.compare",
+        "Compare runs, or two evaluations, in the terminal.",
+        "runs/STUDY/A runs/STUDY/B",
+    ),
+    "sweep-status": Command(
+        "gspo.cli.sweep_status", "Print how far the runs of a sweep are.", STUDY
+    ),
+    "view": Command("gspo.cli.view", "Show the curves of runs in the browser, live.", STUDY),
+    "dashboard": Command(
+        "gspo.cli.dashboard", "Make W&B dashboards of all metrics.", "project=NAME"
+    ),
+    "figure": Command("", "Draw one figure; `gspo figure --help` lists them.", f"curves {STUDY}"),
+    "figures": Command(
+        "gspo.analysis.reproduce", "Draw the paper's figures and judge its claims.", STUDY
+    ),
+    "check-objective": Command(
+        "gspo.cli.check_objective",
+        "Check a loss of your own by the invariances of ours.",
+        "my_losses:Mine",
+    ),
+    "study-report": Command(
+        "gspo.analysis.study_report", "Write the report of a study, an HTML page.", STUDY
+    ),
+}
+
+
+def main() -> None:
+    """Call the command that the first word of the command line names; the other words are its
+    arguments.
+    """
+    try:
+        try:
+            dispatch()
+        finally:
+            sys.stdout.flush()  # at the end of the process an error of it could not be caught
+    except BrokenPipeError:  # what read the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def dispatch() -> None:
+    """Call the command that the command line names."""
+    name, words = choice("command", "gspo", sys.argv[1:], COMMANDS, commands_help)
+    if name != "figure":
+        call(COMMANDS[name].module, f"gspo {name}", words)
+        return
+    figures = figure_files()
+    name, words = choice("figure", "gspo figure", words, figures, lambda: figures_help(figures))
+    call(f"gspo.analysis.{figures[name].stem}", f"gspo figure {name}", words)
+
+
+def choice(
+    kind: str, program: str, words: list[str], names: Collection[str], text: Callable[[], str]
+) -> tuple[str, list[str]]:
+    """Return the first word, which names a command or a figure, and the words after it.
+
+    Without a word, or at --help, the help is printed and the process ends. It also ends at a name
+    that is not known, with one line that says the nearest."""
+    if not words or words[0] in ("-h", "--help"):
+        print(text())
+        sys.exit(0 if words else 2)
+    if words[0] not in names:
+        near = nearest(words[0], names)
+        print(
+            f"error: there is no {kind} {words[0]!r}; the nearest is `{program} {near}`",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return words[0], words[1:]
+
+
+def call(module: str, program: str, words: list[str]) -> None:
+    """Import a module and call its `main` as a command, with these arguments."""
+    from gspo.io import interrupt  # from here on, Ctrl-C while the libraries load is one line
+
+    sys.argv = [program, *words]
+    command = import_module(module).main
+    interrupt.end()
+    if module.startswith("gspo.analysis."):
+        import_module("gspo.analysis.script").command(command)
+    else:
+        command()
+
+
+def commands_help() -> str:
+    """Return the help of `gspo`: what each command does, and an example of it."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "Train language models by GSPO and its rivals, and look at what the runs did. `gspo COMMAND --help` says more.",
+        "",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "Examples:",
+        *(f"  gspo {name} {command.example}" for name, command in COMMANDS.items()),
+    ]
+    return "\n".join(lines)
+
+
+def figure_files() -> dict[str, Path]:
+    """Return the file of every figure by the figure's name: {"curves": .../analysis/fig_curves.py,
+    ...}.
+    """
+    (folder,) = find_spec("gspo.analysis").submodule_search_locations
+    files = [*sorted(Path(folder).glob("fig*_*.py")), Path(folder, "early_warning.py")]
+    return {re.sub(r"^fig\d*_", "", file.stem).replace("_", "-"): file for file in files}
+
+
+def figures_help(figures: dict[str, Path]) -> str:
+    """Return the help of `gspo figure`: each figure's name, and the first line of its file, which
+    says what it asks.
+    """
+    width = max(map(len, figures))
+    lines = ["Draw one figure from recorded runs. `gspo figure NAME --help` says more.", ""]
+    for name, file in figures.items():
+        question = file.read_text(encoding="utf-8").splitlines()[0].strip('"')
+        lines.append(f"  {name:<{width}}  {question}")
+    return "\n".join([*lines, "", "Example:", f"  gspo figure curves {STUDY}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Starts a vLLM server that the runs of `rollout=vllm_server` sample with.
+
+    gspo serve experiment=tiny_moe model.heads=2 rollout=vllm_server
+    gspo serve model=hf model.path=Qwen/Qwen3-30B-A3B rollout=vllm_server -- --data-parallel-size 4
+
+The words are those of `gspo train`: model and rollout must be the run's. What stands after -- goes
+to `vllm serve` as it is. The server has random weights until a run hands it its own. It listens at
+rollout.url, which is an address of this machine alone unless you give another. It answers to
+trainers that can read the key in its folder, which are those of the user who has started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gspo.cli.option_files import composed_settings
+from gspo.config.settings import Settings
+from gspo.data.lazy_torch import torch
+from gspo.io.files import replace_text
+from gspo.rollout.engines.server_guard import DESCRIPTION, SERVERS_PROCESS, Guard, write_key
+from gspo.run.entry_point import command_line
+
+if TYPE_CHECKING:
+    from gspo.rollout.engines.folder import EngineFolder
+
+
+def main() -> None:
+    """Start the server that the command line describes; this process becomes it."""
+    command_line(serve)
+
+
+def serve() -> None:
+    """Write the model's folder, without weights, and become `vllm serve`."""
+    words, passed = parted(sys.argv[1:])
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__)
+        sys.exit(0 if words else 2)
+    settings = composed_settings(words)
+    rollout = settings.rollout
+    if rollout.name != "vllm_server":
+        raise ValueError(
+            f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that"
+        )
+    from gspo.rollout.engines.external import PIECE_BYTES
+    from gspo.rollout.engines.folder import (
+        EngineFolder,
+    )  # these import PyTorch, which takes seconds
+    from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
+
+    check_installed()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    set_environment(rollout.routes, not torch.cuda.is_available())
+    folder = EngineFolder(PIECE_BYTES, rollout.folder)
+    options = prepared(settings, folder)
+    os.set_inheritable(folder.lock, True)  # the server holds it as long as it lives
+    environment = own_environment([]) | {
+        "TMPDIR": str(folder.path),
+        "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
+        DESCRIPTION: str(folder.path / "description.json"),
+        # which becomes the server, and whose end vLLM's workers follow
+        SERVERS_PROCESS: str(os.getpid()),
+    }
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "gspo.rollout.engines.vllm_serve",
+        str(folder.path / "model"),
+    ]
+    print(
+        f"vLLM starts at {rollout.url}; it is ready when {rollout.url}/health answers", flush=True
+    )
+    os.execve(command[0], [*command, *as_words(options), *passed], environment)
+
+
+def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the run, and what stands after "--", which is for `vllm serve`."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
+    """Write the model's configuration and the server's description into the folder, and return the
+    options of vLLM."""
+    from gspo.model.loading import positions, save_configuration
+    from gspo.rollout.engines.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
+
+    model, tokenizer = settings.model.outline()
+    on_cpu, rollout = not torch.cuda.is_available(), settings.rollout
+    check_heads(head_dim_of(model.config), on_cpu)
+    longest = rollout.max_model_len or positions(model)
+    save_configuration(model, tokenizer, folder.path / "model")
+    description = {
+        "url": rollout.url,
+        "on_cpu": on_cpu,
+        "dtype": rollout.dtype,
+        "head_dtype": settings.policy.head_dtype,
+        "routes": rollout.routes,
+        "logprobs_mode": logprobs_mode(rollout),
+        "max_model_len": longest,
+        "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
+    }
+    write_key(folder.path)
+    replace_text(folder.path / "description.json", json.dumps(description))
+    place = urlsplit(rollout.url)
+    return vllm_options(rollout, settings.policy.head_dtype, longest, on_cpu) | {
+        "load_format": "dummy",
+        "tokens_only": True,
+        "disable_uvicorn_access_log": True,
+        "middleware": f"{Guard.__module__}.{Guard.__name__}",
+        "host": place.hostname,
+        "port": place.port,
+    }
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Return options as words of the command line: {"seed": 0, "eager": False} as --seed=0,
+    --no-eager.
+    """
+    words = []
+    for name, value in options.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, dict):
+            words.append(f"--{dashed}={json.dumps(value)}")
+        elif isinstance(value, bool):
+            words.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            words.append(f"--{dashed}={value}")
+    return words

@@ -1,0 +1,1 @@
+"""Problems, responses and their scores, batches of them as tensors, and random seeds."""

@@ -1,0 +1,1 @@
+"""The processes that train one policy together, and the collectives that they use."""

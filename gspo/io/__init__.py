@@ -1,0 +1,1 @@
+"""Reading and writing: files within bounds, user code, text for terminals, arguments."""

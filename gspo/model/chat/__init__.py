@@ -1,0 +1,1 @@
+"""From a problem or a conversation to the tokens that a model sees."""

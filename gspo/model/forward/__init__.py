@@ -1,0 +1,1 @@
+"""Our own forward pass over the weights of a transformers model."""

@@ -1,0 +1,199 @@
+"""Starts fork servers, inside bubblewrap where that works, and carries their control messages (see
+server.py).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().with_name("server.py")
+START_SECONDS = 120.0  # a server that has not said hello by then is given up
+SILENCE_SECONDS = 60.0  # a server with a running child gives a sign of life every second
+LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
+# the capabilities that root keeps inside bubblewrap
+CAPABILITIES = ("SETUID", "SETGID", "SETPCAP", "KILL", "DAC_READ_SEARCH")
+FIRST_UID = 0x40000000
+
+_counter = itertools.count()
+_launcher: dict[int, ThreadPoolExecutor] = {}  # by process id, since threads do not survive a fork
+_bubblewrap_works: dict[int, bool] = {}  # by user id
+
+
+class ServerFailure(OSError):
+    """Raised when the fork server could not be started, or has died."""
+
+
+class Server:
+    """One fork server: its process, its control socket, and the layers that it found."""
+
+    def __init__(self, bubblewrap: bool) -> None:
+        self.programs = 0
+        self.lines: list[bytes] = []
+        self.rest = b""
+        self.layers: dict[str, str] = {}
+        boxed = bubblewrap and _bubblewrap_works.get(
+            os.geteuid(), shutil.which("bwrap") is not None
+        )
+        if boxed:
+            try:
+                self._start(boxed=True)
+            except ServerFailure:
+                boxed = _bubblewrap_works[os.geteuid()] = False
+        if not boxed:
+            self._start(boxed=False)
+        self.layers = {"bubblewrap": "on" if boxed else _why_not(bubblewrap), **self.layers}
+
+    def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
+        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is not
+        there.
+        """
+        self.programs += 1
+        request = json.dumps({"kind": kind, "limits": limits}).encode() + b"\n"
+        try:
+            self.control.sendmsg(
+                [request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            )
+        except OSError as error:
+            raise ServerFailure(f"the fork server is gone: {error}") from None
+
+    def say(self, op: bytes) -> None:
+        """Send r, p or k (see server.py). A dead server is noticed when it is next read."""
+        with contextlib.suppress(OSError):
+            self.control.send(op + b"\n")
+
+    def hear(self) -> dict[str, Any] | None:
+        """Wait for any message and return the report on a child's end, or None if the message was
+        another one. Raises ServerFailure at the end."""
+        if not self.lines:
+            try:
+                data = self.control.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                raise ServerFailure("the fork server has died")
+            *self.lines, self.rest = (self.rest + data).split(b"\n")
+        while self.lines:
+            if (line := self.lines.pop(0)) != b"{}":
+                return json.loads(line)
+        return None
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the server and collect it. Its child dies with it."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _start(self, boxed: bool) -> None:
+        self.control, theirs = socket.socketpair()
+        number = next(_counter)
+        uid = (
+            FIRST_UID + (os.getpid() % (1 << 20)) * 256 + number % 256
+        )  # a user id that nobody else has, so that limits count one child
+        # With an otherwise empty environment -s -P -S isolate as -I does, which would ignore the
+        # hash seed: the order of a program's sets, and with it a reward, must not depend on the
+        # run.
+        command = [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", str(SCRIPT)]
+        arguments = [str(theirs.fileno()), str(0 if boxed else os.getpid()), str(uid)]
+        # with one arena threads reserve no memory
+        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
+        environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
+        self.process = _launch(
+            lambda: subprocess.Popen(
+                [*(bubblewrap_command() if boxed else []), *command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if boxed else None,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C reaches the harness alone, which then ends the server
+                start_new_session=True,
+            )
+        )
+        theirs.close()
+        deadline = time.monotonic() + START_SECONDS
+        while not self.layers:
+            if not readable(self.control, deadline - time.monotonic()):
+                self.stop()
+                raise ServerFailure(f"the fork server did not start in {START_SECONDS:.0f} s")
+            try:
+                self.layers = self.hear() or {}
+            except ServerFailure:
+                self.stop()
+                raise
+
+
+def readable(connection: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(max(0.0, 1000 * seconds)))
+
+
+def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a process from a thread that lives as long as this process, because Linux's death
+    signal follows the thread."""
+    pid = os.getpid()
+    if pid not in _launcher:
+        _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
+    return _launcher[pid].submit(start).result()
+
+
+def _why_not(wanted: bool) -> str:
+    if not wanted:
+        return "off: switched off"
+    return "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
+
+
+def bubblewrap_command() -> list[str]:
+    """Return the command for own namespaces and a read-only file system with the interpreter, the
+    shared libraries and this package."""
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--die-with-parent",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+    ]
+    command += ["--unshare-cgroup-try", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    # no user namespace, since only in this one are there unused users to become
+    if os.geteuid() == 0:
+        command += [
+            "--cap-drop",
+            "ALL",
+            *(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
+        ]
+    else:
+        command += ["--unshare-user"]
+    for path in ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin"):
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    package = SCRIPT.parents[2]
+    ours = [
+        sys.prefix,
+        sys.base_prefix,
+        *(str(package / name) for name in ("__init__.py", "io", "rewards")),
+    ]
+    ours = [path for path in dict.fromkeys(ours) if path not in ("/", "/usr")]
+    for path in [*ours, "/etc/ld.so.cache", "/etc/localtime"]:
+        if os.path.exists(path):
+            command += ["--ro-bind", os.path.realpath(path), path]
+    return [*command, "--chdir", "/", "--"]

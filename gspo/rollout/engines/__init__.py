@@ -1,0 +1,1 @@
+"""Engines, which sample responses: in the trainer's process, or by vLLM."""

@@ -1,0 +1,1 @@
+"""Episodes of several turns: how they begin, go on and end."""

@@ -1,0 +1,1 @@
+"""Rollout sources, which hand scored groups of responses to the trainer."""

@@ -1,0 +1,339 @@
+"""Rollout sources whose responses are older than the trainer's weights: partial rollouts, and stale
+batches.
+
+Which weights sample which token is a function of the settings and the seed. It does not depend on
+how fast anything runs, so a run can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.data.samples import Problem, Response
+from gspo.model.policy import Policy
+from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.cuda_streams import OwnStream
+from gspo.rollout.scoring import score
+from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.base import PendingRollouts, Rollout, RolloutSource
+from gspo.rollout.sources.on_policy import DynamicSource, OnPolicySource, without_ungraded
+from gspo.rollout.sources.problem_sampler import Sampler
+from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
+from gspo.tasks.base import Task
+
+
+class PartialSource(OnPolicySource):
+    """Partial rollouts: no step waits for its longest responses (Kimi k1.5, arXiv:2501.12599,
+    section 2.6.2).
+
+    The source keeps `rollout.in_flight` groups under way. At each step it begins new problems until
+    there are so many; then every unfinished response gets up to `rollout.token_budget` further
+    tokens under the current weights; then the P oldest groups in which every response has ended are
+    trained on. While fewer than P groups have ended, further rounds follow under the same weights.
+    A response so consists of segments, each sampled by the policy of one step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        settings: RolloutSettings,
+        seed: int,
+        sampler: Sampler | None = None,
+        behaviour_logprobs: BehaviourLogprobs | None = None,
+    ):
+        super().__init__(engine, task, settings, seed, sampler, behaviour_logprobs)
+        # groups under way, the oldest first, each with the number of the draw that its problem
+        # comes from
+        self.unfinished: list[tuple[int, list[Response]]] = []
+        self.drawn = 0  # how many batches of problems were drawn from the sampler
+        self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
+
+    @property
+    def exact(self) -> bool:
+        """False: earlier segments of a response were sampled from older weights."""
+        return False
+
+    def sample(self, step: int) -> Rollout:
+        """Continue and begin responses until enough groups have ended, and return those."""
+        rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
+        begun = self._begin(self.settings.in_flight - len(self.unfinished), rollout)
+        while True:
+            self._round(begun, step, rollout)
+            begun = []
+            whole = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
+            whole = whole[: self.settings.prompts_per_step]
+            if len(whole) == self.settings.prompts_per_step:
+                break
+        groups = [self.unfinished[i][1] for i in whole]
+        self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in whole]
+        rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
+        rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
+        rollout.filtered["ungraded"] = len(rollout.ungraded)
+        rollout.in_flight = sum(
+            r.finish_reason == "budget" for _, group in self.unfinished for r in group
+        )
+        self.problems.record(rollout.groups)
+        return rollout
+
+    def _begin(self, count: int, rollout: Rollout) -> list[tuple[int, Problem]]:
+        """Return the next `count` problems, each with the number of the draw that it comes from."""
+        begun = []
+        for _ in range(count):
+            if not self.not_begun:
+                self.drawn += 1
+                self.not_begun = self.problems.take(self.drawn)
+                if self.problems.max_prompt_tokens is not None:
+                    skipped = self.problems.skipped(self.not_begun)
+                    rollout.filtered["prompt_too_long"] = (
+                        rollout.filtered.get("prompt_too_long", 0) + skipped
+                    )
+            begun.append((self.drawn, self.not_begun.pop(0)))
+        return begun
+
+    def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
+        """Sample up to `token_budget` tokens for every unfinished response, and for the groups that
+        begin now.
+        """
+        started = time.perf_counter()
+        settings, ranks = self.settings, self.engine.ranks
+        sampling = settings.sampling(step)
+        touched: list[Response] = []
+        # One draw at a time, because the random numbers of a query set's problem depend on the
+        # visit.
+        for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
+            mine = [g for d, g in self.unfinished if d == draw]
+            cut = [
+                (group, i)
+                for group in mine
+                for i, r in enumerate(group)
+                if r.finish_reason == "budget"
+            ]
+            further = self.engine.extend(
+                ranks.shard([group[i] for group, i in cut]),
+                sampling,
+                self.position(draw, 0),
+                policy_step=self.policy_step,
+                record_experts=settings.routes,
+            )
+            further = ranks.unshard(further)
+            for (group, i), response in zip(cut, further, strict=True):
+                group[i] = response
+            touched += further
+        for draw in sorted({draw for draw, _ in begun}):
+            problems = [problem for d, problem in begun if d == draw]
+            groups = self.engine.generate(
+                ranks.shard(problems),
+                settings.group_size,
+                sampling,
+                self.position(draw, 0),
+                policy_step=self.policy_step,
+                record_experts=settings.routes,
+            )
+            groups = ranks.unshard(groups)
+            self.unfinished += [(draw, group) for group in groups]
+            touched += [r for group in groups for r in group]
+        rollout.rollout_s += time.perf_counter() - started
+        self.keep_behaviour_logprobs(touched, rollout)
+        started = time.perf_counter()
+        score(self.task, [r for r in touched if r.finish_reason != "budget"], ranks)
+        rollout.score_s += time.perf_counter() - started
+
+    def state(self) -> dict[str, Any]:
+        """Return the sampler's state, the number of draws, and the drawn problems that were not
+        begun yet.
+        """
+        waiting = [problem.index for problem in self.not_begun]
+        return {"problems": super().state(), "drawn": self.drawn, "waiting": waiting}
+
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `state` returned after `step`."""
+        super().load_state(state["problems"], step)
+        self.drawn = state["drawn"]
+        self.not_begun = [
+            self.task.problem(self.seed, "train", index) for index in state["waiting"]
+        ]
+
+    def pending(self) -> PendingRollouts:
+        """Return the groups under way."""
+        return PendingRollouts(groups=[(draw, list(group)) for draw, group in self.unfinished])
+
+    def restore_pending(self, pending: PendingRollouts) -> None:
+        """Restore what `pending` returned."""
+        self.unfinished = pending.groups
+
+
+def ended(group: list[Response]) -> bool:
+    """Return whether every response of a group has ended, rather than been cut at the token budget."""
+    return all(r.finish_reason != "budget" for r in group)
+
+
+class StaleSource:
+    """Hands over batches that the policy of k = `staleness` steps ago sampled, as in asynchronous
+    training.
+
+    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7: in
+    general from those after step s - 1 - k, and for the first k + 1 steps from those at the start.
+    So k batches wait between two steps. With `overlap` a thread of its own samples the next batch
+    while the trainer works, from a copy of the weights (engines release Python's lock while they
+    compute). That changes no number.
+
+    `inner` is the source that samples; `trained` is the trainer's policy. With `overlap` the engine
+    of `inner` must sample from a copy of it.
+    """
+
+    def __init__(self, inner: OnPolicySource, trained: Policy, staleness: int, overlap: bool):
+        if overlap and inner.engine.policy is trained:
+            raise ValueError(
+                "an engine that samples beside the training needs a copy of the policy"
+            )
+        self.inner, self.trained, self.staleness = inner, trained, staleness
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
+        self.stream = OwnStream(trained.device) if overlap else None
+        # by the step that will train on them
+        self.batches: dict[int, Rollout | Future[Rollout]] = {}
+        self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
+        # seconds that a checkpoint waited for batches: counted with the next rollout
+        self.waited = 0.0
+
+    exact = False  # the weights that sample are older than those of the step
+    record_experts = False  # the trainer turns this on for an exact source only
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the source that samples."""
+        return self.inner.engine
+
+    @property
+    def task(self) -> Task:
+        """The task of the source that samples."""
+        return self.inner.task
+
+    @property
+    def settings(self) -> RolloutSettings:
+        """The settings of the source that samples."""
+        return self.inner.settings
+
+    def next(self, step: int) -> Rollout:
+        """Return the scored groups of a step. An exception that sampling them raised is raised
+        here.
+        """
+        # those that `update` has not begun already
+        for due in range(self.sampled + 1, step + self.staleness + 1):
+            self._begin(due, None)
+        started = time.perf_counter()
+        rollout = _result(self.batches.pop(step))
+        if self.thread:
+            rollout.waited_s = self.waited + time.perf_counter() - started
+            self.waited = 0.0
+        return rollout
+
+    def update(self, step: int) -> None:
+        """Take over the weights after a step: at once, or with `overlap` for the next batch that
+        the thread samples.
+        """
+        if not self.thread:
+            self.inner.update(step)
+            return
+        weights = {name: tensor.clone() for name, tensor in self.trained.named_tensors()}
+        self._begin(step + self.staleness + 1, (step, weights))
+
+    def check(self, step: int) -> None:
+        """Raise RuntimeError if the engine's weights are not the trainer's; called before anything
+        is sampled.
+        """
+        self.inner.check(step)
+
+    def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
+        """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the
+        weights after it.
+        """
+        if self.thread:
+            self.batches[due] = self.thread.submit(
+                self._sample_beside, due, new, self.stream.queued()
+            )
+        else:
+            self.batches[due] = self.inner.next(due)
+        self.sampled = due
+
+    def _sample_beside(
+        self, due: int, new: tuple[int, dict[str, Tensor]] | None, queued: torch.cuda.Event | None
+    ) -> Rollout:
+        """Load new weights into the engine, if there are any, and sample the batch of step `due`.
+        The thread calls it.
+
+        Both begin once the trainer's work up to `queued` is done, which includes the copies of the
+        weights."""
+        step, weights = new or (0, {})
+        with self.stream.after(queued, weights.values()):
+            if new:
+                self.inner.engine.policy.load_tensors(weights.items())
+                self.inner.update(step)
+            return self.inner.next(due)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the source that samples, once it has no batch under way."""
+        self._finished_batches()
+        return self.inner.state()
+
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore what `state` returned after `step`."""
+        self.inner.load_state(state, step)
+        self.sampled = step
+
+    def pending(self) -> PendingRollouts:
+        """Return the batches that wait for their step, and the groups under way."""
+        return PendingRollouts(self._finished_batches(), self.inner.pending().groups)
+
+    def restore_pending(self, pending: PendingRollouts) -> None:
+        """Restore what `pending` returned."""
+        self.batches = dict(pending.rollouts)
+        self.sampled = max([self.sampled, *pending.rollouts])
+        self.inner.restore_pending(pending)
+
+    def _finished_batches(self) -> dict[int, Rollout]:
+        """Wait for the batch that is being sampled, and return all batches. Raises what sampling
+        one of them raised: a checkpoint without that batch would have it sampled again from newer
+        weights."""
+        started = time.perf_counter()
+        finished = {step: _result(rollout) for step, rollout in sorted(self.batches.items())}
+        self.waited += time.perf_counter() - started
+        return finished
+
+    def close(self) -> None:
+        """End the thread, and close the engine."""
+        if self.thread:
+            self.thread.shutdown(cancel_futures=True)
+        self.inner.close()
+
+
+def _result(rollout: Rollout | Future[Rollout]) -> Rollout:
+    """Wait for a batch that is being sampled. Raises what sampling it raised."""
+    return rollout.result() if isinstance(rollout, Future) else rollout
+
+
+def make_source(
+    engine: Engine,
+    task: Task,
+    settings: RolloutSettings,
+    sampler: Sampler,
+    seed: int,
+    behaviour_logprobs: BehaviourLogprobs | None = None,
+    trained: Policy | None = None,
+) -> RolloutSource:
+    """Return the source that the settings ask for. `trained` is the trainer's policy where the
+    engine samples from a copy of it."""
+    if settings.token_budget:
+        kind = PartialSource
+    else:
+        kind = DynamicSource if settings.refill_rounds else OnPolicySource
+    source = kind(engine, task, settings, seed, sampler, behaviour_logprobs)
+    if not settings.staleness:
+        return source
+    return StaleSource(source, trained or engine.policy, settings.staleness, settings.overlap)

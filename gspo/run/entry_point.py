@@ -1,0 +1,330 @@
+"""The process of an entry point: how signals stop it, its exit codes, and how errors become one
+line.
+
+Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the
+monitor ended the run; 128 + n the process was stopped by signal n, with everything saved, so that a
+scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from gspo.config.schema import plain_words
+from gspo.io import interrupt
+from gspo.io.escaping import guard, line
+from gspo.io.untrusted import HALVES
+from gspo.rollout.engines.process import EngineEnded
+from gspo.run.launched import say_error
+
+COLLAPSED = 4  # the exit code of a run that the monitor ended
+# The error numbers of a disk that is full, over quota, broken or read-only.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+class Failed(RuntimeError):
+    """A run failed after it had begun. The settings were right, so the traceback is shown and the
+    exit code is 1.
+    """
+
+
+class Broken(RuntimeError):
+    """Something outside a run failed after the run had begun: in most cases a file could not be
+    written or read. The message says how to go on; the exit code is 1."""
+
+
+class Ended(Broken):
+    """Something else than the disk does not work that a run needs: a process has ended, or no
+    response can be graded. The other jobs of a sweep may run."""
+
+
+class SaidByRankZero(Ended):
+    """A run has ended for a reason that rank 0 prints; the other ranks are silent."""
+
+
+class Collapsed(Exception):
+    """The monitor ended a run because it has collapsed."""
+
+
+class Stopped(Exception):
+    """A run was asked to stop before it had anything to save."""
+
+
+class StopSignal:
+    """Turns SIGINT and SIGTERM into a request to stop after the current step; a second signal stops
+    at once.
+
+    There is one object per process: a process that was asked to stop runs no further jobs of its
+    sweep.
+    """
+
+    def __init__(self):
+        self.number = 0  # the signal that asked for a stop; 0: none did
+        self.repeats = 0  # how many further signals are taken for the first one again
+        # whether this process tells the user; a sweep's workers leave that to their parent
+        self.loud = False
+        self.busy = threading.Lock()  # locked during a run
+        self._watcher: threading.Thread | None = None
+        # submitit's own signal handler, if there is one
+        self._requeue: Callable[[int, None], None] | None = None
+
+    def install(self, *numbers: int) -> None:
+        """Listen to these signals."""
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def install_scheduler(self) -> None:
+        """Inside a job of submitit, listen to SIGUSR2, which says that the job's time is up. The
+        current step is then finished and saved before `requeue` lets submitit queue the job again.
+        """
+        handler = signal.getsignal(signal.SIGUSR2)
+        if callable(handler) and handler != self._note:
+            self._requeue = handler
+            signal.signal(signal.SIGUSR2, self._note)
+
+    def requeue(self) -> None:
+        """Let submitit queue the job again if it asked for the stop, and in that case do not
+        return. Call this once everything is saved."""
+        if self.number == signal.SIGUSR2 and self._requeue:
+            self._requeue(self.number, None)
+
+    def end_with_parent(self) -> None:
+        """Make a worker of a sweep finish its step, save and exit when its parent process has
+        ended.
+        """
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
+            self._watcher.start()
+
+    def _watch(self, parent: int) -> None:
+        """Wait for the end of the parent process, ask for a stop, and exit when the run has
+        stopped.
+        """
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        self.number = self.number or signal.SIGTERM
+        with self.busy:  # wait for the run to end
+            os._exit(128 + self.number)
+
+    def requested(self) -> bool:
+        """Return whether a stop was asked for."""
+        return self.number != 0
+
+    def raise_if_requested(self) -> None:
+        """Raise Stopped if a stop was asked for."""
+        if self.requested():
+            raise Stopped
+
+    def _note(self, number: int, frame: object) -> None:
+        """Handle a signal: note the first, and let the second one end the process."""
+        if self._requeue:
+            self._note_scheduler(number)
+            return
+        if self.number and self.repeats:
+            self.repeats -= 1
+            return
+        if self.number:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.number = number
+        if self.loud:
+            print(
+                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)",
+                flush=True,
+            )
+
+    def _note_scheduler(self, number: int) -> None:
+        """Handle a signal of a scheduler, which may send several in any order. SIGTERM after
+        SIGUSR2 means that SIGKILL is near: the job is queued again at once, and will go on from its
+        last checkpoint."""
+        if self.number == signal.SIGUSR2 and number == signal.SIGTERM:
+            # queueing the job again sends another SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.requeue()
+        self.number = signal.SIGUSR2 if number == signal.SIGUSR2 else self.number or number
+
+
+_STOP = StopSignal()
+
+
+def stop_signal() -> StopSignal:
+    """Return this process's StopSignal; each worker of a sweep has its own."""
+    return _STOP
+
+
+class Outcome(float):
+    """What a job returns to Hydra: its score, which sweepers optimise (NaN if it has none), and why
+    it did not finish.
+
+    `unfinished` is {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished.
+    """
+
+    def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
+        made = super().__new__(cls, math.nan if score is None else score)
+        made.unfinished = unfinished
+        return made
+
+
+USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
+
+
+def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
+    """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of
+    its own.
+
+    For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job
+    returns with its score why it did not finish."""
+
+    @functools.wraps(job)
+    def wrapped(config: DictConfig) -> Outcome:
+        guard()  # needed in each worker of a sweep
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return _one_of_many(job, config)
+        try:
+            return Outcome(job(config))
+        except Collapsed:
+            sys.exit(COLLAPSED)
+        except (*USER_ERRORS, OSError, Broken, EngineEnded) as error:
+            sys.exit(print_error(error))
+
+    return wrapped
+
+
+_DISK: list[Exception] = []  # the failure of the disk that ended a job of the sweep in this process
+
+
+def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
+    """Run one job of a sweep and return its score and why it did not finish.
+
+    Errors do not leave this function, because Hydra would start no further jobs after one. Only a
+    failure of the disk does: the other jobs would fail as well, and their reasons could not be
+    written down."""
+    if _DISK:
+        raise _DISK[0]
+    try:
+        score = job(config)
+    except Exception as error:
+        broken = isinstance(error, Broken) and not isinstance(error, Ended)
+        if broken or (isinstance(error, OSError) and error.errno in DISK):
+            _DISK.append(error)
+            raise
+        if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
+            traceback.print_exc()
+        return Outcome(reason=explain(error) or type(error).__name__)
+    if _STOP.number:
+        return Outcome(
+            stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it"
+        )
+    return Outcome(score)
+
+
+UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
+# what fills UNFINISHED_JOBS, also if the sweep ends by an error
+REASONS: list[Callable[[], None]] = []
+
+
+def command_line(main: Callable[[], None]) -> None:
+    """Run an entry point, print its error in one line if there is one, and exit with its exit code."""
+    interrupt.end()
+    guard()
+    # for the processes of a sweep's jobs
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
+    # raise composition errors instead of printing them over several lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # on a full disk train.log cannot grow either; the error below says so once
+    logging.raiseExceptions = False
+    try:
+        if HALVES.search(folder := os.environ.get("TMPDIR", "")):
+            raise ValueError(
+                f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder"
+            )
+        main()
+    except BrokenPipeError:
+        raise  # what read the output, such as `head`, has ended; gspo.cli.main knows
+    except (*USER_ERRORS, OSError, Broken) as error:
+        for collect_reasons in REASONS if isinstance(error, ValueError) else ():
+            collect_reasons()
+        if not UNFINISHED_JOBS:
+            sys.exit(print_error(error))  # else a sweeper could not go on without a job's score
+    except KeyboardInterrupt:
+        print(
+            "\nstopped; the same command continues each run from its last checkpoint",
+            file=sys.stderr,
+        )
+        sys.exit(128 + signal.SIGINT)
+    if _STOP.number:
+        sys.exit(128 + _STOP.number)
+    if UNFINISHED_JOBS:
+        lines = [f"  {run}: {reason}" for run, reason in UNFINISHED_JOBS.items()]
+        print(
+            "\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr
+        )
+        sys.exit(1)
+
+
+def print_error(error: BaseException) -> int:
+    """Print in one line what went wrong, and return the exit code."""
+    if isinstance(error, SaidByRankZero):
+        return 1
+    if isinstance(error, Broken | EngineEnded):
+        say_error(f"error: {line(error)}", is_more=True)
+        return 1
+    disk = isinstance(error, OSError) and error.errno in DISK
+    run = run_of(error.filename) if disk else None
+    further = f"resume={run}" if run else "the same command"
+    mend = f"; what was written is kept: mend this and go on with {further}" if disk else ""
+    say_error(f"error: {line(explain(error))}{mend}")
+    return 1 if mend else 2
+
+
+def run_of(file: object) -> Path | None:
+    """Return the run directory that a file lies in, None if it lies in none."""
+    if not isinstance(file, str | bytes | os.PathLike):
+        return None
+    return next(
+        (
+            folder
+            for folder in Path(os.fsdecode(file)).parents
+            if (folder / "settings.yaml").is_file()
+        ),
+        None,
+    )
+
+
+def explain(error: BaseException) -> str:
+    """Return the messages of an error and of its causes in one line, without Hydra's advice to its
+    own developers.
+    """
+    if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
+        return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
+    if plain := plain_words(error):
+        return plain
+    messages = []
+    # loky's, of what a worker raised
+    while error is not None and type(error).__name__ != "_RemoteTraceback":
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        messages += [
+            line
+            for line in lines
+            if not line.startswith(("full_key", "object_type", "reference_type"))
+        ]
+        error = error.__cause__
+    return " ".join(dict.fromkeys(messages))

@@ -1,0 +1,1 @@
+"""Published benchmarks of mathematics and programming."""

@@ -1,0 +1,258 @@
+"""Published programming problems: HumanEval, MBPP and rated problem sets. Reward 1 if all tests
+pass, else 0.
+
+`wording` is how a program is asked for. "instruct" is an instruction whose answer is a fenced
+block. "completion", for base models (with prompt.format=plain), is a text that the response
+continues. See gspo/tasks/benchmarks/programs.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gspo.io.ranges import ranged
+from gspo.rewards.code.grader import Asserts, StdinCase
+from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
+from gspo.tasks.benchmarks.base import Item
+from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
+from gspo.tasks.benchmarks.records_file import Row, Source, writable
+
+HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
+EVALPLUS = 768  # EvalPlus' max_new_tokens for its models (evalplus/provider/base.py)
+HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
+MBPP_STOPS = ("[DONE]",)
+
+# EvalPlus' instruction.
+SCRIPT = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
+    "```python\n{}\n```"
+)
+# The prompt of Austin et al., arXiv:2108.07732. Chat models are asked for a fenced block instead of
+# [BEGIN] and [DONE].
+MBPP = "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}\n"
+BLOCK = "\nPut the whole program into one ```python code block."
+
+
+@dataclass
+class HumanEval(CodeBenchmark):
+    """164 functions from signature and docstring (Chen et al., arXiv:2107.03374).
+
+    Records: {task_id, prompt, entry_point, canonical_solution, test}. Everything before the
+    function in the prompt, its imports and helpers, is put before a program, since the program may
+    rely on it.
+    """
+
+    name: str = "humaneval"
+    hub: str = "openai/openai_humaneval"
+    wording: str = "instruct"  # instruct | completion
+    max_new_tokens: ClassVar[int] = EVALPLUS
+    stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_wording(self.wording)
+
+    def completes(self) -> bool:
+        return self.wording == "completion"
+
+    def item(self, row: Row, training: bool) -> Item:
+        prompt, entry = row.text("prompt"), row.text("entry_point")
+        preamble, function, _ = prompt.rpartition(f"def {entry}(")
+        if not function:
+            raise row.wrong("prompt", f"does not define {entry}, the entry_point")
+        test = f"{row.text('test')}\ncheck({entry})\n"
+        tests = Tests(entry, (Asserts(test, preamble),), preamble, prompt)
+        return Item(prompt, prompt if self.completes() else SCRIPT.format(prompt.strip()), tests)
+
+
+@dataclass
+class Mbpp(CodeBenchmark):
+    """Small programs from one sentence and three asserts (Austin et al., arXiv:2108.07732).
+
+    Records: {task_id, text, code, test_list, test_setup_code}, or sanitized {task_id, prompt, code,
+    test_imports, test_list}. Test problems are 11-510, training problems 601-974; 2, 3 and 4 are
+    the examples of the completion prompt. `shown_tests` of the asserts stand in the prompt. Showing
+    all 3, the standard, lets a policy learn to return what they expect; with fewer the others are
+    hidden. The tests of problems 367 and 927 (367 is a test problem) build objects of the program's
+    own class, which no program can hand over, so these two count as not solved.
+    """
+
+    name: str = "mbpp"
+    hub: str = "google-research-datasets/mbpp"
+    hub_config: str = "full"
+    wording: str = "instruct"  # instruct | completion
+    shown_tests: int = ranged(3, least=1, most=3)
+    cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
+    hub_train_split: ClassVar[str] = "train"
+    one_file: ClassVar[bool] = True
+    max_new_tokens: ClassVar[int] = EVALPLUS
+    stops: ClassVar[tuple[str, ...]] = MBPP_STOPS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_wording(self.wording)
+        self._examples = ""
+
+    def completes(self) -> bool:
+        return self.wording == "completion"
+
+    def item(self, row: Row, training: bool) -> Item | None:
+        number = row.get("task_id", int)
+        if not (601 <= number <= 974 if training else 11 <= number <= 510):
+            return None
+        text, code, asserts = row.first("text", "prompt"), row.text("code"), row.texts("test_list")
+        setup = "\n".join(
+            [*row.texts("test_imports", default=[]), row.text("test_setup_code", default="")]
+        )
+        tests = Tests(
+            called_function(row, asserts, code), (Asserts("\n".join(asserts), setup.strip()),)
+        )
+        return Item(text, self._prompt(text, asserts), tests)
+
+    def _prompt(self, text: str, asserts: list[str]) -> str:
+        question = MBPP.format(text, "\n".join(asserts[: self.shown_tests]))
+        return f"{self._shots()}{question}[BEGIN]\n" if self.completes() else question + BLOCK
+
+    def _shots(self) -> str:
+        """Return the three worked examples. Raises ValueError if the file does not have them."""
+        if not self._examples:
+            source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
+            rows = {row.get("task_id", int): row for row in source.rows()}
+            missing = [number for number in (2, 3, 4) if number not in rows]
+            if missing:
+                raise ValueError(
+                    f"{self.key}.path={self.path or self.hub}: task_id {missing[0]} is missing; 2, 3 and 4 are the "
+                    "examples of wording=completion"
+                )
+            for row in (rows[2], rows[3], rows[4]):
+                question = MBPP.format(
+                    row.first("text", "prompt"), "\n".join(row.texts("test_list"))
+                )
+                self._examples += f"{question}[BEGIN]\n{row.text('code')}\n[DONE]\n\n"
+        return self._examples
+
+
+@dataclass
+class RatedPrograms(CodeBenchmark):
+    """Problems with a rating on Codeforces' scale, for an Elo rating of the policy. There is no
+    standard file.
+
+    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be
+    the hidden ones. For training the rating may be missing, and instead of tests `input_output` may
+    hold JSON {inputs, outputs} of texts, as in APPS and TACO; problems there that call a function
+    (fn_name) are left out.
+
+    Numbers with a point may be off by `tolerance` (1e-6 if the record does not say), relative or
+    absolute. A record's `checker` (or `generated_checker`) decides where there is one: the name of
+    one of testlib's, such as yesno or rcmp9, or Python that is run in the sandbox, a function
+    check(input, expected, output) or a program that reads three files and prints 1 or 0. A problem
+    that accepts several answers (`several_answers: true`, or a statement such as "if there are
+    multiple answers, print any") and has no checker is left out and counted, because right programs
+    would fail.
+    """
+
+    name: str = "codeforces"
+    cpu_seconds: float = 4.0
+
+    def item(self, row: Row, training: bool) -> Item | None:
+        text = row.first("prompt", "statement", "question")
+        rating = None
+        if not training or "rating" in row.values:
+            rating = row.get("rating", int, float)
+            if not abs(rating) <= HIGHEST:  # false for NaN too
+                raise row.wrong("rating", f"must be a number up to {HIGHEST}")
+            rating = float(rating)
+        rule = output_rule(row)
+        several = row.get("several_answers", bool, default=False) or SEVERAL.search(text)
+        if several and not rule.checker:
+            self.skipped[training]["with several answers and no checker"] += 1
+            return None
+        cases = apps_cases(row) if training and "tests" not in row.values else self._cases(row)
+        if not cases:
+            return None
+        cases = tuple(replace(case, rule=rule) for case in cases)
+        prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
+        return Item(text, prompt, Tests("", cases), rating=rating)
+
+    def _cases(self, row: Row) -> tuple[StdinCase, ...]:
+        tests = row.get("tests", list)
+        if not tests:
+            raise row.wrong("tests", "is empty: every program would pass")
+        cases = []
+        for number, test in enumerate(tests, 1):
+            if not isinstance(test, dict):
+                raise row.wrong(
+                    "tests", f"must hold objects with stdin and stdout; test {number} is none"
+                )
+            inner = Row(f"{row.where}, test {number}", test)
+            cases.append(StdinCase(inner.get("stdin", str), inner.get("stdout", str)))
+        return tuple(cases)
+
+
+def output_rule(row: Row) -> OutputRule:
+    """Return by which rule a record's outputs are judged. Raises ValueError for values that make no
+    sense.
+    """
+    tolerance = row.get("tolerance", int, float, default=CODEFORCES_TOLERANCE)
+    if not 0 <= tolerance < 1:
+        raise row.wrong("tolerance", "must be a number from 0 to 1")
+    checker = row.get("checker", str, type(None), default=None) or row.get(
+        "generated_checker", str, type(None), default=None
+    )
+    if not checker:
+        return OutputRule(tolerance)
+    name = checker.strip().removeprefix("std::").removesuffix(".cpp")
+    if name in TESTLIB:
+        tolerance, ignores_case = TESTLIB[name]
+        return OutputRule(tolerance, ignores_case)
+    if "\n" not in checker.strip():
+        raise row.wrong(
+            "checker", f"is {name!r}: neither Python nor one of testlib's, {', '.join(TESTLIB)}"
+        )
+    return OutputRule(checker=checker)
+
+
+def apps_cases(row: Row) -> tuple[StdinCase, ...]:
+    """Return the tests of `input_output` in the form of APPS and TACO, or none if they call a
+    function.
+    """
+    try:
+        both = json.loads(row.text("input_output"))
+        if both.get("fn_name"):
+            return ()
+        cases = tuple(StdinCase(i, o) for i, o in zip(both["inputs"], both["outputs"], strict=True))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise row.wrong(
+            "input_output", f"must be JSON with inputs and outputs: {error!r}"
+        ) from None
+    if not all(
+        isinstance(text, str) and writable(text)
+        for case in cases
+        for text in (case.stdin, case.stdout)
+    ):
+        raise row.wrong(
+            "input_output", "must hold texts as inputs and outputs, without half characters"
+        )
+    return cases
+
+
+def called_function(row: Row, asserts: list[str], code: str) -> str:
+    """Return the function of the reference solution that the asserts call. Raises ValueError if
+    there is none.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
+            top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]
+    # the last two are raised for code that is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
+    defined = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    calls = [node.func for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]
+    names = [called.id for called in calls if isinstance(called, ast.Name) and called.id in defined]
+    if not names:
+        raise row.wrong("test_list", "calls no function that 'code' defines")
+    return names[0]

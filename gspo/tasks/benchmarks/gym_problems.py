@@ -1,0 +1,276 @@
+"""Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly, by
+us.
+
+The library's own scores are made to be shown, not to be optimised: many give credit for a long text
+that contains the answer, and some run the answer as Python. So here a family is of one of four
+kinds, and the reward is 0 or 1:
+
+EXACT    one right answer: it must be the library's, up to spaces, quotes, case and trailing zeros
+         of decimals
+NUMBERS  an arithmetic expression of given numbers with a given value: computed here, exactly, each
+         number used once
+SHAPES   many right answers: one that has the family's form, whole, and for which the library's
+         scorer gives 1.0
+REFUSED  not usable, with the reason. A family that is in no list has not been examined, and is
+         refused too.
+
+A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out), because
+the library numbers its problems by seed + index, so that two seeds share most of their problems.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from gspo.data.samples import Problem, Score
+from gspo.data.seeding import seed_for
+from gspo.io.ranges import ranged
+from gspo.rewards.math.extract import Refused, extract
+from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
+
+ONE_ANSWER = (
+    "ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix bitwise_arithmetic "
+    "caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits "
+    "count_primes course_schedule decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships "
+    "game_of_life game_of_life_halting gcd gsm_symbolic largest_island lcm leg_counting letter_counting letter_jumble "
+    "manipulate_matrix maze mini_sudoku needle_haystack number_filtering number_format number_sequence number_sorting "
+    "prime_factorization products rearc rectangle_count rotate_matrix rotten_oranges self_reference simple_equations "
+    "simple_geometry spell_backward spiral_matrix string_insertion string_manipulation string_splitting "
+    "string_synthesis sudoku syllogism time_intervals word_sequence_reversal word_sorting zebra_puzzles"
+)
+EXACT = frozenset(ONE_ANSWER.split())
+NUMBERS = frozenset(["countdown", "puzzle24"])
+SHAPES = {
+    family: re.compile(shape)
+    for family, shape in {
+        "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
+        "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
+        "group_anagrams": r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\]',
+        "jugs": r'\["(?:fill|empty|pour) [A-Z](?:->[A-Z])?"(?:, ?"(?:fill|empty|pour) [A-Z](?:->[A-Z])?")*\]',
+        "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
+        "palindrome_generation": r"[A-Za-z]+",
+        "palindrome_partitioning": r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\]',
+        "quantum_lock": r"[A-C]( → [A-C])*",
+        "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
+        "sokoban": r"[UDLR]+",
+        "tower_of_hanoi": r"Move disk \d+ from Peg \d+ to Peg \d+(\nMove disk \d+ from Peg \d+ to Peg \d+)*",
+    }.items()
+}
+UNSTABLE = "makes other problems in another process, so that runs could not be repeated"
+EXECUTES = "has many right answers, and its scorer runs the answer as Python"
+REFUSED = {
+    "boxnet": "has no answer of its own, and its scorer fails on text that is no plan",
+    "codeio": "has many right answers, and its scorer gives credit for likeness",
+    "composite": "is a mixture: choose its families one by one",
+    "fraction_simplification": "has a scorer that accepts any text after the answer, and several right spellings",
+    "intermediate_integration": EXECUTES,
+    "isomorphic_strings": UNSTABLE,
+    "knight_swap": UNSTABLE,
+    "knights_knaves": "has a scorer that accepts any text around the answer, and several right spellings",
+    "polynomial_equations": EXECUTES,
+    "polynomial_multiplication": EXECUTES,
+    "power_function": "has rounded answers, and no rule for rounding in the question",
+    "propositional_logic": "has no answer of its own, and its scorer gives its own solution 0",
+    "ransom_note": UNSTABLE,
+    "rubiks_cube": "has no answer of its own",
+    "rush_hour": "has a scorer that skips illegal moves",
+    "simple_integration": EXECUTES,
+    "word_ladder": UNSTABLE,
+}
+LONGEST = 1 << 16  # most characters of an answer
+INSTRUCTIONS = {
+    "tags": "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>.",
+    "boxed": "Think step by step, and put the final answer, and nothing else, within \\boxed{}.",
+}
+# the name that a value is given to: A in A=1, "0" in {"0": 1}
+KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')
+TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+INSTALL = 'pip install "gspo[gym]"'
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a problem is scored by: the library's answer and its facts."""
+
+    answer: str | None
+    metadata: dict[str, Any]
+
+
+@dataclass
+class GymProblems(Task):
+    """One family, `dataset`, with the library's settings for it in `config`. Training problems are
+    made without end; there are `evaluation_size` evaluation problems. `form` says where the answer
+    stands: between tags, or in a box."""
+
+    name: str = "reasoning_gym"
+    dataset: str = "chain_sum"
+    config: dict[str, Any] = field(default_factory=dict)
+    evaluation_size: int = ranged(200, least=1, most=100_000)
+    form: str = "tags"  # tags | boxed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
+            reason = REFUSED.get(
+                self.dataset, "is unknown, or has not been examined for holes in its scoring"
+            )
+            examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
+            raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
+        if self.form not in INSTRUCTIONS:
+            raise ValueError(f"form={self.form!r}: choose tags or boxed")
+        for key in {"seed", "size"} & set(self.config):
+            raise ValueError(
+                f"config.{key}={self.config[key]}: set by the harness, from the run's seed"
+            )
+        self._scorer: Any = None
+        # kept, since evaluations ask for the same ones again and again
+        self._held_out: dict[tuple[int, int], Problem] = {}
+
+    def evaluation_sets(self) -> list[str]:
+        return [self.name]
+
+    def size(self, split: str) -> int | None:
+        check_split(split, self.evaluation_sets())
+        return None if split in TRAINING_SPLITS else self.evaluation_size
+
+    def problem(self, seed: int, split: str, index: int) -> Problem:
+        """Return problem `index` of a split. Raises ValueError if the library is missing or refuses
+        `config`.
+        """
+        check_split(split, self.evaluation_sets())
+        if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
+            return self._held_out[seed, index]
+        drawn: list[dict[str, Any]] = []
+
+        def draw() -> str:
+            drawn.append(
+                self._make(seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31)[0]
+            )
+            return drawn[-1]["question"]
+
+        question = draw_prompt(split, draw)
+        prompt = f"{question.strip()}\n\n{INSTRUCTIONS[self.form]}"
+        answer = Entry(drawn[-1]["answer"], drawn[-1]["metadata"])
+        problem = Problem(self.name, index, prompt, answer, family=self.dataset)
+        if split not in TRAINING_SPLITS:
+            self._held_out[seed, index] = problem
+        return problem
+
+    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+        return [
+            self._score(problem.answer, text) if ended else Score(0.0, "truncated")
+            for problem, text, ended in answers
+        ]
+
+    def _score(self, entry: Entry, text: str) -> Score:
+        try:
+            answer = final_answer(text, self.form)
+        except Refused as verdict:
+            return Score(0.0, str(verdict))
+        if self.dataset in EXACT:
+            right = normal_form(answer) == normal_form(entry.answer)
+        elif self.dataset in NUMBERS:
+            right = reaches(answer, entry.metadata["numbers"], entry.metadata.get("target", 24))
+        else:
+            right = has_shape(self.dataset, answer) and self._accepted(entry, answer)
+        return Score(float(right), "correct" if right else "wrong", normal_form(answer))
+
+    def _accepted(self, entry: Entry, answer: str) -> bool:
+        """Return whether the library's scorer gives the full score."""
+        if self._scorer is None:
+            self._scorer = self._make(0)
+        try:
+            score = self._scorer.score_answer(
+                answer, {"answer": entry.answer, "metadata": entry.metadata}
+            )
+        except Exception:  # a scorer that fails on an answer, in whatever way, has not accepted it
+            return False
+        return score >= 1.0
+
+    def _make(self, seed: int) -> Any:
+        """Return the library's dataset of one problem."""
+        try:
+            import reasoning_gym  # optional, an extra of the installation
+        except ImportError:
+            raise ValueError(
+                f"task={self.name} needs the package reasoning-gym: {INSTALL}"
+            ) from None
+        try:
+            return reasoning_gym.create_dataset(self.dataset, seed=seed, size=1, **self.config)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ValueError(
+                f"config={dict(self.config)} does not fit {self.dataset}: {error}"
+            ) from error
+
+
+def final_answer(text: str, form: str) -> str:
+    """Return the answer in the last box or between the last tags. Raises Refused, with the verdict
+    as its message.
+    """
+    if form == "boxed":
+        return extract(text, "boxed").strip()
+    found = TAG.findall(text)
+    if not found or not found[-1].strip():
+        raise Refused("no-answer")
+    answer = found[-1].strip().replace("\r\n", "\n")
+    if len(answer) > LONGEST:
+        raise Refused("malformed")
+    return answer
+
+
+def has_shape(family: str, answer: str) -> bool:
+    """Return whether the whole answer has the form of its family and gives no key two values, of
+    which only the last would count."""
+    keys = KEY.findall(answer)
+    return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
+
+
+def normal_form(answer: str) -> str:
+    """Return the text in one spelling: no spaces at the ends of lines or between signs, none
+    doubled, one kind of quote, no case, 5 for 5.0."""
+    lines = [
+        " ".join(line.split()) for line in answer.strip().replace('"', "'").casefold().split("\n")
+    ]
+    text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
+    return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
+
+
+def reaches(expression: str, numbers: list[int], target: int) -> bool:
+    """Return whether an expression of + - * / and brackets uses exactly these numbers and has
+    exactly this value.
+    """
+    if len(expression) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        return False
+    used: list[int] = []
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and Counter(
+            used
+        ) == Counter(numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """Return the exact value and add the numbers found to `used`. Raises ValueError for anything
+    but the four operations."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, used), _value(node.right, used)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Sub):
+            return left - right
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.Div):
+            return left / right
+    raise ValueError("not one of + - * /")

@@ -1,0 +1,1 @@
+"""The protocol of environments, and the threads that play them."""

@@ -1,0 +1,1 @@
+"""The generated tasks of the testbeds, and the environments of studies."""

@@ -1,0 +1,124 @@
+"""Runs whose problems are played in environments of other libraries: trained, resumed, evaluated by
+name.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import forked
+from commands import SMALL, environment, train
+
+SUPPORT = Path(__file__).parents[1] / "support"
+# an untrained model ends its turns so
+STOP = "rollout.stop=[" + ",".join(f'"{digit}"' for digit in range(10)) + "]"
+SIZES = [word for word in SMALL if not word.startswith(("task=", "cold_start", "steps="))]
+SIZES += ["cold_start.steps=0", "rollout.max_new_tokens=40", "tracking.wandb=disabled", STOP]
+
+
+def run_of(folder: Path) -> Path:
+    (run,) = (folder / "runs" / "small").glob("*-seed*")
+    return run
+
+
+def trained(folder: Path, *task: str) -> Path:
+    """Train for two steps, resume to four, and check that the episodes are those of four at once."""
+    for place, steps in ((folder / "once", 4), (folder / "twice", 2)):
+        place.mkdir()
+        for module in ("vf_games", "text_games"):
+            shutil.copy(SUPPORT / f"{module}.py", place)
+        done = train(place, *SIZES, *task, f"steps={steps}")
+        assert done.returncode == 0, done.stderr
+    run = run_of(folder / "twice")
+    done = train(folder / "twice", f"resume={run}", "steps=4")
+    assert done.returncode == 0, done.stderr
+    assert episodes(run) == episodes(run_of(folder / "once")) and len(episodes(run)) == 4 * 16
+    return run
+
+
+def evaluated(run: Path, *command: str, name: str = "evaluated") -> dict:
+    out = run / name
+    script = [
+        sys.executable,
+        "-P",
+        "-m",
+        "gspo",
+        "evaluate",
+        *command,
+        f"out={out}",
+        "problems=3",
+        "k=2",
+    ]
+    done = forked.run(script, cwd=run.parents[2], env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "result.json").read_text())
+
+
+def episodes(run: Path) -> list[dict]:
+    files = sorted((run / "rollouts").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_text_game_is_trained_on_resumed_and_evaluated(tmp_path):
+    run = trained(
+        tmp_path, "task=text_game", "task.env=text_games:Doors", "task.arguments={doors: 3}"
+    )
+    assert (run / "outside" / "text_games.py").read_text() == (
+        SUPPORT / "text_games.py"
+    ).read_text()
+    played = episodes(run)
+    assert {row["verdict"] for row in played} & {"terminated", "time-limit"}
+    assert any(turn["text"] == "A wall." for row in played for turn in row["turns"])
+    assert all(
+        row["measures"]["replay_differs"] == 0
+        for row in played
+        if "replay_differs" in row["measures"]
+    )
+    assert set(evaluated(run, f"run={run}")["sets"]) == {"text_game"}
+
+    (tmp_path / "twice" / "text_games.py").write_text("# another game\n")
+    done = train(tmp_path / "twice", f"resume={run}", "steps=6")
+    assert (
+        done.returncode == 2
+        and "the source of task.env=text_games:Doors is not what it was" in done.stderr
+    )
+
+
+@pytest.mark.environments
+def test_an_environment_of_verifiers_is_trained_on_resumed_and_evaluated_by_name(tmp_path):
+    run = trained(tmp_path, "task=vf", "task.env=vf-games", "task.arguments={rounds: 3}")
+    played = episodes(run)
+    ended = [row for row in played if row["verdict"] == "max_turns_reached"]
+    # 0.5 x quick, and not found
+    assert ended and all(row["reward"] == pytest.approx(0.5 / 3) for row in ended)
+    assert {turn["text"] for row in played for turn in row["turns"] if turn["author"] == "environment"} <= {
+        "higher", "lower"
+    }  # fmt: skip
+    assert all(
+        row["measures"]["replay_differs"] == 0
+        for row in played
+        if "replay_differs" in row["measures"]
+    )
+    assert set(evaluated(run, f"run={run}")["sets"]) == {"vf"}
+    model = [
+        "model=tiny_moe",
+        "benchmark=vf",
+        "tasks.vf.env=vf_games:load_single",
+        "max_new_tokens=8",
+    ]
+    assert set(evaluated(run, *model, name="beside")["sets"]) == {"vf"}
+
+
+@pytest.mark.environments
+def test_a_game_behind_a_server_of_openenv_is_trained_on(tmp_path):
+    from openenv_server import serving
+
+    with serving() as url:
+        fields = ["task.text=prompt", "task.action=message", "task.options={most: 3}"]
+        run = trained(tmp_path, "task=openenv", f"task.url={url}", *fields)
+    played = episodes(run)
+    assert any(turn["text"] == "wrong" for row in played for turn in row["turns"])

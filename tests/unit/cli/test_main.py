@@ -1,0 +1,101 @@
+"""The console script `gspo`: its help, what it calls, and names that it does not know."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from gspo.cli import main
+
+ROOT = Path(__file__).parents[3]
+NOT_COMMANDS = {"__init__", "main", "option_files", "evaluation_job"}
+HEAVY = {"torch", "hydra", "omegaconf", "numpy", "pandas", "matplotlib", "wandb", "yaml"}
+
+
+def called(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of `gspo` with these words."""
+    monkeypatch.setattr(sys, "argv", ["gspo", *words])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    return end.value.code, *capsys.readouterr()
+
+
+def test_every_module_of_the_package_is_a_command():
+    modules = {command.module for command in main.COMMANDS.values()}
+    stems = {path.stem for path in (ROOT / "gspo/cli").glob("*.py")} - NOT_COMMANDS
+    assert {module for module in modules if module.startswith("gspo.cli.")} == {
+        f"gspo.cli.{stem}" for stem in stems
+    }
+
+
+def test_the_help_has_a_line_and_an_example_for_each(monkeypatch, capsys):
+    code, text, _ = called(monkeypatch, capsys, "--help")
+    assert code == 0
+    for name in main.COMMANDS:
+        assert f"\n  {name} " in text and f"\n  gspo {name} " in text
+    assert called(monkeypatch, capsys) == (2, text, "")
+
+
+def test_the_help_loads_no_library():
+    script = f"""
+import sys
+sys.argv = ["gspo", "--help"]
+from gspo.cli.main import main
+try:
+    main()
+finally:
+    assert not {HEAVY!r} & set(sys.modules), sorted(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["trian"], "error: there is no command 'trian'; the nearest is `gspo train`\n"),
+        (
+            ["sweep_status", "runs/s"],
+            "error: there is no command 'sweep_status'; the nearest is `gspo sweep-status`\n",
+        ),
+        (
+            ["figure", "curve", "runs/s"],
+            "error: there is no figure 'curve'; the nearest is `gspo figure curves`\n",
+        ),
+        (["\x1b[2J"], "error: there is no command '\\x1b[2J'; the nearest is `gspo"),
+    ],
+)
+def test_an_unknown_name_is_one_line_with_the_nearest(monkeypatch, capsys, words, line):
+    code, text, said = called(monkeypatch, capsys, *words)
+    assert (code, text) == (2, "") and said.startswith(line) and said.count("\n") == 1
+
+
+def test_every_figure_is_listed_with_its_question_and_can_be_called(monkeypatch, capsys):
+    code, text, _ = called(monkeypatch, capsys, "figure", "--help")
+    assert code == 0 and "\n  clipping  " in text and "which share of the tokens is clipped" in text
+    assert {path.stem for path in main.figure_files().values()} == {
+        path.stem for path in (ROOT / "analysis").glob("*.py") if path.stem.startswith("fig")
+    } | {"early_warning"}
+    for name, path in main.figure_files().items():
+        assert f"\n  {name} " in text and callable(import_module(f"analysis.{path.stem}").main)
+
+
+def test_a_command_gets_the_words_after_its_name(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = called(monkeypatch, capsys, "compare", "--help")
+    assert code == 0 and "    gspo compare runs/STUDY/A runs/STUDY/B ...\n" in text
+    code, _, said = called(monkeypatch, capsys, "sweep-status", "runs/nowhere")
+    assert code == 2 and said == "error: runs/nowhere holds no runs and no manifest.jsonl\n"
+
+
+def test_a_figure_speaks_of_the_command_that_was_typed(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = called(monkeypatch, capsys, "figure", "clip-range", "--help")
+    assert code == 0 and text.startswith("usage: gspo figure clip-range ")
+    assert "    gspo figure clip-range runs/" in text and "python analysis" not in text
+    code, _, said = called(monkeypatch, capsys, "figure", "curves", "runs/nowhere")
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1

@@ -1,0 +1,36 @@
+"""Where the commands look for conf/ and sweeps/."""
+
+import subprocess
+import sys
+
+import pytest
+
+from gspo.cli import option_files
+from gspo.cli.option_files import CONF, SWEEPS
+
+
+def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
+    assert (CONF / "train.yaml").is_file() and (SWEEPS / "paper_figures.yaml").is_file()
+    package = tmp_path / "site-packages" / "gspo"
+    monkeypatch.setattr(option_files, "__file__", str(package / "commands" / "option_files.py"))
+    assert option_files.folder_of("conf") == tmp_path / "site-packages" / "conf"
+    (package / "conf").mkdir(parents=True)
+    assert option_files.folder_of("conf") == package / "conf"
+
+
+@pytest.mark.slow
+def test_a_folder_that_the_user_names_comes_before_the_sweeps(tmp_path):
+    script = f"""
+import sys
+from hydra.core.plugins import Plugins
+from gspo.cli.option_files import SweepFiles, composed
+Plugins.instance().register(SweepFiles)
+sys.argv = {["gspo train", "-cd", str(tmp_path), "--info", "searchpath"]!r}
+composed("train", print)()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
+    assert places == sorted(places)

@@ -1,0 +1,93 @@
+"""Spellings that people and models use: functions with a base, arguments without braces, fonts,
+lists of boxes.
+"""
+
+import pytest
+
+from gspo.rewards.math.extract import normal
+from gspo.rewards.math.verifier import MathVerifier
+
+RIGHT = [
+    (r"\log_2 3", r"\log_2(3)"), (r"\log_{10} 7", r"\log_{10}(7)"), (r"\sin^2 x", r"\sin^2(x)"),
+    (r"\sin^2 x", r"\sin(x)^2"), (r"\tan^{-1} 2", r"\tan^{-1}(2)"), (r"\sum_{k=1}^{3} k", r"\sum_{k=1}^{3}(k)"),
+    (r"\sum_{k=1}^{3} k", "6"), (r"\prod_{k=1}^{4} k", r"\prod_{k=1}^{4}(k)"), (r"\int_0^1 x dx", r"\int_0^1(x)dx"),
+    (r"x^2(x+1)", "x^3+x^2"), (r"x_1(x+1)", r"x_1 x + x_1"),
+    (r"\frac\pi2", r"\frac{\pi}{2}"), (r"\sqrt[3]2", r"\sqrt[3]{2}"), (r"\frac{\sqrt3}2", r"\frac{\sqrt{3}}{2}"),
+    (r"\frac\sqrt{3}2", r"\frac{\sqrt{3}}{2}"), (r"\frac12", "0.5"), (r"\sqrt\pi", r"\sqrt{\pi}"),
+    ("e^2", r"\exp(2)"), ("e^{x+1}", r"\exp{(x+1)}"), ("|x|", r"\lvert x\rvert"), ("5", r"\boldsymbol{5}"),
+    ("5", r"\textcolor{red}{5}"), ("5", r"\color{blue}5"), ("5", "5~"), (r"5\text{ cm}", r"5\enspace\text{cm}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}"), (r"1,2,\dots", r"1,2,\ldots"),
+    (r"(3,\infty)", r"\{x \mid x>3\}"), (r"\{x : 1<x<2\}", "(1,2)"), (r"(-\infty,3]", r"\{x\in\mathbb{R} : x\le 3\}"),
+    (r"\{(1,2),(2,1)\}", r"(a,b)\in\{(1,2),(2,1)\}"), ("12", r"\textbf{(B)}\ 12"), ("B", r"\textbf{(B)}\ 12"),
+    (r"\textbf{(B)}\ 12", "B"), (r"\textbf{(B)}\ 12", "12"), (r"\textbf{(B)}\ 12", r"\text{(B) } 12"),
+]  # fmt: skip
+WRONG = [
+    (r"\log_2 3", r"\log_2(3)+1"), (r"\log_2 3", r"\log_3(2)"), (r"\sin^2 x", r"\sin(x)"), ("6", r"\sum_{k=1}^{3}(k)"),
+    (r"\sum_{k=1}^{3} k", r"\sum_{k=1}^{4}(k)"), (r"\frac\pi2", r"\frac{2}{\pi}"), ("7", "~7"), ("7", r"x=\;~7"),
+    (r"\sqrt[3]2", r"\sqrt{2}"), ("e^2", r"\exp(3)"), ("|x|", "x"), ("5", r"\textcolor{red}{6}"),
+    (r"(3,\infty)", r"\{x \mid x\ge 3\}"), (r"(3,\infty)", r"\{x \mid y>3\}"), ("13", r"\textbf{(B)}\ 12"),
+    ("C", r"\textbf{(B)}\ 12"), (r"\textbf{(B)}\ 12", r"\textbf{(B)}\ 13"), (r"\textbf{(B)}\ 12", r"\textbf{(C)}\ 12"),
+    (r"\textbf{(B)}\ 12", "C"), (r"\{(1,2),(2,1)\}", r"(a,b)\in\{(1,2)\}"), (r"1,2,\dots", "1,2"),
+]  # fmt: skip
+BOXES = [
+    (r"\boxed{1}, \boxed{2}", "1,2", "correct"),
+    (r"$\boxed{1}$ and $\boxed{2}$", "2,1", "correct"),
+    # not all of it is a list: the last box counts
+    (r"\(\boxed{1}\), and $\boxed{2}$", "2", "correct"),
+    (r"\boxed{1},\quad\text{and }\boxed{2}", "1,2", "correct"),
+    (r"\boxed{6}, \boxed{7}, \boxed{8}", "8", "wrong"),
+    (r"\boxed{7} or \boxed{8}", "8", "wrong"),
+    # one value, twice
+    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$", r"\frac{639}{40}", "correct"),
+    (r"$\boxed{15\frac{39}{40}},$ or $\boxed{\frac{640}{40}}$", r"\frac{639}{40}", "wrong"),
+    (r"\boxed{(1,2)} or \boxed{(1, 2)}", "(1,2)", "correct"),
+    (r"\boxed{7} ... wait, \boxed{8}", "8", "correct"),
+    ("\\boxed{7}\n\n\\boxed{8}", "8", "correct"),
+    (r"\boxed{7}, that is \boxed{8}", "8", "correct"),
+]
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with MathVerifier() as shared:
+        yield shared
+
+
+def test_spellings_of_a_right_answer(verifier):
+    verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in RIGHT])
+    assert [
+        pair for pair, found in zip(RIGHT, verdicts, strict=True) if found.verdict != "correct"
+    ] == []
+
+
+def test_no_wrong_answer_comes_in_with_them(verifier):
+    verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in WRONG])
+    assert [
+        pair for pair, found in zip(WRONG, verdicts, strict=True) if found.verdict != "wrong"
+    ] == []
+
+
+@pytest.mark.parametrize(("text", "gold", "expected"), BOXES)
+def test_boxes_side_by_side_are_one_list(verifier, text, gold, expected):
+    assert verifier.verify([(text, gold)])[0].verdict == expected
+
+
+def test_a_gold_that_cannot_be_parsed_leaves_the_response_ungraded(verifier):
+    golds = [r"\frac{\foo{1}", r"\sqrt[", r"\frac{1}{"]
+    verdicts = verifier.verify(
+        [(r"\boxed{x+1}", gold) for gold in golds] + [(r"\boxed{\foo{1}}", r"\foo{1}")]
+    )
+    assert [found.verdict for found in verdicts] == ["unreadable-gold"] * 3 + ["correct"], (
+        "but for its own spelling"
+    )
+
+
+def test_arguments_get_their_braces():
+    assert normal(r"\frac\pi2") == r"\frac{\pi}{2}"
+    assert normal(r"\sqrt[3]2") == r"\sqrt[3]{2}"
+    assert normal(r"\binom52") == r"\binom{5}{2}"
+    assert normal(r"\frac{1}{2}") == r"\frac{1}{2}"
+    assert normal(r"\exp(x+(1))+1") == "e^{x+(1)}+1"
+    assert normal(r"\sqrt") == r"\sqrt" and normal(r"\frac1") == r"\frac{1}", (
+        "what is not there is not made up"
+    )

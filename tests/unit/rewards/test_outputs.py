@@ -1,0 +1,156 @@
+"""Programs whose right output has more than one spelling: tolerances, letter case, checkers, long
+integers.
+"""
+
+import json
+
+import pytest
+
+from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, OutputRule, accepts
+from gspo.rewards.sandbox.values import same_output
+from gspo.tasks.benchmarks.code_sets import RatedPrograms, output_rule
+from gspo.tasks.benchmarks.records_file import Row
+
+CHECK = "def check(input, expected, output):\n    a, b = map(int, output.split())\n    return a + b == int(input)\n"
+FILES = """
+import sys
+with open(sys.argv[1]) as file:
+    total = int(file.read())
+given = list(map(int, open(sys.argv[3]).read().split()))
+if len(given) != 2:
+    print("0"); sys.exit(0)
+print(1 if sum(given) == total else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with CodeGrader(slots=1, cpu_seconds=4, wall_seconds=20, memory_mb=512) as shared:
+        yield shared
+
+
+def verdict(grader, code: str, *cases, entry: str = "") -> str:
+    (grade,) = grader.grade([Submission(code, entry, tuple(cases))])
+    return grade.verdict
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "alike"),
+    [
+        ("0.333333333333", "0.3333333333333333", True),
+        ("0.333333333333", "0.33334", False),
+        ("1000000.5", "1000001.0", True),  # relative
+        ("1000000.5", "1000003.0", False),
+        ("answer 0.5", "answer 0.5000001", True),
+        ("1000000007", "1000000008", False),  # integers are exact
+        ("1000000007", "1000000007.0000001", False),
+        ("1.0", "1", True),
+        ("0.5", "nan", False),
+        ("0.5", "inf", False),
+        ("1e-9", "0", True),
+        ("0.5 0.5", "0.5", False),
+    ],
+)
+def test_numbers_with_a_point_may_be_off_by_the_tolerance(expected, printed, alike):
+    assert same_output(expected, printed, CODEFORCES_TOLERANCE) == alike
+    if printed not in ("1",):
+        assert not same_output(expected, printed), "without a tolerance they are not"
+
+
+def test_letter_case_counts_unless_the_rule_says_otherwise():
+    assert same_output("YES\nno", "Yes\nNO", 0.0, True)
+    assert not same_output("YES", "Yes") and not same_output("YES", "NO", 0.0, True)
+
+
+@pytest.mark.parametrize("checker", [CHECK, FILES], ids=["function", "files"])
+def test_a_checker_decides_in_the_sandbox(grader, checker):
+    case = StdinCase("7", "3 4", OutputRule(checker=checker))
+    assert verdict(grader, "print(1, 6)", case) == "pass", "another right answer"
+    assert verdict(grader, "print(3, 3)", case) == "wrong"
+    forged = "print('7 0')\nimport sys\nsys.stdout.flush()"
+    assert verdict(grader, forged, case) == "pass"
+
+
+def test_a_checker_that_fails_says_nothing_about_the_program(grader):
+    case = StdinCase(
+        "7",
+        "3 4",
+        OutputRule(checker="def check(input, expected, output):\n    raise RuntimeError\n"),
+    )
+    assert verdict(grader, "print(3, 4)", case) == "sandbox-error"
+
+
+def test_what_a_checker_says():
+    assert all(map(accepts, ("1", "0.5", "checking\n1\n", "True", "OK")))
+    assert not any(map(accepts, ("0", "0.0", "", "1\n0", "False", "wrong answer", "nan", "-1")))
+
+
+@pytest.mark.parametrize("digits", [4299, 6021, 49_000])
+def test_integers_of_many_digits_are_printed_read_and_compared(grader, digits):
+    """2**20000 has 6,021 digits; Python prints 4,300."""
+    number = 10 ** (digits - 1) + 7
+    text = "1" + "0" * (digits - 2) + "7"
+    assert verdict(grader, "print(int(input()) + 1)", StdinCase(text, text[:-1] + "8")) == "pass"
+    assert verdict(grader, "print(int(input()) + 1)", StdinCase(text, text)) == "wrong"
+    load = "import json\ndef f(x):\n    return json.loads(json.dumps(x)) + int(str(x))"
+    assert verdict(grader, load, FunctionCase((number,), 2 * number), entry="f") == "pass"
+
+
+def test_a_power_that_python_would_not_print(grader):
+    expected = hex(2**20000)
+    assert verdict(grader, "print(hex(int(str(2**20000))))", StdinCase("", expected)) == "pass"
+
+
+def rule(**values) -> OutputRule:
+    return output_rule(Row("row 1", values))
+
+
+def test_the_rule_of_a_record():
+    assert rule() == OutputRule(1e-6)
+    assert rule(tolerance=1e-4) == OutputRule(1e-4) and rule(tolerance=0) == OutputRule(0)
+    assert rule(checker="yesno") == OutputRule(0.0, ignores_case=True)
+    assert rule(checker="std::rcmp9.cpp") == OutputRule(1e-9)
+    assert rule(generated_checker=FILES, checker=None).checker == FILES
+    with pytest.raises(
+        ValueError, match=r"checker.*is 'mystery': neither Python nor one of testlib's, yesno"
+    ):
+        rule(checker="mystery")
+    with pytest.raises(ValueError, match=r"tolerance.*must be a number from 0 to 1"):
+        rule(tolerance=-1)
+
+
+def test_problems_with_several_answers_and_no_checker_are_left_out_and_counted(tmp_path):
+    tests = [{"stdin": "7", "stdout": "3 4"}]
+    rows = [
+        {"prompt": f"Problem {i}. {text}", "rating": 1000 + i, "tests": tests} | more
+        for i, (text, more) in enumerate(
+            [
+                ("Print the sum.", {}),
+                ("Print two numbers. If there are multiple answers, print any of them.", {}),
+                (
+                    "Print two numbers. If there are several solutions you can output any.",
+                    {"checker": CHECK},
+                ),
+                ("Print two numbers.", {"several_answers": True}),
+            ]
+        )
+    ]
+    path = tmp_path / "rated.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = RatedPrograms(path=str(path), train_path=str(path), allow_weak_sandbox=True)
+    assert task.size("codeforces") == 2
+    assert [
+        case.rule.checker
+        for i in range(2)
+        for case in task.problem(0, "codeforces", i).answer.cases
+    ] == [
+        "",
+        CHECK,
+    ]
+    with pytest.raises(ValueError, match="none is left"):
+        task.size("train")
+    assert task.skipped[False] == {"with several answers and no checker": 2}
+    assert task.left_out_of_evaluation() == (
+        "codeforces: problems are left out of the evaluation set: 2 with several answers and no checker"
+    )
