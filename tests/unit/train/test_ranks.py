@@ -350,7 +350,7 @@ def test_gradients_are_added_and_untouched_parameters_stay_without():
 
 def test_buckets_hold_one_dtype_and_no_more_than_their_size():
     small, half, large = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(9)
-    cut = buckets([small, small, small, half, large, small], most=8)
+    cut = buckets([small, small, small, half, large, small], max_numel=8)
     assert [[len(t) for t in bucket] for bucket in cut] == [[4, 4], [4], [4], [9], [4]] and cut[2][
         0
     ] is half
