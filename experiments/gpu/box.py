@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -55,7 +56,7 @@ NEEDED = (
     "yaml",
     "numpy",
 )
-# What is brought along, in the versions that constraints.txt and constraints-peer.txt pin.
+# What is brought along, in the versions that uv.lock and requirements/peer.txt pin.
 CARRIED = (
     "hydra-core", "omegaconf", "hydra-joblib-launcher", "joblib", "cloudpickle", "math-verify", "latex2sympy2-extended",
     "requests", "urllib3", "certifi", "charset-normalizer", "idna",
@@ -174,14 +175,11 @@ def collect() -> int:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return the version of each package that the files of constraints pin; those of
-    constraints.txt come first.
-    """
-    pins = {}
-    for name in ("constraints-peer.txt", "constraints.txt"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        pins |= dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
-    return pins
+    """Return the pinned version of each package: uv.lock's, or else that of requirements/peer.txt."""
+    peer = (ROOT / "requirements" / "peer.txt").read_text(encoding="utf-8")
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", peer, re.MULTILINE))
+    return pins | {package["name"]: package["version"] for package in lock["package"]}
 
 
 def install() -> None:
