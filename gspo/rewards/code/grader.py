@@ -37,7 +37,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from gspo.rewards.code.outputs import OutputRule, accepts, checker_input, checker_program
-from gspo.rewards.sandbox.runner import CodeRunner, Ended, Limits, Session, Slot
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, ProgramSession, Slot
 from gspo.rewards.sandbox.values import (
     Malformed,
     Unserialisable,
@@ -288,7 +288,7 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
         first = {"prelude": test.prelude, "test": test.test, "entry_point": submission.entry_point}
         with slot.open("tester", first) as tester:
             said, index = tester.exchange(None), 0
-            while not isinstance(said, Ended) and "verdict" not in said:
+            while not isinstance(said, ProgramEnd) and "verdict" not in said:
                 reply, failed = _call(
                     program, index, said["call"], said["arguments"], said["keywords"]
                 )
@@ -298,7 +298,7 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
                 if "object" in reply and said["call"] == submission.entry_point:
                     return _Outcome("unserialisable", "an object that is not plain data")
                 said, index = tester.exchange(reply), index + 1
-    if not isinstance(said, Ended):
+    if not isinstance(said, ProgramEnd):
         return _Outcome(said["verdict"], said["detail"], again=said["verdict"] == "sandbox-error")
     if said.why == "exit":
         return _Outcome("sandbox-error", f"the test's process ended with {said.code}", again=True)
@@ -306,16 +306,23 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outco
 
 
 def _call(
-    session: Session, index: int, name: str, arguments: Any, keywords: Any, pause: bool = True
+    session: ProgramSession,
+    index: int,
+    name: str,
+    arguments: Any,
+    keywords: Any,
+    pause: bool = True,
 ) -> tuple[dict[str, Any], _Outcome | None]:
     """Ask a program for one call and return its answer, {"value"} or {"object"}, or how it failed."""
     message = {"index": index, "call": name, "arguments": arguments, "keywords": keywords}
     return _result(session.exchange(message, pause), index)
 
 
-def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], _Outcome | None]:
+def _result(
+    reply: dict[str, Any] | ProgramEnd, index: int
+) -> tuple[dict[str, Any], _Outcome | None]:
     """Take from an untrusted answer exactly what was asked for; anything else breaks the protocol."""
-    if isinstance(reply, Ended):
+    if isinstance(reply, ProgramEnd):
         return {}, _ended(reply)
     detail = reply.get("detail", "")
     if (
@@ -347,7 +354,7 @@ def _compare(expected: Any, reply: dict[str, Any]) -> _Outcome:
         return _Outcome("protocol", str(error))
 
 
-def _ended(ended: Ended) -> _Outcome:
+def _ended(ended: ProgramEnd) -> _Outcome:
     """Return the outcome of a case in which the process ended, and did not end well."""
     if ended.why == "exit":
         return _Outcome("runtime-error", f"ended with {ended.code}")
