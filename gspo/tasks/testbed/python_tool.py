@@ -27,7 +27,7 @@ from typing import ClassVar
 from gspo.data.samples import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.sandbox.runner import CodeRunner, ProgramEnd, Limits, Slot
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.tasks.base import check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import judge
