@@ -30,7 +30,7 @@ from gspo.data.samples import Score
 from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
-GRACE_SECONDS = 2.0  # an async call ends itself at its limit; this much later the process is ended
+GRACE_SECONDS = 2.0  # for an async call to end itself at its limit, before the process is ended
 TRIAL_RESPONSE = "This is a trial of the reward function. The answer is 42."
 
 
@@ -213,7 +213,7 @@ class RewardProcess:
         )
 
     def _receive(self, seconds: float) -> Any:
-        """Return the process's next message, or None after `seconds` or if the process has ended."""
+        """Return the process's next message, or None after `seconds` or at its end."""
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError):

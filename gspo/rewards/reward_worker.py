@@ -1,7 +1,8 @@
-"""The process that calls a user's reward function; gspo.rewards.reward_function starts it.
+"""The process that calls a user's reward function.
 
-The command line gives the connection's descriptor, the function's path, the setting that names it,
-and the parent's process id. The process sends these messages on the connection:
+gspo.rewards.reward_function starts it. The command line gives the connection's descriptor, the
+function's path, the setting that names it, and the parent's process id. The process sends these
+messages on the connection:
 
     ("ready", "batch" or "single")    the function was imported
     ("refused", reason)               or it was not, and the process ends

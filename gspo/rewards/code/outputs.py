@@ -39,7 +39,9 @@ AS_FILES = """
 import builtins, io, json, sys
 _texts = json.loads(sys.stdin.read())
 _open = builtins.open
-builtins.open = lambda name, *args, **kw: io.StringIO(_texts[name]) if name in _texts else _open(name, *args, **kw)
+def _open_text(name, *args, **kw):
+    return io.StringIO(_texts[name]) if name in _texts else _open(name, *args, **kw)
+builtins.open = _open_text
 sys.argv = ["checker.py", "input.txt", "expected.txt", "output.txt"]
 sys.stdin = io.StringIO("")
 __name__ = "__main__"

@@ -1,6 +1,6 @@
 """Comparing mathematical answers.
 
-verifier    the verdict for one response, or for many
+verifier    the verdicts for responses
 extract     the answer of a response, and its normal form
 text        the pieces of an answer, with the help of `literal` and `names`
 agree       whether an answer agrees with the gold, the right answer

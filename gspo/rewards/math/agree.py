@@ -1,4 +1,4 @@
-r"""Rules of judgement for mathematical answers: when an answer agrees with a gold (the right answer).
+r"""The rules by which a mathematical answer agrees with a gold (the right answer).
 
 1. A gold that is a number requires a number (see gspo.rewards.math.literal), and an exact number: a
    rounded decimal is wrong.
@@ -41,8 +41,8 @@ from gspo.rewards.math.text import (
 )
 
 MAX_RATIO_CHARS = 120  # of a number that is compared with a formula
-# (kind, gold, answer) -> whether two formulas or equations are the same; of kind "readable" the
-# gold alone is parsed
+# (kind, gold, answer) -> whether two formulas or equations are the same. With kind "readable" only
+# the gold is parsed.
 Equal = Callable[[str, str, str], bool]
 
 

@@ -105,9 +105,7 @@ def _last_boxes(text: str) -> list[str]:
     next_start = last.start()
     for box in reversed(earlier_boxes):
         box_end = _closing(text, box.end()) if text.startswith("{", box.end()) else -1
-        if not 0 <= box_end < next_start:
-            break
-        if not BETWEEN.fullmatch(text, box_end + 1, next_start):
+        if not (0 <= box_end < next_start and BETWEEN.fullmatch(text, box_end + 1, next_start)):
             break
         contents.insert(0, text[box.end() + 1 : box_end])
         next_start = box.start()
@@ -206,11 +204,7 @@ POWER_OF_TEN = re.compile(
 
 def _with_powers_of_ten(answer: str) -> str:
     """Return 3×10⁴ with an exponent that cannot be taken for digits, 3×10^{4}."""
-
-    def with_exponent(match: re.Match[str]) -> str:
-        return f"{match.group(1)}^{{{match.group(2).translate(SUPERSCRIPTS)}}}"
-
-    return POWER_OF_TEN.sub(with_exponent, answer)
+    return POWER_OF_TEN.sub(lambda m: f"{m[1]}^{{{m[2].translate(SUPERSCRIPTS)}}}", answer)
 
 
 STEPS = [

@@ -1,11 +1,11 @@
 r"""Which formulas may be compared at some cost, and how they are rewritten for that.
 
 A formula that is not a plain number must stay in the vocabulary of the gold:
-- the arithmetic signs, fractions and roots are always allowed;
-- functions must be of a family that the gold uses, so \sin 60^\circ does not answer
-  \frac{\sqrt{3}}{2};
-- sums, products, integrals, limits, factorials and binomials must occur in the gold;
-- variables must occur in the gold.
+- The arithmetic signs, fractions and roots are always allowed.
+- Functions must be of a family that the gold uses, so \sin 60^\circ does not answer
+  \frac{\sqrt{3}}{2}.
+- Sums, products, integrals, limits, factorials and binomials must occur in the gold.
+- Variables must occur in the gold.
 A complex gold may be answered by an exponential, and an exponential by \cos and \sin. Together with
 the bounds on powers and digits this keeps out restatements of the question, and formulas that would
 take long to parse or to compute.

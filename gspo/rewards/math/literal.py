@@ -1,4 +1,4 @@
-r"""Numbers that are written out, with their units: exact values, in microseconds, without a parser.
+r"""Numbers that are written out, with their units, as exact values, without a slow parser.
 
 Literals are integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions
 of integers, mixed numbers, scientific notation and percentages. An expression that has to be
@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_EXPONENT = 300  # of ten; nobody asks for a larger number, so it is not a literal
+MAX_EXPONENT = 300  # of ten: larger numbers are no answers, so they are not literals
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|%)\s*\}|percent)\Z")
 
 
 def literal(text: str) -> Literal | None:
-    """Return the value of a number in normal form without its unit, or None if it is not a literal."""
+    """Return the value of a number in normal form without a unit, or None if it is no literal."""
     text = text.strip()
     number = PERCENT.sub("", text)
     percent = number != text

@@ -112,7 +112,8 @@ def structure(text: str) -> Node:
         lines = [line.strip(" ,") for line in split(system.group(3), ("\\\\",))]
         nodes = tuple(structure(line) for line in lines if line)
         names = {node.parts[0] for node in nodes if node.kind == "named" and node.parts[1] == "="}
-        return Node("several" if len(names) == len(nodes) else "formula", text, nodes)
+        kind = "several" if len(names) == len(nodes) else "formula"
+        return Node(kind, text, nodes)
     without_and = re.sub(r",\s*\\text\{\s*(?:and|or)\s*\}|,\s*(?:and|or)(?![A-Za-z])", ",", text)
     alternatives = OR.split(without_and)
     if len(alternatives) > 1:
@@ -307,7 +308,7 @@ def _encloses(text: str) -> bool:
 
 
 def spelling(node: Node) -> str:
-    """Return the same spelling for equal numbers, lists of numbers and texts, for majority votes."""
+    """Return a spelling for majority votes: equal numbers, lists and texts have the same."""
     if node.kind == "number":
         return node.parts[0].text()
     if node.kind == "words":

@@ -1,4 +1,4 @@
-r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a gold.
+r"""Judges the answer of a response, in \boxed{} or after #### or "Answer:", against a gold.
 
 Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to
 workers, which are processes of their own (worker.py). They start with the first formula, and
@@ -8,7 +8,7 @@ correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
 malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or
              invisible characters
-timeout      the comparison used up its CPU seconds or its memory (the cache answers it from then on)
+timeout      the comparison used up its CPU seconds or its memory (later the cache answers it)
 unreadable-gold   the gold is empty, or cannot be parsed: no fault of the response, which is left
                   ungraded
 
@@ -43,8 +43,8 @@ from gspo.rewards.math.extract import (
 from gspo.rewards.math.text import Node, TooManyElements, spelling, structure
 
 WORKER = Path(__file__).with_name("worker.py")
-# a question's CPU time as a share of `seconds`; the rest is for ending the worker and starting the
-# next
+# A question's CPU time as a share of `seconds`. The rest is for ending the worker and starting the
+# next.
 CPU_SHARE = 0.4
 HANG_FACTOR = 4  # a worker that uses no CPU time for this many times `seconds` hangs
 LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
@@ -85,7 +85,7 @@ class MathVerifier:
 
     form: str = "boxed"  # boxed | hash (GSM8K's ####) | answer ("Answer: ...")
     workers: int = 1
-    # an idle machine judges an answer within these; its CPU limit is 0.4 of them
+    # an idle machine judges an answer within these, and its CPU limit is 0.4 of them
     seconds: float = 5.0
     memory_mb: int = 2048  # the address space of a worker
     cache: int = 65536  # number of comparisons that are remembered

@@ -72,7 +72,7 @@ def judge(kind: str, gold: str, answer: str) -> bool | str:
         return same_equation(gold, answer) if kind == "equation" else same_formula(gold, answer)
     except MemoryError:
         return "memory"
-    # the parser and sympy raise all kinds of exceptions on a model's formula; none means equality
+    # The parser and sympy raise all kinds of exceptions on a model's formula. None means equality.
     except Exception:
         return False
 

@@ -50,7 +50,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 class Opaque:
-    """An object of the program that stays with it. Every operation on it raises OpaqueObjectUsed."""
+    """An object that stays with the program. Every operation on it raises OpaqueObjectUsed."""
 
     __slots__ = ("number",)
 

@@ -36,16 +36,12 @@ epoll_create:213/- epoll_create1:291/20 epoll_ctl:233/21 epoll_wait:232/- epoll_
 eventfd2:290/19 recvfrom:45/207 kill:62/129 tgkill:234/131 clone:56/220 clone3:435/435 prctl:157/167
 prlimit64:302/261 ioctl:16/29 fcntl:72/25 socketpair:53/199 sendto:44/206
 """
-NUMBERS = {
-    name: numbers.split("/") for name, numbers in (item.split(":") for item in TABLE.split())
-}
+NUMBERS = dict(item.split(":") for item in TABLE.split())
 
-# For each call its conditions, (argument, test, values); all must hold, or else the call fails with
-# EPERM.
 OWN_PID = 0x7A5C3E19  # stands for the process's own id, which is only known after the fork
 # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# dup, flags, pipe sizes, seals; no locks, owners or leases
+# dup, flags, pipe sizes and seals, but no locks, owners or leases
 FCNTLS = (0, 1, 2, 3, 4, 1030, 1031, 1032, 1034)
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
@@ -54,6 +50,8 @@ MSG_OOB = 1  # a little-used part of the kernel through which sandboxes have bee
 # they empty a file without the right to write, which landlock before ABI 3 lets pass
 O_TRUNC = 0o1000
 O_ACCMODE = 0o3
+# For each call its conditions, (argument, test, values). All must hold, or else the call fails with
+# EPERM.
 RULES = {
     "open": [(1, "truncate", ())],
     "openat": [(2, "truncate", ())],
@@ -64,7 +62,7 @@ RULES = {
     "prlimit64": [(0, "in", (0, OWN_PID))],
     "ioctl": [(1, "in", IOCTLS)],
     "fcntl": [(1, "in", FCNTLS)],
-    # asyncio needs stream sockets; datagrams could be sent elsewhere
+    # asyncio needs stream sockets, whereas datagrams could be sent elsewhere
     "socketpair": [(0, "in", (AF_UNIX,)), (1, "low4", (SOCK_STREAM,))],
     "sendto": [(4, "null", ()), (3, "without", (MSG_OOB,))],  # without an address
     "recvfrom": [(3, "without", (MSG_OOB,))],
@@ -95,7 +93,12 @@ def supported() -> bool:
 def numbers(machine: str) -> dict[str, int]:
     """Return the numbers of the table's system calls that a machine has."""
     column, _ = MACHINES[machine]
-    return {name: int(both[column]) for name, both in NUMBERS.items() if both[column] != "-"}
+    table = {}
+    for name, columns in NUMBERS.items():
+        number = columns.split("/")[column]
+        if number != "-":
+            table[name] = int(number)
+    return table
 
 
 def template(threads: bool, machine: str = "") -> bytes:
@@ -111,15 +114,18 @@ def template(threads: bool, machine: str = "") -> bytes:
         (RETURN, 0, 0, KILL),
     ]
     code += [(LOAD, 0, 0, 0)]
-    if machine == "x86_64":
-        code += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # refuses the x32 table
+    if machine == "x86_64":  # refuse the x32 table
+        code += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
+    allow = (RETURN, 0, 0, ALLOW)
     for name, number in table.items():
         if name not in RULES and name not in refused:
-            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
+            code += [(JUMP_EQUAL, 0, 1, number), allow]
     for name, conditions in RULES.items():
         if name not in refused and name in table:
-            block = [instruction for condition in conditions for instruction in _check(*condition)]
-            code += [(JUMP_EQUAL, 0, len(block) + 1, table[name]), *block, (RETURN, 0, 0, ALLOW)]
+            block: list[Instruction] = []
+            for condition in conditions:
+                block += _check(*condition)
+            code += [(JUMP_EQUAL, 0, len(block) + 1, table[name]), *block, allow]
     code += [(RETURN, 0, 0, ENOSYS)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 

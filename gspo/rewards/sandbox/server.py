@@ -61,7 +61,7 @@ TICK_SECONDS = 1.0  # between signs of life
 CHANNEL_FD = 3
 RULES_FD = 4
 MAX_TABLE_FDS = 4096  # children close all descriptors up to this number
-# that a program may print or read, as in LiveCodeBench's own harness; Python allows 4,300
+# that a program may print or read, as in LiveCodeBench's own harness (Python allows 4,300)
 MAX_INTEGER_DIGITS = 50_000
 
 
@@ -248,7 +248,7 @@ class Clock:
 
     def hear(self, commands: bytes) -> None:
         """Note that the harness begins or ends exchanges."""
-        # the queue is read at the next look; older time in it only makes that look more lenient
+        # The queue is read at the next look. Older time in it only makes that look more lenient.
         if b"r" in commands:
             self.time = time.monotonic()
             self.cpu = self.cpu_now()
@@ -265,8 +265,8 @@ class Clock:
         delays = [value - self.queued.get(task, 0) for task, value in queued.items()]
         delay = max(delays, default=0) / 1e9
         if self.active:
-            # Time in the queue is booked only when it is over; until then it looks like waiting,
-            # and is afterwards taken back.
+            # Time in the queue is booked only when it is over. Until then it counts as waiting,
+            # which is taken back afterwards.
             self.waited = max(0.0, self.waited + now - self.time - (cpu - self.cpu) - delay)
         self.time = now
         self.cpu = cpu

@@ -149,7 +149,7 @@ class ProgramSession:
         self._channel.close()
 
     def _next_message(self) -> dict[str, Any] | None:
-        """Return the program's next message, or None at the end of its channel or of the program."""
+        """Return the program's next message, or None at the end of its channel or itself."""
         channel = self._channel.fileno()
         control = self.server.control.fileno()
         poll = select.poll()

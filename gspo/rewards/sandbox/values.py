@@ -1,4 +1,4 @@
-"""Plain Python values as JSON and back, and the rules for comparing a result with the expected one.
+"""Plain Python values as JSON and back, and the rules by which a result is the expected one.
 
 Plain values have exactly one of the types None, bool, int, float, complex, str, bytes, list, tuple,
 set, frozenset and dict. An object of a subclass can redefine `==` and is not plain. The standard
@@ -42,8 +42,8 @@ TYPES = {
 }
 DICTS = (dict, Counter, OrderedDict, defaultdict)
 SURROGATE = re.compile("[\ud800-\udfff]")
-# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts; here
-# these are words.
+# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts, which
+# are words here.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 
 
@@ -80,11 +80,14 @@ class _Encoder:
             return value
         if kind is int:
             self._spend(value.bit_length() // 4)
-            return value if -(2**63) < value < 2**63 else ["i", f"{value:x}"]
+            if -(2**63) < value < 2**63:
+                return value
+            return ["i", f"{value:x}"]
         if kind is str:
             self._spend(len(value))
-            surrogates = SURROGATE.search(value)
-            return ["u", value.encode("utf-8", "surrogatepass").hex()] if surrogates else value
+            if SURROGATE.search(value):
+                return ["u", value.encode("utf-8", "surrogatepass").hex()]
+            return value
         if kind is float:
             return value if math.isfinite(value) else ["f", str(value)]
         self._spend(6)
@@ -195,7 +198,7 @@ def _from_texts(tag: Any, *texts: str) -> tuple[str, Any]:
 
 
 def require_shallow(form: Any) -> None:
-    """Raise Malformed for a form that is nested too deeply for recursion or that `encode` never makes.
+    """Raise Malformed for a form that is too deep for recursion or that `encode` never makes.
 
     `encode` makes no JSON objects, and no numbers such as 1e999 that cannot be written again."""
     level = [form]
@@ -287,7 +290,7 @@ def _split(elements: list[Any]) -> tuple[list[float], list[bytes]]:
 
 
 def _by_key(parts: list[Any]) -> dict[bytes, Any]:
-    """Return the values of a dict by the digests of their keys. `parts` are keys and values in turn."""
+    """Return the values of a dict by the digests of their keys. `parts` alternates both."""
     keys = [_digest(key, MAX_DEPTH) for key in parts[::2]]
     if len(set(keys)) < len(keys):
         raise Malformed("a key twice")
@@ -304,8 +307,11 @@ def _digest(form: Any, depth: int) -> bytes:
             raise Malformed(f"nested more than {MAX_DEPTH} deep")
         parts = [_digest(part, depth - 1) for part in content]
         if kind == "dict":
-            parts = sorted(key + value for key, value in zip(parts[::2], parts[1::2], strict=True))
-        data = b"".join(sorted(parts) if kind == "set" else parts)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = sorted(key + value for key, value in pairs)
+        elif kind == "set":
+            parts.sort()
+        data = b"".join(parts)
     elif kind == "text":
         data = content.encode("utf-8", "surrogatepass")
     elif kind == "bytes":
