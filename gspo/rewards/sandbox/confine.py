@@ -98,11 +98,11 @@ def prctl(option: int, *values: object) -> int:
     return LIBC.prctl(option, *arguments)
 
 
-def checked(result: int, what: str) -> int:
+def checked(result: int, action: str) -> int:
     """Return the result of a system call. Raises CannotConfine if it failed."""
     if result < 0:
         error = ctypes.get_errno()
-        raise CannotConfine(error, f"{what}: {os.strerror(error)}")
+        raise CannotConfine(error, f"{action}: {os.strerror(error)}")
     return result
 
 
@@ -174,11 +174,11 @@ def change_user(plan: ConfinementPlan) -> None:
     set_capabilities(1 << CAP_DAC_READ_SEARCH if plan.reads_all else 0)
 
 
-def set_capabilities(wanted: int) -> None:
-    """Keep only the wanted capabilities, and none to inherit."""
+def set_capabilities(capabilities: int) -> None:
+    """Keep only these capabilities, and none to inherit."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    low = wanted & 0xFFFFFFFF
-    high = wanted >> 32
+    low = capabilities & 0xFFFFFFFF
+    high = capabilities >> 32
     data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
     checked(LIBC.capset(header, data), "capabilities")
 

@@ -158,8 +158,8 @@ def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[by
     return _launcher[pid].submit(start).result()
 
 
-def _why_not_boxed(wanted: bool) -> str:
-    if not wanted:
+def _why_not_boxed(bubblewrap: bool) -> str:
+    if not bubblewrap:
         return "off: switched off"
     return "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
 

@@ -1,7 +1,7 @@
 """The start check of the sandbox: a few probes, and refusal to run if one of them gets through.
 
-A probe is a program that tries one forbidden thing and prints `granted` if that works. Each probe
-aims at another part of the confinement. experiments/audit has the full attacks.
+A probe is a program that tries a forbidden action and prints `granted` if that works. Each probe
+aims at another part of the confinement. All attacks are in experiments/audit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any
 
 PRELUDE = """
 import ctypes, os, socket, time
-FOLDER, HARNESS_PID, MEMORY_MB = input(), int(input()), int(input())
-def attempt(*works):
-    for work in works:
-        try: result = work()
-        except (OSError, MemoryError): continue
-        if result != -1: os.write(1, b"granted")
+FOLDER = input()
+HARNESS_PID = int(input())
+MEMORY_MB = int(input())
+
+def attempt(*actions):
+    for action in actions:
+        try:
+            result = action()
+        except (OSError, MemoryError):
+            continue
+        if result != -1:
+            os.write(1, b"granted")
 """
 PROBES = {
     "read a file": 'attempt(lambda: open(FOLDER + "/secret").read())',
